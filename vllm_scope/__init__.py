@@ -138,8 +138,11 @@ def moments(llm: LLM, name: str = "moments") -> dict[tuple[str, int, str], Sums]
         name: as in Moments.
 
     Returns:
-        (site, layer, label) -> sums in float64 numpy, with `count`, `mean` and `covariance`; empty
-        if no row was added under this name. `vllm_scope.analysis.moments` makes probes of them.
+        (site, layer, label) -> sums in float64 numpy, with `count`, `mean` and `covariance`.
+        `vllm_scope.analysis.moments` makes probes of them.
+
+    Raises:
+        SpecError: no row was added under this name; the message says which names there are.
     """
     from vllm_scope.engine.moments import moments_of
 

@@ -68,8 +68,14 @@ class ScopeConfig(BaseModel):
         saes_mib: device memory of each worker for the encoders of those SAEs, without which a
             request cannot ask for the strongest features. The engine does not start if they take
             more. 0: workers hold none.
+        lenses: lenses that map rows before the model's own norm and unembedding, name -> a file or
+            folder, or {"path", "sha256"} (vllm_scope.lenses).
+        lenses_mib: device memory of each worker for their maps. The engine does not start if they
+            take more.
         lens_rows: the most rows that the lenses of one request are applied to: selected tokens,
             those that it may generate too, times layers. 0: requests cannot have a lens.
+        lens_rows_running: the same of all running requests together. If a request would exceed it,
+            it waits for its turn; a request alone never waits.
         moments_mib: device memory of each worker for the sums of Moments. A request whose sums do
             not fit when it enters is refused. If they do not fit any more when it runs, its rows
             count as missing. 0: requests cannot have Moments.
@@ -102,7 +108,10 @@ class ScopeConfig(BaseModel):
     modules: dict[str, str] = Field(default_factory=dict)
     saes: dict[str, str] = Field(default_factory=dict)
     saes_mib: Number = Field(default=4096.0, ge=0)
+    lenses: dict[str, Any] = Field(default_factory=dict)
+    lenses_mib: Number = Field(default=4096.0, ge=0)
     lens_rows: StrictInt = Field(default=1 << 16, ge=0)
+    lens_rows_running: StrictInt = Field(default=1 << 20, gt=0)
     moments_mib: Number = Field(default=0.0, ge=0)
     deliver_timeout_s: Number = Field(default=60.0, gt=0)
     road: Literal["auto", "shared", "tcp"] = "auto"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TOYWORLD
+from tests.lenses import random_lens
 from vllm_scope.request.sites import SITES
 
 GPT2 = {
@@ -141,12 +142,22 @@ def test_a_question_without_an_answer_is_one_sentence(model, options, words, mon
     assert ".." not in done.stdout
 
 
-def test_it_says_what_saes_take_of_a_device():
-    done = doctor(TOYWORLD, "--dtype", "bfloat16", "--saes", f"toy={TOYWORLD / 'sae'}")
+def test_it_says_what_saes_and_lenses_take_of_a_device(tmp_path):
+    digest = random_lens("named", [0, 1, 4], 256).save(tmp_path / "named")
+    small = random_lens("small", [0], 8)
+    small.save(tmp_path / "small")
+    done = doctor(
+        TOYWORLD, "--dtype", "bfloat16", "--saes", f"toy={TOYWORLD / 'sae'}",
+        "--lenses", f"named={tmp_path / 'named'}",
+    )  # fmt: skip
+    # Three maps of 256 x 256 weights in 2 bytes, and biases in 4.
+    assert f"lens named: resid_post 0-1, 4, 0.4 MiB, sha256 {digest}." in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("Lenses: 0.4 MiB of each device; lenses_mib")
     assert done.returncode == 0, done.stdout
     # 384 features: 256 weights in 2 bytes, a bias and a threshold in 4.
     assert "SAE toy: 384 features of resid_post 0, 0.2 MiB." in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("Encoders: 0.2 MiB of each device")
-    done = doctor(TOYWORLD, "--saes", "toy=/nowhere")
+    assert "\nEncoders: 0.2 MiB of each device" in done.stdout
+    done = doctor(TOYWORLD, "--saes", "toy=/nowhere", "--lenses", f"a={tmp_path / 'small'}")
     assert done.returncode == 2
     assert "/nowhere is not there" in done.stdout
+    assert "is of rows of 8 numbers; this model's have 256." in done.stdout

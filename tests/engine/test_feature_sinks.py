@@ -12,6 +12,7 @@ import torch
 import vllm_scope
 from tests import sparse
 from tests.asking import run
+from tests.clts import write_clt
 from tests.conftest import local_engine, preempted_in
 from tests.engine.test_edits import params
 from tests.engine.test_sparse_features import INDICES, PROMPTS, READ, WIDTH, config
@@ -217,9 +218,13 @@ def test_a_transcoders_features_are_those_of_its_input(llama, tmp_path):
     (written.path / "cfg.json").write_text(json.dumps(body))
     # A transcoder's b_dec is of its output.
     encoder = replace(written, weights=written.weights | {"b_dec": np.zeros(WIDTH)})
-    asked = Features("t", top_k=8), Features("t", indices=INDICES, name="some")
+    clt = write_clt(tmp_path / "clt", 3, WIDTH, 1024, jumps=True)
+    asked = (
+        Features("t", top_k=8), Features("t", indices=INDICES, name="some"),
+        *(Features(f"clt.{layer}", top_k=16) for layer in range(3)),
+    )  # fmt: skip
     for sites, is_tapped in ((["resid_mid"], True), (["resid_post"], False)):
-        options = config({"t": written}, sites=sites)
+        options = config({"t": written, "clt": clt}, sites=sites)
         with local_engine(llama, dtype="float32", additional_config=options) as llm:
             if not is_tapped:
                 with pytest.raises(SpecError, match="does not tap 'resid_mid' there"):
@@ -229,3 +234,9 @@ def test_a_transcoders_features_are_those_of_its_input(llama, tmp_path):
             rows, near = output.scope["resid_mid", 1], TOLERANCE[torch.float32]
             sparse.check(output.scope.features["t"], encoder, rows, near, top_k=8)
             sparse.check(output.scope.features["some"], encoder, rows, near, indices=INDICES)
+            for layer in range(3):
+                rows = output.scope["resid_mid", layer].double()
+                best = torch.from_numpy(clt.encode(layer, rows.numpy())).topk(16).values
+                values = output.scope.features[f"clt.{layer}"].values
+                assert (best > 0).all()
+                torch.testing.assert_close(values.view(-1, 16).double(), best, rtol=1e-4, atol=1e-4)

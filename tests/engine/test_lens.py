@@ -12,8 +12,10 @@ import torch
 from tests.asking import params, rejects_drafts, run
 from tests.checkpoints import NUM_LAYERS, reference
 from tests.conftest import TOYWORLD, async_engine, local_engine, preempted_in, process_engine
-from tests.lens import check_last_layer, check_layers
-from vllm_scope import Add, LensTopK, Probe, Read, SpecError, scope
+from tests.lens import agree, check_last_layer, check_layers, log_probs
+from tests.lenses import identity, random_lens
+from vllm_scope import Add, ConfigError, LensTopK, Probe, Read, SpecError, scope
+from vllm_scope.engine.core.scheduler import admission_of
 
 FAMILIES = ["llama", "gemma2", "gemma3", "cohere2", "gpt2", "granite", "olmo2"]
 LAST = NUM_LAYERS - 1
@@ -39,12 +41,32 @@ def test_the_last_layer_is_the_model_and_others_are_hugging_faces(family, checkp
         check_layers(output.scope, found, reference(path, torch.float32), 2e-3)
 
 
+#: Of three requests with a lens at each layer.
+ROWS_RUNNING = 3 * 81 * NUM_LAYERS
+#: `tuned` has no map of the last layer; it is of what enters a layer, which the one before leaves.
+MAPPED = {
+    "named": random_lens("named", range(NUM_LAYERS), 128),
+    "tuned": random_lens("tuned", [1, 2], 128, residual=True, site="resid_pre"),
+    "identity": identity(range(NUM_LAYERS), 128),
+}
+
+
+@pytest.fixture(scope="module")
+def lenses(tmp_path_factory):
+    """The operator's entries."""
+    folder = tmp_path_factory.mktemp("lenses")
+    digests = {name: one.save(folder / name) for name, one in MAPPED.items()}
+    entries = {name: str(folder / name) for name in MAPPED}
+    return entries | {"named": {"path": str(folder / "named"), "sha256": digests["named"]}}
+
+
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def llm(request, llama):
+def llm(request, llama, lenses):
     """Compiled, in chunks of 32 tokens."""
     with local_engine(
         llama, dtype=request.param, max_num_batched_tokens=32, max_num_seqs=8,
         enforce_eager=False, enable_prefix_caching=True,
+        additional_config={"scope": {"lenses": lenses, "lens_rows_running": ROWS_RUNNING}},
     ) as llm:  # fmt: skip
         yield llm
 
@@ -83,6 +105,43 @@ def test_in_a_mixed_batch_beside_reads_and_probes(llm):
     assert len(outputs[3].scope.lens) == 0
 
 
+def test_a_named_lens_maps_the_rows_of_each_layer_first(llm, llama):
+    named, tuned = LensTopK(lens="named", name="a"), LensTopK(lens="tuned", name="b")
+    outputs = run(llm, PROMPTS, [asked(named, tuned, Read("resid_post")), params(), asked(tuned),
+                                 asked(LensTopK(), named)])  # fmt: skip
+    result, dtype = outputs[0].scope, dtype_of(llm)
+    assert result.status == "complete"
+    assert list(result.lens["a"]) == [0, 1, 2]
+    assert list(result.lens["b"]) == [0, 1]
+    ref = reference(llama, dtype)
+    for name, layer in (("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1)):
+        place = ("resid_post", layer) if name == "a" else ("resid_pre", layer + 1)
+        rows = MAPPED["named" if name == "a" else "tuned"].map(result["resid_post", layer], place)
+        exact, found = log_probs(ref, rows), result.lens[name][layer]
+        assert len(found) == len(exact)
+        for position in found.positions.tolist():
+            wanted = dict(enumerate(exact[position].tolist()))
+            agree(found.top(position), wanted, TOLERANCE[dtype])
+    assert sorted(outputs[3].scope.lens) == ["a", "lens"]
+
+
+def test_a_map_that_changes_nothing_is_the_plain_lens_bit_for_bit(llm):
+    same = LensTopK(layer=1, lens="identity", name="same")
+    result = run(llm, PROMPTS[:1], asked(LensTopK(layer=1), same))[0].scope
+    plain, mapped = (result.lens[name][1] for name in ("lens", "same"))
+    for field in ("positions", "token_ids", "log_probs"):
+        assert torch.equal(getattr(plain, field), getattr(mapped, field))
+
+
+def test_requests_wait_while_the_lenses_of_others_have_all_rows(llm):
+    admission = admission_of(llm.llm_engine.engine_core.engine_core.scheduler)
+    waited = admission.num_waited
+    outputs = run(llm, [PROMPTS[0]] * 6, asked(LensTopK()))
+    assert admission.num_waited == waited + 3
+    assert admission.held.lens_rows == 0
+    assert {output.scope.status for output in outputs} == {"complete"}
+
+
 def test_the_row_is_that_after_edits(llm):
     push = Add(torch.linspace(-3, 3, 128), layer=LAST)
     outputs = run(llm, PROMPTS[:1], asked(push, LensTopK(layers=[LAST]), **LOGPROBS))
@@ -119,10 +178,27 @@ def test_bad_input_is_refused_in_one_sentence(llm):
         (LensTopK(site="resid_mid"), r"lens\[0\]\.site is 'resid_mid', which this engine does not"),
         (LensTopK(tokens=[500]), r"lens\[0\]\.tokens"),
         (LensTopK(to="disk"), r"lens\[0\]\.to is 'disk'; this engine has memory"),
+        (LensTopK(lens="no"), r"lens\[0\]\.lens is 'no', .* it holds: identity, named, tuned"),
+        (LensTopK(layers=[2], lens="tuned"), r"layers has 2; the lens 'tuned' .* at layers 0, 1"),
         (LensTopK(top_k=1024), r"delivers too much at once .* fewer layers or features"),
     ):
         with pytest.raises(SpecError, match=sentence):
             run(llm, PROMPTS[:1], asked(bad))
+
+
+def test_an_engine_with_a_wrong_lens_does_not_start(llama, lenses, tmp_path):
+    random_lens("small", [0], 64).save(tmp_path / "small")
+    for entry, sentence in (
+        ({"lenses": {"small": str(tmp_path / "small")}}, "small is of rows of 64 .* have 128"),
+        ({"lenses": {"a": {"path": lenses["tuned"], "sha256": "0" * 64}}}, "has the SHA-256"),
+        (
+            {"lenses": lenses, "lenses_mib": 0.1},
+            r"lenses_mib is 0\.1; the maps of 'named', 'tuned'",
+        ),
+    ):
+        engine = local_engine(llama, dtype="float32", additional_config={"scope": entry})
+        with pytest.raises((ConfigError, SpecError), match=sentence), engine:
+            pass
 
 
 def test_after_a_preemption(llama):

@@ -179,8 +179,8 @@ def test_a_prompt_in_the_prefix_cache_is_computed_anew(llama):
         run(llm, [prompt(2)], params())
         (output,) = run(llm, [prompt(2)], params())
         assert output.num_cached_tokens == 128
-        first = [vllm_scope.moments(llm)]
-        assert first == [{}]
+        with pytest.raises(SpecError, match="no sums called 'moments'; this engine has: none"):
+            vllm_scope.moments(llm)
         asked = [pair for _ in range(2) for pair in asked_of(llm, [prompt(2)], [[Moments()]])]
         run(llm, [prompt(2)], params(Moments(tokens="generated")))
         found = vllm_scope.moments(llm)
@@ -307,8 +307,9 @@ def test_what_does_not_fit_is_refused_and_dropping_makes_room(llama):
         assert {one.count for one in found.values()} == {2 * 75}
         assert vllm_scope.drop_moments(llm)
         assert not vllm_scope.drop_moments(llm)
-        assert vllm_scope.moments(llm) == {}
         run(llm, PROMPTS[:1], params(Moments(layers=[0], by="other", covariance=False)))
+        with pytest.raises(SpecError, match="no sums called 'misspelt'; this engine has: 'mom"):
+            vllm_scope.moments(llm, "misspelt")
         (one,) = vllm_scope.moments(llm).values()
         assert (one.count, one.xx) == (75, None)
     none = pytest.raises(SpecError, match=r"this engine has 0\.0 \(additional_config")

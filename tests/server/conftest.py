@@ -18,6 +18,7 @@ import torch
 from benchmarks.server import running
 from tests.checkpoints import reference
 from tests.conftest import TOYWORLD
+from tests.lenses import random_lens
 from vllm_scope.client import ScopeClient
 
 API_KEY, OTHER_KEY, ADMIN_KEY = "key-of-one", "key-of-another", "key-of-the-operator"
@@ -87,9 +88,11 @@ def serving(folder: Path, *options: str, **environment: str) -> Iterator[Server]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """With files to capture into, below `captures`."""
     folder = tmp_path_factory.mktemp("server")
+    random_lens("named", [0, 4], 256).save(folder / "named")
     options = ["--additional-config.scope.sinks.filesystem.root", str(folder / "captures"),
                "--additional-config.scope.sinks.filesystem.layout", "per_request",
                "--additional-config.scope.saes.toy", str(TOYWORLD / "sae"),
+               "--additional-config.scope.lenses.named", str(folder / "named"),
                "--additional-config.scope.moments_mib", "64"]  # fmt: skip
     with serving(folder, *options) as found:
         yield found

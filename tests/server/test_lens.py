@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from tests.lens import agree
+from tests.lens import agree, log_probs
+from tests.lenses import random_lens
 from vllm_scope import LensTopK, Probe, Read, SpecError
 
 LENS = LensTopK(layers=[0, 5], top_k=4)
@@ -51,6 +53,18 @@ def test_chunks_carry_each_token_once(client, stream):
     assert chunks[-1].scope.status == "complete"
 
 
+def test_a_named_lens_maps_the_rows_first(client, ref):
+    named = LensTopK(lens="named", top_k=4)
+    out = client.complete(TEXT, named, Read("resid_post", layers=[0, 4]), **OPTIONS)
+    lens = random_lens("named", [0, 4], 256)
+    assert list(out.scope.lens["lens"]) == [0, 4]
+    for layer, found in out.scope.lens["lens"].items():
+        rows = torch.from_numpy(np.array(out.scope["resid_post", layer]))
+        exact = log_probs(ref, lens.map(rows, ("resid_post", layer)))
+        for position in found.positions.tolist():
+            agree(found.top(position), dict(enumerate(exact[position].tolist())), 1e-3)
+
+
 def test_many_tokens_come_as_a_file(client):
     lenses = [LensTopK(layers=[0, 5], top_k=100, name=name) for name in ("a.b", "c")]
     out = client.complete(TEXT * 12, *lenses, **OPTIONS)
@@ -67,6 +81,10 @@ def test_many_tokens_come_as_a_file(client):
 def test_a_bad_lens_is_refused_in_one_sentence(client):
     for bad, words in (
         (LensTopK(layers=[6]), "lens[0].layers has 6; this model has layers 0 to 5"),
+        (
+            LensTopK(lens="x"),
+            "lens[0].lens is 'x', which this engine does not hold; it holds: named",
+        ),
         (LensTopK(name="monitor/x"), "lens[0].name is 'monitor/x'; names that begin with"),
     ):
         with pytest.raises(SpecError) as caught:

@@ -72,6 +72,8 @@ DOCUMENTED = {
     "vllm_scope.compat.vllm_lens.client": "VLLMLensClient",
     "vllm_scope.request.actions": "Action",
     "vllm_scope.results.result": "ScopeResult",
+    "vllm_scope.lenses.linear": "Affine LinearLens",
+    "vllm_scope.saes.cross_layer": "load_clt",
     "vllm_scope.saes.load": "load_sae",
     "vllm_scope.saes.max_activating": "MaxActivating Strong",
     "vllm_scope.saes.max_activating_files": "load_max_activating",

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_scope import __version__
-from vllm_scope.errors import CompatError, ScopeError, reason_of
+from vllm_scope.errors import CompatError, ConfigError, ScopeError, reason_of
 from vllm_scope.request.sites import MODEL_SITES, SITES, canonical_site
 
 if TYPE_CHECKING:
@@ -41,13 +41,14 @@ def examine(
     engine_args: dict[str, object],
     sites: Sequence[str] | None,
     saes: Mapping[str, str] | None = None,
+    lenses: Mapping[str, str] | None = None,
 ) -> int:
     """Print the findings; return the exit status.
 
     Args:
         engine_args: of vLLM's EngineArgs.
         sites: the sites to configure; None for the default ones.
-        saes: as in ScopeConfig.
+        saes, lenses: as in ScopeConfig.
     """
     console = Console(highlight=False)
     try:
@@ -76,7 +77,12 @@ def examine(
             console.print("It is served plainly; a request with reads is refused with this reason.")
         return UNREADABLE
     console.print(f"{report.num_taps} taps, arena {report.arena_mib:.1f} MiB.")
-    return _say_saes(console, report, saes) if saes else READABLE
+    statuses = [READABLE]
+    if saes:
+        statuses.append(_say_saes(console, report, saes))
+    if lenses:
+        statuses.append(_say_lenses(console, report, lenses))
+    return max(statuses)
 
 
 def _say_saes(console: Console, report: ModelReport, paths: Mapping[str, str]) -> int:
@@ -98,6 +104,38 @@ def _say_saes(console: Console, report: ModelReport, paths: Mapping[str, str]) -
         console.print(f"{text}{sizes[name]:.1f} MiB.", soft_wrap=True, markup=False)
     console.print(
         f"Encoders: {sum(sizes.values()):.1f} MiB of each device; saes_mib is at least this much.",
+        soft_wrap=True,
+    )
+    return READABLE
+
+
+def _say_lenses(console: Console, report: ModelReport, paths: Mapping[str, str]) -> int:
+    """Print what the maps of lenses take of a device, and their files' digests; UNKNOWN if one of
+    them cannot be read, or is of another model."""
+    import torch
+
+    from vllm_scope.lenses.linear import load_lens
+    from vllm_scope.worker.lens import num_bytes
+
+    total = 0.0
+    for name, path in paths.items():
+        try:
+            lens = load_lens(path, name=name)
+            if lens.d_model != report.hidden_size:
+                raise ConfigError(
+                    f"{path} is of rows of {lens.d_model:,} numbers; this model's have "
+                    f"{report.hidden_size:,}."
+                )
+        except (ScopeError, OSError) as error:
+            _say(console, f"the lens {name}", str(error))
+            return UNKNOWN
+        size = num_bytes(lens, len(lens.maps), getattr(torch, report.dtype)) / 2**20
+        total += size
+        layers = _ranges(sorted(place.layer for place in lens.places))
+        text = f"lens {name}: {next(iter(lens.places)).site} {layers}, {size:.1f} MiB, "
+        console.print(f"{text}sha256 {lens.sha256}.", soft_wrap=True, markup=False)
+    console.print(
+        f"Lenses: {total:.1f} MiB of each device; lenses_mib is at least this much.",
         soft_wrap=True,
     )
     return READABLE

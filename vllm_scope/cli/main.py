@@ -48,6 +48,10 @@ def doctor(
         str | None,
         typer.Option(help="Sparse autoencoders, such as toy=FOLDER,other=FILE: what they take."),
     ] = None,
+    lenses: Annotated[
+        str | None,
+        typer.Option(help="Tuned or Jacobian lenses, such as tuned=FILE: what they take."),
+    ] = None,
     trust_remote_code: bool = False,
 ) -> None:
     """Say which sites and layers of MODEL can be read with this vLLM, and why not.
@@ -72,8 +76,13 @@ def doctor(
     }
     given = {name: value for name, value in options.items() if value is not None}
     named = None if sites is None else [site.strip() for site in sites.split(",")]
-    pairs = [] if saes is None else [each.partition("=") for each in saes.split(",")]
-    sys.exit(examine(model, given, named, {name.strip(): path for name, _, path in pairs}))
+    sys.exit(examine(model, given, named, _paths(saes), _paths(lenses)))
+
+
+def _paths(text: str | None) -> dict[str, str]:
+    """Of "name=path,other=path"."""
+    pairs = [] if text is None else [each.partition("=") for each in text.split(",")]
+    return {name.strip(): path for name, _, path in pairs}
 
 
 @app.command()

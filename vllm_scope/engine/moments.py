@@ -56,6 +56,13 @@ def _every(name: str) -> Generator[_Call, list[list[Any]], Found]:
     found = {}
     for key in (yield from _keys(name)):
         found[key] = yield from _one(name, key)
+    if not found:
+        replies = yield "scope_held_moments", ()
+        known = sorted({str(held) for some in replies for one in some for held in one})
+        raise SpecError(
+            f"there are no sums called {shown(name)}; this engine has: "
+            f"{', '.join(map(shown, known[:8])) or 'none'}. A name has sums once a row was added."
+        )
     return found
 
 
@@ -90,8 +97,11 @@ async def _run_async(engine: AsyncLLM, asking: _Asking) -> Any:
 
 
 def moments_of(engine: LLMEngine, name: str) -> Found:
-    """The sums of a name; empty if there are none. Rows of running requests count once their next
-    token is accepted."""
+    """The sums of a name. Rows of running requests count once their next token is accepted.
+
+    Raises:
+        SpecError: there are none; the message names those that there are.
+    """
     found: Found = _run(engine, _every(name))
     return found
 

@@ -147,22 +147,30 @@ class Program:
 @dataclass(frozen=True)
 class Cost:
     """What a request takes of the device tables while it runs. A probe's weight counts as its
-    vectors do, though it has memory of its own."""
+    vectors do, though it has memory of its own.
+
+    Attributes:
+        lens_rows: rows that its lenses are applied to, which take the device's time.
+    """
 
     vectors: int = 0
     programs: int = 0
     ops: int = 0
+    lens_rows: int = 0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
-            self.vectors + other.vectors, self.programs + other.programs, self.ops + other.ops
-        )
+            self.vectors + other.vectors, self.programs + other.programs, self.ops + other.ops,
+            self.lens_rows + other.lens_rows,
+        )  # fmt: skip
 
     def __sub__(self, other: Cost) -> Cost:
         return self + other * -1
 
     def __mul__(self, times: int) -> Cost:
-        return Cost(self.vectors * times, self.programs * times, self.ops * times)
+        return Cost(
+            self.vectors * times, self.programs * times, self.ops * times, self.lens_rows * times
+        )
 
     def without_vectors(self) -> Cost:
         return Cost(0, self.programs, self.ops)
@@ -175,6 +183,7 @@ class Cost:
             self.vectors <= capacity.vectors
             and self.programs <= capacity.programs
             and self.ops <= capacity.ops
+            and self.lens_rows <= capacity.lens_rows
         )
 
 

@@ -10,7 +10,8 @@ From:  actions, resolve.   To: codecs.packed, worker.probe_bank, layout (the siz
 
 Promise: a head works on each row by itself, and makes a fixed number of bytes of it. The codec can
 be made again from an Encoding. A Bank has a digest of its weights, not the weights; a Strongest
-has the name of an SAE that the workers hold, a Likeliest nothing but a count.
+has the name of an SAE that the workers hold, a Likeliest a count, and the name of a lens if that
+maps the rows first.
 """
 
 from __future__ import annotations
@@ -39,8 +40,11 @@ READ_CODECS: dict[str, tuple[str, ...]] = {
 }
 
 
-#: Stands for the model's own lens among the names of held SAEs, which have a character or more.
-LENS = ""
+#: Under which the workers hold a lens, among the names of held SAEs: the lens's name, and the
+#: boundary of its map.
+LensKey = tuple[str, int]
+#: Of the model's own lens, which maps no rows.
+LENS: LensKey = ("", -1)
 
 
 @dataclass(frozen=True)
@@ -184,24 +188,35 @@ class Strongest(Bank):
         """The name of the SAE."""
         return self.text.split(" ", 3)[3]
 
+    @property
+    def maker(self) -> str | LensKey:
+        """Under which the workers hold what makes the pairs."""
+        return self.sae
+
 
 @dataclass(frozen=True)
 class Likeliest(Strongest):
-    """The likeliest tokens by the model's own final norm and unembedding: int32 token ids, then as
-    many float32 log-probabilities, descending. If the vocabulary has fewer, the other ids are
-    -1."""
+    """The likeliest tokens by the model's own final norm and unembedding, of rows that a lens may
+    have mapped: int32 token ids, then as many float32 log-probabilities, descending. If the
+    vocabulary has fewer, the other ids are -1."""
 
     start: ClassVar[str] = "likeliest"
 
     @staticmethod
-    def of_lens(count: int, group: int = 0) -> Likeliest:
+    def of_lens(count: int, group: int = 0, key: LensKey = LENS) -> Likeliest:
         """The `count` likeliest tokens; group as in Bank.of."""
-        return Likeliest(f"{Likeliest.start} {group} {count}", 8 * count)
+        named = "" if key == LENS else f" {key[1]} {key[0]}"
+        return Likeliest(f"{Likeliest.start} {group} {count}{named}", 8 * count)
 
     @property
     def sae(self) -> str:
-        """Under which the workers hold the lens; no SAE has this name."""
-        return LENS
+        """No SAE has this name."""
+        return ""
+
+    @property
+    def maker(self) -> LensKey:
+        _, _, _, *named = self.text.split(" ", 4)
+        return (named[1], int(named[0])) if named else LENS
 
 
 @dataclass(frozen=True)

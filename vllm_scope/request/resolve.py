@@ -27,7 +27,7 @@ from vllm_scope.request.actions import (
     Read,
 )
 from vllm_scope.request.actions.probing import MONITOR
-from vllm_scope.request.heads import Bank, Encoding, Likeliest, Strongest
+from vllm_scope.request.heads import LENS, Bank, Encoding, Likeliest, Strongest
 from vllm_scope.request.nets import Net, net_of
 from vllm_scope.request.resolve_edits import module_rows, resolve_edits
 from vllm_scope.request.resolved import (
@@ -179,14 +179,16 @@ def _resolved_features(one: Features, cells: tuple[Cell, ...], sites: Sites) -> 
 
 
 def _resolved_lenses(lens: tuple[LensTopK, ...], sites: Sites) -> Iterator[ResolvedFeatures]:
-    """One for each layer. Those at one place share the head of the largest top_k."""
+    """One for each layer. Those of one lens at one place share the head of the largest top_k."""
     places = [sites.find(x.site, x.layer_numbers, f"lens[{i}]") for i, x in enumerate(lens)]
-    most: dict[Place, int] = {}
+    most: dict[tuple[str | None, Place], int] = {}
     for one, some in zip(lens, places, strict=True):
-        most |= {place: max(one.top_k, most.get(place, 0)) for place in some}
+        most |= {(one.lens, p): max(one.top_k, most.get((one.lens, p), 0)) for p in some}
     for i, (one, some) in enumerate(zip(lens, places, strict=True)):
         for place in some:
-            cell = Cell(place, None, Likeliest.of_lens(most[place], place.group), 0)
+            key = LENS if one.lens is None else (one.lens, place.boundary)
+            head = Likeliest.of_lens(most[one.lens, place], place.group, key)
+            cell = Cell(place, None, head, 0)
             yield ResolvedFeatures(
                 lens_label(one.name, place.layer), one.tokens, (cell,), to=one.to,
                 lens=(one.name, i), top_k=one.top_k,

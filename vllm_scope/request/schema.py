@@ -30,7 +30,6 @@ from vllm_scope.request.actions import (
     Read,
 )
 from vllm_scope.request.actions.features import MAX_FEATURES
-from vllm_scope.request.actions.lens import LENS_SITES
 from vllm_scope.request.actions.policy import Policy
 from vllm_scope.request.actions.sparse import MAX_INDICES, MAX_TOP_K
 from vllm_scope.request.actions.states import STATES
@@ -48,6 +47,7 @@ from vllm_scope.request.selectors import FAR, MAX_ITEMS, MAX_PARTS, WORDS
 from vllm_scope.request.sites import (
     ALIASES,
     EDIT_SITES,
+    LENS_SITES,
     MAX_LAYER,
     MAX_LAYERS,
     MODEL_SITES,

@@ -27,6 +27,8 @@ from vllm_scope.errors import SpecError, shown
 
 #: Sites, by TransformerLens's names; all can be read and probed. On the residual stream.
 STREAM_SITES = ("embed", "resid_pre", "resid_mid", "resid_post")
+#: Rows that the model's final norm takes. (`embed` is `resid_pre` of layer 0.)
+LENS_SITES = ("resid_pre", "resid_mid", "resid_post")
 #: Inside the attention.
 ATTENTION_SITES = ("q", "k", "v", "z")
 #: What a layer's attention and its MLP add to the stream.
@@ -288,6 +290,16 @@ class Sites:
     def readable(self) -> set[int]:
         """The boundaries that actions may use."""
         return set(self.boundaries) - {self.guard}
+
+    @cached_property
+    def of_lenses(self) -> tuple[Place, ...]:
+        """The places whose rows a model's final norm takes and that actions may use."""
+        every = (Place(site, i) for site in LENS_SITES for i in range(self.num_layers))
+        return tuple(
+            place for place in every
+            if place.boundary in self.readable
+            and not (place.site == "resid_pre" and place.layer in self.moved)
+        )  # fmt: skip
 
     @cached_property
     def last_of_stream(self) -> int | None:

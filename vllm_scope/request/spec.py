@@ -12,7 +12,7 @@ engine: its layers, its hidden size, its steering modules.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -41,7 +41,7 @@ from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.resolve import resolve
 from vllm_scope.request.resolved import Resolved, Vectors
 from vllm_scope.request.selectors import ITEM_BYTES, check_sizes
-from vllm_scope.request.sites import Sites
+from vllm_scope.request.sites import Place, Sites
 
 #: A front-end takes 5 ms to parse 1 MiB. In base64, 80 vectors of 8192 numbers take 3.5 MB, and
 #: 383 replaced rows of 4096 numbers take 8 MiB.
@@ -72,8 +72,8 @@ REMEMBERED_BYTES, LONGEST_REMEMBERED = 64 << 20, 1 << 20
 LARGEST_REMEMBERED = 32 << 20
 #: Memory of a parsed spec besides its text.
 _SPEC_BYTES = 4096
-#: Actions that may name an SAE.
-Named = TypeVar("Named", Edit, Features)
+#: Actions that may name an SAE or a lens.
+Named = TypeVar("Named", Edit, Features, LensTopK)
 
 
 @dataclass(frozen=True)
@@ -183,33 +183,42 @@ class Spec:
             return None
         return _parsed.get(text)
 
-    def of_engine(self, saes: Mapping[str, Any]) -> Spec:
-        """The spec with the rows of the SAEs that it names; itself if it names none.
+    def of_engine(
+        self, saes: Mapping[str, Any], lenses: Mapping[str, Collection[Place]] | None = None
+    ) -> Spec:
+        """The spec with the rows of the SAEs that it names, and the layers of the lenses; itself if
+        it names none.
+
+        Args:
+            lenses: as in LensTopK.of_engine.
 
         Raises:
-            SpecError: as SetFeature and Features.
+            SpecError: as SetFeature, Features and LensTopK.
         """
-        if not any(isinstance(getattr(one, "sae", None), str) for one in self.actions):
+        if not any(isinstance(getattr(one, "sae", None), str) for one in self.actions) and not any(
+            one.lens for one in self.lens
+        ):
             return self
         # Many requests have the same text.
         known = _expanded.get(self.packed.digest)
-        if known is not None and known[0] is saes:
-            return known[1]
+        if known is not None and known[0] is saes and known[1] is lenses:
+            return known[2]
 
-        def made(actions: Sequence[Named], where: str) -> Iterator[Named]:
+        def made(actions: Sequence[Named], held: Mapping[str, Any], where: str) -> Iterator[Named]:
             for i, action in enumerate(actions):
                 try:
-                    yield action.of_engine(saes)
+                    yield action.of_engine(held)
                 except SpecError as error:
                     name = f"{type(action).__name__}."
                     raise SpecError(str(error).replace(name, f"{where}[{i}].", 1)) from None
 
         found = replace(
-            self, edits=tuple(made(self.edits, "edits")),
-            features=tuple(made(self.features, "features")),
+            self, edits=tuple(made(self.edits, saes, "edits")),
+            features=tuple(made(self.features, saes, "features")),
+            lens=tuple(made(self.lens, lenses or {}, "lens")),
         )  # fmt: skip
         size = _SPEC_BYTES + sum(len(one.data) for one in found.arrays.values())
-        _expanded.put(self.packed.digest, (saes, found), size)
+        _expanded.put(self.packed.digest, (saes, lenses, found), size)
         return found
 
     @cached_property
@@ -270,8 +279,10 @@ def _names() -> tuple[str, ...]:
 
 
 _parsed: Remembered[str, Spec] = Remembered(REMEMBERED_BYTES)
-#: Digest of a spec that names SAEs -> the SAEs, and the spec with their rows.
-_expanded: Remembered[bytes, tuple[Mapping[str, Any], Spec]] = Remembered(REMEMBERED_BYTES)
+#: Held SAEs, held lenses, and a spec for them.
+_Expanded = tuple[Mapping[str, Any], Mapping[str, Collection[Place]] | None, Spec]
+#: Digest of a spec that names SAEs or lenses -> the spec with what it needs of them.
+_expanded: Remembered[bytes, _Expanded] = Remembered(REMEMBERED_BYTES)
 
 
 class Meanings:

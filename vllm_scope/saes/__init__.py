@@ -9,6 +9,7 @@ gemma_scope.py  Gemma Scope 1 and 2
 llama_scope.py  Llama Scope
 qwen_scope.py   Qwen-Scope
 sparsify.py     EleutherAI's sparsify
+cross_layer.py  cross-layer transcoders, as circuit-tracer writes them
 max_activating.py  the strongest tokens of each feature, in a table of fixed size
 max_activating_files.py  such tables in files
 neuronpedia.py  the same as Neuronpedia's JSON

@@ -41,7 +41,7 @@ class Given:
     norm_scaling_factor: float | None = None
 
 
-def read_config(path: Path, kind: type[Config]) -> Config:
+def read_config(path: Path, kind: type[Config], what: str = "an SAE") -> Config:
     """A configuration in JSON, of which `kind` has the fields that count.
 
     Raises:
@@ -51,7 +51,7 @@ def read_config(path: Path, kind: type[Config]) -> Config:
     try:
         return msgspec.json.decode(read_bytes(path), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise SpecError(f"{path} is not the configuration of an SAE: {error}.") from None
+        raise SpecError(f"{path} is not the configuration of {what}: {error}.") from None
 
 
 def map_safetensors(path: Path) -> Tensors:

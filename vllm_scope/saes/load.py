@@ -7,11 +7,19 @@ From:  the loaders, one file for each family of formats.   To: Sae.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import SiteLayer
-from vllm_scope.saes import gemma_scope, llama_scope, qwen_scope, saelens, sparsify
+from vllm_scope.saes import (
+    cross_layer,
+    gemma_scope,
+    llama_scope,
+    qwen_scope,
+    saelens,
+    sparsify,
+)
 from vllm_scope.saes.arrays import Given
 from vllm_scope.saes.places import place_of
 from vllm_scope.saes.sae import Sae
@@ -37,8 +45,9 @@ def load_sae(
     """A sparse autoencoder. Its matrices stay in the file until they are used.
 
     Args:
-        path: a folder of SAELens, sparsify, Gemma Scope or Llama Scope, or Qwen-Scope's
-            `layer{n}.sae.pt`.
+        path: a folder of SAELens, sparsify, Gemma Scope or Llama Scope, Qwen-Scope's
+            `layer{n}.sae.pt`, or of a cross-layer transcoder `W_enc_{n}.safetensors`, the encoder
+            of layer n.
         name: for messages; None: the path.
         place: (site, layer), or the name of a hook such as `blocks.12.hook_resid_post`. None: the
             place that the files, or the names of their folders, give.
@@ -67,8 +76,23 @@ def load_sae(
 
 
 def load_saes(paths: Mapping[str, str | Path]) -> dict[str, Sae]:
-    """SAEs by name, from {name: path}. Raises as `load_sae` does."""
-    return {name: load_sae(path, name=name) for name, path in paths.items()}
+    """SAEs by name, from {name: path}. The folder of a cross-layer transcoder stands for the
+    encoders of all its layers: NAME.0, NAME.1 and so on.
+
+    Raises:
+        SpecError: two have one name; else as `load_sae`.
+    """
+    found: list[Sae] = []
+    for name, path in paths.items():
+        folder = Path(path)
+        several = cross_layer.is_clt(folder)
+        found += cross_layer.load_encoders(folder, name) if several else [load_sae(path, name=name)]
+    saes = {sae.name: sae for sae in found}
+    if len(saes) < len(found):
+        names = [sae.name for sae in found]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise SpecError(f"two SAEs are called {shown(twice)}; give each its own name.")
+    return saes
 
 
 def _load(path: Path, given: Given) -> Sae:
@@ -76,6 +100,14 @@ def _load(path: Path, given: Given) -> Sae:
         return qwen_scope.load(path, given)
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there; it is a folder with an SAE, or its file.")
+    if path.is_file() and cross_layer.layer_in(path) is not None:
+        encoder = cross_layer.load_encoder(path, given.name)
+        return encoder if given.place is None else replace(encoder, place=given.place)
+    if cross_layer.is_clt(path):
+        raise SpecError(
+            f"{path} is of a cross-layer transcoder; name the file of a layer, such as "
+            f"{cross_layer.ENCODER.format(0)}, or use vllm_scope.saes.cross_layer.load_clt."
+        )
     if path.is_file() and any(path.name == files[-1] for files in _FORMATS):
         path = path.parent
     for files, load in _FORMATS.items():

@@ -45,7 +45,7 @@ from vllm_scope.request.resolved import ResolvedMoments
 from vllm_scope.sinks import BatchSink, RowBatch
 from vllm_scope.transport.ring import HostRing, JoinedLease, Lease
 from vllm_scope.worker.arena import Arena, Region, StreamFence
-from vllm_scope.worker.held_saes import NONE, PairMaker
+from vllm_scope.worker.held_saes import NONE, PairMakers
 from vllm_scope.worker.packer import Packer, first_slots
 from vllm_scope.worker.score_store import ScoreStore
 from vllm_scope.worker.summing import Summing
@@ -69,9 +69,9 @@ REST, MOST_REST_S, MOST_OWED_S = 4, 0.04, 0.2
 #: Steps are joined into one batch up to this many bytes.
 MOST_BYTES = 64 << 20
 HEAD_FAILED = (
-    "features or a lens of some tokens could not be computed on the device; the worker's log says "
-    "why. Send the request again when others have finished, or start with a smaller "
-    "gpu_memory_utilization."
+    "scores, features, tokens of a lens or encoded rows of some tokens could not be computed on "
+    "the device; the worker's log says why. Send the request again when others have finished, or "
+    "start with a smaller gpu_memory_utilization."
 )
 #: How long a question about sums waits for the rows before it.
 ANSWER_S = 300.0
@@ -154,7 +154,7 @@ class Drain:
         widths: Widths,
         watch: Watch | None = None,
         store: ScoreStore | None = None,
-        saes: Mapping[str, PairMaker] = NONE,
+        saes: PairMakers = NONE,
         moments_bytes: int = 0,
         joins: bool | None = None,
     ) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from vllm_scope.errors import ConfigError, shown
 from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
+from vllm_scope.request.heads import LensKey
 from vllm_scope.saes.sae import Sae
 
 #: Products that are computed at once.
@@ -47,7 +48,7 @@ def hold_saes(
         ConfigError: they take more.
     """
     every = list(saes) if most_mib else []
-    needed = sum(num_bytes(sae, _kept(dtype, device)) for sae in every) / 2**20
+    needed = sum(num_bytes(sae, kept_dtype(dtype, device)) for sae in every) / 2**20
     if needed > most_mib:
         raise ConfigError(
             f"additional_config['scope'].saes_mib is {most_mib:g}; the encoders of "
@@ -77,7 +78,7 @@ class DeviceSae:
     """
 
     def __init__(self, sae: Sae, dtype: torch.dtype, device: torch.device) -> None:
-        shape, kept = (sae.d_sae, sae.d_model), _kept(dtype, device)
+        shape, kept = (sae.d_sae, sae.d_model), kept_dtype(dtype, device)
         self._weight = torch.empty(shape, dtype=kept, device=device)
         self._bias = torch.empty(sae.d_sae, device=device)
         self._threshold = torch.zeros(sae.d_sae, device=device) if _has_thresholds(sae) else None
@@ -112,10 +113,7 @@ class DeviceSae:
 
     def _strongest(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The largest features of each row, of an SAE without thresholds before the ReLU."""
-        if rows.is_cuda and rows.dtype != torch.float32:
-            products = torch.mm(rows, self._weight.t(), out_dtype=torch.float32)
-        else:
-            products = rows.float() @ self._weight.t()
+        products = _products(rows, self._weight)
         if rows.is_cuda and _grouped(products.shape[1], count):
             # Triton is there where there is a GPU.
             from vllm_scope.worker.maxima import maxima
@@ -132,6 +130,23 @@ class DeviceSae:
     def _features(found: Tensor, thresholds: Tensor | None) -> Tensor:
         """The features of sums, which it changes. A row that is not finite stays so."""
         return found if thresholds is None else found.masked_fill_(found <= thresholds, 0)
+
+
+def affine(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """float32 rows . weight^T + bias.
+
+    Args:
+        rows: [n, d].
+        weight: [m, d], of the dtype that `kept_dtype` says for rows of this device.
+        bias: [m] float32.
+    """
+    return _products(rows, weight).add_(bias)
+
+
+def _products(rows: Tensor, weight: Tensor) -> Tensor:
+    if rows.is_cuda and rows.dtype != torch.float32:
+        return torch.mm(rows, weight.t(), out_dtype=torch.float32)
+    return rows.float() @ weight.t()
 
 
 def packed_pairs(
@@ -186,7 +201,7 @@ def _among(
     return found.values, at.gather(1, found.indices)
 
 
-def _kept(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def kept_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Of the weights. A CPU has no product of 16-bit numbers with a float32 result."""
     return dtype if device.type == "cuda" else torch.float32
 
@@ -195,5 +210,7 @@ def _has_thresholds(sae: Sae) -> bool:
     return sae.threshold is not None or sae.gate_bias is not None
 
 
+#: By the names of SAEs, and by the keys of lenses.
+PairMakers = Mapping[str | LensKey, PairMaker]
 #: Of a worker that holds none.
-NONE: Mapping[str, PairMaker] = {}
+NONE: PairMakers = {}

@@ -1,6 +1,6 @@
 """The likeliest tokens by a model's own final norm and unembedding, for many rows at once.
 
-Owns:  DeviceLens.
+Owns:  DeviceLens; DeviceMap (one affine map of a lens), `hold_lenses`.
 Runs:  in workers that drain and hold the unembedding; computed where held_saes is.
 From:  engine.worker.unembedding (which knows the model).   To: packer.
 
@@ -10,15 +10,18 @@ float32 logits, and about twice as much again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from vllm_scope.errors import CompatError
+from vllm_scope.errors import CompatError, ConfigError, shown
+from vllm_scope.lenses.linear import Affine, LinearLens
 from vllm_scope.request.actions.sparse import MAX_TOP_K
-from vllm_scope.worker.held_saes import packed_pairs, strongest
+from vllm_scope.request.heads import LensKey
+from vllm_scope.request.sites import Place
+from vllm_scope.worker.held_saes import affine, kept_dtype, packed_pairs, strongest
 
 #: float32 logits that are computed at once.
 MOST_BYTES = 64 << 20
@@ -39,6 +42,10 @@ class DeviceLens:
     def most_rows(self) -> int:
         """Rows that are computed at once."""
         return max(1, MOST_BYTES // (4 * self.vocab_size))
+
+    def of(self, mapped: Callable[[Tensor], Tensor]) -> DeviceLens:
+        """The lens of rows that are mapped first."""
+        return replace(self, logits=lambda rows: self.logits(mapped(rows)))
 
     def reserve(self, row: Tensor) -> None:
         """Compute the largest piece once, on the stream that will compute all others: torch's
@@ -68,3 +75,63 @@ class DeviceLens:
 
         with torch.inference_mode():
             return packed_pairs(rows, count, self.most_rows, found, absent=-1)
+
+
+class DeviceMap:
+    """One map of a lens on the device: weight x + bias, or x + weight x + bias.
+
+    Args:
+        dtype: of the rows. Sums are float32, and the mapped row is rounded to this dtype.
+    """
+
+    def __init__(
+        self, one: Affine, residual: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._residual = residual
+        self._weight = one.weight.to(device=device, dtype=kept_dtype(dtype, device))
+        zeros = torch.zeros(len(one.weight), device=device)
+        self._bias = zeros if one.bias is None else one.bias.to(device=device).float()
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[n, d_model], the dtype of the rows, of [n, d_model]."""
+        found = affine(rows, self._weight, self._bias)
+        return (found.add_(rows) if self._residual else found).to(rows.dtype)
+
+
+def num_bytes(lens: LinearLens, num_maps: int, dtype: torch.dtype) -> int:
+    """What so many maps of a lens take with weights of this dtype."""
+    return num_maps * lens.d_model * (lens.d_model * dtype.itemsize + 4)
+
+
+def hold_lenses(
+    lenses: Iterable[LinearLens], most_mib: float, here: Collection[int], moved: Collection[int],
+    dtype: torch.dtype, device: torch.device,
+) -> dict[LensKey, DeviceMap]:  # fmt: skip
+    """The maps on the device, of rows that have a tap here.
+
+    Args:
+        most_mib: additional_config['scope'].lenses_mib.
+        here: boundaries with a tap.
+        moved: as in Sites: what enters these layers has no tap.
+
+    Raises:
+        ConfigError: they take more.
+        SpecError: a map has a number that is not finite.
+    """
+    found: list[tuple[LinearLens, Place]] = [
+        (lens, place) for lens in lenses for place in lens.places
+        if place.boundary in here and not (place.site == "resid_pre" and place.layer in moved)
+    ]  # fmt: skip
+    kept = kept_dtype(dtype, device)
+    needed = sum(num_bytes(lens, 1, kept) for lens, _ in found) / 2**20
+    if needed > most_mib:
+        names = dict.fromkeys(shown(lens.name) for lens, _ in found)
+        raise ConfigError(
+            f"additional_config['scope'].lenses_mib is {most_mib:g}; the maps of "
+            f"{', '.join(list(names)[:8])} take {needed:,.1f} MiB of each device. Name fewer, tap "
+            "fewer layers, or raise it."
+        )
+    return {
+        (lens.name, place.boundary): DeviceMap(lens.checked(place), lens.residual, dtype, device)
+        for lens, place in found
+    }

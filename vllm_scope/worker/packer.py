@@ -33,7 +33,7 @@ from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, slots_of_row
 from vllm_scope.request.heads import Bank, Encoding, Head, Strongest, Summed, Told
 from vllm_scope.request.nets import Net
 from vllm_scope.request.sites import kind_of_point
-from vllm_scope.worker.held_saes import NONE, PairMaker
+from vllm_scope.worker.held_saes import NONE, PairMakers
 from vllm_scope.worker.probe_bank import Banks
 
 logger = logging.getLogger("vllm.vllm_scope")
@@ -120,7 +120,7 @@ class Packer:
     Args:
         dtype, device: of the arena.
         widths: of raw rows.
-        saes: that the worker holds, by name; and the model's lens, as heads.LENS.
+        saes: that the worker holds, by name; and lenses, by heads.LensKey.
         stacks: True if banks that are alike work together, which takes fewer launches. None means
             on a GPU alone: without it a score does not depend, in its last bit, on the requests
             beside it.
@@ -129,7 +129,7 @@ class Packer:
     dtype: torch.dtype
     device: torch.device
     widths: Widths
-    saes: Mapping[str, PairMaker] = field(default_factory=lambda: NONE)
+    saes: PairMakers = field(default_factory=lambda: NONE)
     stacks: bool | None = None
     _plan: _Plan | None = None
     _sized: _Sized | None = None
@@ -210,8 +210,8 @@ class Packer:
             into: uint8 [num_slots(...), SLOT_BYTES], host memory, pinned if there is a GPU.
 
         Returns:
-            The keys of requests for which a held SAE or the lens failed, as for want of memory.
-            Their pairs are (-1, not a number); the rest of the batch is whole.
+            The keys of requests for which a head failed, as for want of memory. Their values are
+            not numbers, and their indices -1; the rest of the batch is whole.
         """
         with self._packing:
             return self._pack(region, labels, boundary, into)
@@ -257,23 +257,37 @@ class Packer:
         if move.head is None:
             return rows
         row_size = move.row_bytes // self.dtype.itemsize
-        pack = self._pack_of(move.head)
+        return self._packed(move.head, rows.view(self.dtype)[:, :row_size], failed)
+
+    def _packed(self, head: Head | tuple[Bank, ...], rows: Tensor, failed: set[Head]) -> Tensor:
+        """int64 [n, words of each] of [n, width]; adds to `failed`."""
         try:
-            return pack(rows.view(self.dtype)[:, :row_size]).view(torch.int64)
+            return self._pack_of(head)(rows).view(torch.int64)
         except Exception:
-            if not isinstance(move.head, Strongest):
-                raise
-            logger.exception("vllm-scope: the head %r failed", move.head.text)
-            failed.add(move.head)
-            # All bits set: indices -1, values not a number.
-            num_words = slots_of_row(move.head.row_bytes) * WORDS
-            return torch.full((len(rows), num_words), -1, device=self.device)
+            if isinstance(head, tuple):  # one by one they need less memory, and fail alone
+                parts = rows.split(len(rows) // len(head))
+                alone = zip(head, parts, strict=True)
+                return torch.cat([self._packed(one, part, failed) for one, part in alone])
+            logger.exception("vllm-scope: the head %r failed", head.text)
+            failed.add(head)
+            return self._nothing_of(head, rows)
+
+    def _nothing_of(self, head: Head, rows: Tensor) -> Tensor:
+        """What stands in the place of what a head could not make: numbers that are none, and
+        indices -1; of a codec, what it makes of a row that is not a number."""
+        if isinstance(head, Encoding):
+            none = torch.full((1, rows.shape[1]), torch.nan, dtype=self.dtype)
+            words = packing_of(head).pack(none).view(torch.int64).to(self.device)
+            return words.expand(len(rows), -1).contiguous()
+        # All bits set.
+        num_words = slots_of_row(head.row_bytes) * WORDS
+        return torch.full((len(rows), num_words), -1, device=self.device)
 
     def _pack_of(self, head: Head | tuple[Bank, ...]) -> Callable[[Tensor], Tensor]:
         if isinstance(head, tuple):
             return self._banks.stack(head).pack
         if isinstance(head, Strongest):
-            return partial(self.saes[head.sae].pack, count=head.count)
+            return partial(self.saes[head.maker].pack, count=head.count)
         return self._banks[head].pack if isinstance(head, Bank) else packing_of(head).pack
 
     def _chunks(self, labels: Labels, boundary: int | None) -> Iterator[_Chunk]:

@@ -249,6 +249,12 @@ class Summing:
             self._settle()
             return [(place, label) for of, place, label in self._sums.keys() if of == name]
 
+    def held(self) -> list[str]:
+        """The names that there are sums of."""
+        with self._lock:
+            self._settle()
+            return sorted({name for name, _, _ in self._sums.keys()})
+
     def read(self, name: str, place: Place, label: str) -> Packed | None:
         """The sums so far; None if there are none."""
         with self._lock:

@@ -60,6 +60,26 @@ class _Named:
         self.request_id = request_id
 
 
+def test_a_request_waits_while_the_lenses_of_others_leave_no_room():
+    admission, one = Admission(MOST + Cost(lens_rows=100)), _held([(0, 1, False)])
+    rows = {"a": 70, "b": 31, "c": 30, "large": 500}
+    entered = {
+        name: admission.enter(_Named(name), one, reserve=Cost(lens_rows=count))
+        for name, count in rows.items()
+    }
+    # "c" would fit, and does not overtake.
+    assert entered == {"a": True, "b": False, "c": False, "large": False}
+    assert admission.held == one.cost + Cost(lens_rows=70)
+    admission.release("a")
+    assert admission.admit("b", one, reserve=Cost(lens_rows=31))
+    assert admission.admit("c", one, reserve=Cost(lens_rows=30))
+    assert not admission.admit("large", one, reserve=Cost(lens_rows=500))
+    for name in ("b", "c"):
+        admission.release(name)
+    assert admission.held == Cost()
+    assert admission.admit("large", one, reserve=Cost(lens_rows=500)), "alone it never waits"
+
+
 def test_what_a_request_may_take_later_is_kept_for_it():
     admission, one = Admission(MOST), _held([(0, 1, False)])
     taken = one.cost + Cost(0, 1, 1)

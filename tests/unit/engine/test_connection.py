@@ -202,7 +202,7 @@ class Engine:
         await asyncio.sleep(0.01)
         reply = {
             "reason": self.reason, "drains": True, "num_stages": 1, "sinks": {}, "modules": {},
-            "lens": None,
+            "lens": None, "lenses": {},
             "needs_tcp": False, "taps_here": [0, 2, 4],
             "sites": {**asdict(SITES), "boundaries": list(SITES.boundaries)},
             "limits": msgspec.to_builtins(_connection(False).limits),

@@ -14,6 +14,7 @@ import pytest
 from vllm_scope import (
     Add,
     CapacityError,
+    LensTopK,
     Moments,
     Policy,
     Probe,
@@ -91,6 +92,15 @@ def test_names_and_the_servers_edits_mean_what_they_mean_when_a_request_enters()
     assert found.unchecked
     later = engine.enter(request)
     assert [edit.values.numpy.tolist() for edit in later.asked.edits] == [W]
+
+
+def test_a_request_holds_the_rows_of_its_lenses():
+    asked = LensTopK(top_k=2), LensTopK(layers=[1], tokens=[-1, 3], name="b")
+    found = _core().enter(_request(*asked, num_prompt=8))
+    # 8 tokens and 9 generated ones at two layers; the last one is known later.
+    assert found.reserve == Cost(lens_rows=2 * 17 + 2)
+    again = _core().enter(_request(LensTopK(), num_prompt=3))
+    assert again.reserve == Cost(lens_rows=2 * 12)
 
 
 def test_a_request_that_only_reads_holds_no_places_and_keys_no_block():

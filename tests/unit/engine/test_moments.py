@@ -8,7 +8,7 @@ import pytest
 
 from vllm_scope import SpecError
 from vllm_scope.batch.sums import Packed, Sums
-from vllm_scope.engine.moments import _one
+from vllm_scope.engine.moments import _every, _one
 
 KEY = ("resid_post", 0, "a")
 
@@ -40,3 +40,13 @@ def test_a_replica_without_room_tells_how_many_rows_are_missing():
 def test_replicas_with_sums_of_several_kinds_are_refused():
     with pytest.raises(SpecError, match=r"disagree on the sums called 'm' .* Drop them, and give"):
         one_of(packed(3, True), packed(2, False))
+
+
+def test_a_name_without_sums_is_told_which_there_are():
+    for held, words in (([["mood"], ["other"]], "'mood', 'other'"), ([[], []], "none")):
+        asking = _every("misspelt")
+        assert next(asking) == ("scope_names_of_moments", ("misspelt",))
+        assert asking.send([[[], []]]) == ("scope_held_moments", ())
+        with pytest.raises(SpecError) as caught:
+            asking.send([held])
+        assert f"no sums called 'misspelt'; this engine has: {words}. A name" in str(caught.value)

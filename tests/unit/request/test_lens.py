@@ -15,7 +15,7 @@ from vllm_scope.request.actions import HeldSae
 from vllm_scope.request.heads import LENS, Likeliest, known_head
 from vllm_scope.request.packed import pack, unpack
 from vllm_scope.request.resolved import Resolved
-from vllm_scope.request.sites import Sites
+from vllm_scope.request.sites import Place, Sites
 
 SITES = Sites(6, 4, "float32", tuple(range(0, 13, 2)))
 
@@ -36,8 +36,22 @@ def resolved(*actions) -> Resolved:
         pytest.param({}, {}, id="defaults"),
         pytest.param({"layer": 3, "top_k": 2}, {"layers": [3], "top_k": 2}, id="one-layer"),
         pytest.param(
-            {"layers": [4, 1], "site": "pre_attn", "tokens": "prompt", "name": "n", "to": "sink"},
-            {"layers": [1, 4], "site": "resid_pre", "tokens": "prompt", "name": "n", "to": "sink"},
+            {
+                "layers": [4, 1],
+                "site": "pre_attn",
+                "tokens": "prompt",
+                "name": "n",
+                "to": "sink",
+                "lens": "tuned",
+            },
+            {
+                "layers": [1, 4],
+                "site": "resid_pre",
+                "tokens": "prompt",
+                "name": "n",
+                "to": "sink",
+                "lens": "tuned",
+            },
             id="everything",
         ),
     ],
@@ -61,6 +75,7 @@ def test_an_action_comes_back_from_json(given, body):
         pytest.param({"site": "embed"}, "site is 'embed'; it is one of", id="embed"),
         pytest.param({"name": ""}, "name is ''; a name is a string", id="no-name"),
         pytest.param({"layers": [-1]}, "layers", id="a-negative-layer"),
+        pytest.param({"lens": ""}, "lens is ''; a name is a string", id="no-lens"),
     ],
 )
 def test_a_wrong_argument_is_named(given, words):
@@ -83,7 +98,7 @@ def test_each_layer_is_one_row_of_tokens():
     assert len(others) == 6
     (cell,) = first.cells
     assert cell.place == ("resid_post", 2)
-    assert (cell.bank.row_bytes, cell.bank.sae, first.num_values) == (56, LENS, 14)
+    assert (cell.bank.row_bytes, cell.bank.maker, first.num_values) == (56, LENS, 14)
     # The rows of all layers go through the unembedding together.
     assert cell.bank == second.cells[0].bank != others[0].cells[0].bank
     assert type(known_head(cell.bank.text, 56)) is Likeliest
@@ -119,3 +134,47 @@ def test_names_are_distinct():
     held = Features(HeldSae("s", 9, 4, None), site="resid_post", layer=1, name="lens")
     asked = Spec(probes=(probe,), features=(held,), lens=(LensTopK(layer=3),)).resolve(SITES)
     assert [one.name for one in asked.features] == ["lens", "lens.3"]
+
+
+POST, PRE = ([Place(site, layer) for layer in (0, 1, 5)] for site in ("resid_post", "resid_pre"))
+HELD = {"tuned": frozenset([*POST, *PRE]), "late": frozenset([Place("resid_mid", 3)])}
+
+
+def test_a_named_lens_is_of_the_layers_that_it_maps():
+    lenses = (
+        LensTopK(lens="tuned", top_k=3), LensTopK(layer=5, lens="tuned", top_k=9, name="one"),
+        LensTopK(layers=[1, 5], name="own"), LensTopK(site="resid_pre", lens="tuned", name="pre"),
+    )  # fmt: skip
+    spec = Spec(lens=lenses).of_engine({}, HELD)
+    assert [one.layers for one in spec.lens] == [(0, 1, 5), (5,), (1, 5), (0, 1, 5)]
+    asked = _through_a_ticket(spec).resolve(SITES)
+    makers = {one.name: one.cells[0].bank.maker for one in asked.features}
+    assert makers == {
+        "lens.0": ("tuned", 2), "lens.1": ("tuned", 4), "lens.5": ("tuned", 12),
+        "one.5": ("tuned", 12), "own.1": LENS, "own.5": LENS, "pre.0": ("tuned", 0),
+        "pre.1": ("tuned", 2), "pre.5": ("tuned", 10),
+    }  # fmt: skip
+    heads = {one.name: one.cells[0].bank for one in asked.features}
+    # Lenses of one name at one place share a head; the model's own lens has another.
+    assert heads["lens.5"] == heads["one.5"] != heads["own.5"]
+    for head in heads.values():
+        again = known_head(head.text, head.row_bytes)
+        assert (again, again.maker, again.count) == (head, head.maker, head.count)
+    assert Likeliest.of_lens(3, 1, ("a b 7", 5)).maker == ("a b 7", 5)
+
+
+@pytest.mark.parametrize(
+    ("one", "words"),
+    [
+        (LensTopK(lens="no"), "lens[0].lens is 'no', which this engine does not hold; it holds: "
+         "late, tuned"),
+        (LensTopK(layers=[1, 3], lens="tuned"), "lens[0].layers has 3; the lens 'tuned' has maps "
+         "of resid_post at layers 0, 1, 5 that"),
+        (LensTopK(lens="late"), "lens[0].layers is all; the lens 'late' has maps of resid_post at "
+         "no layer that"),
+    ],
+)  # fmt: skip
+def test_a_lens_that_is_not_held_is_named(one, words):
+    with pytest.raises(SpecError) as caught:
+        Spec(lens=(one,)).of_engine({}, HELD)
+    assert words in str(caught.value)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from tests.unit.delivered import ROW_BYTES, labels_of, reads_at, rows_in
 from vllm_scope.batch.sums import Sums
 from vllm_scope.program.layout import Layout, Widths
-from vllm_scope.request.heads import Likeliest, Strongest, Summed
+from vllm_scope.request.heads import LENS, Likeliest, Strongest, Summed
 from vllm_scope.request.resolved import ResolvedMoments
 from vllm_scope.request.selectors import Word
 from vllm_scope.request.sites import Place, point_of
@@ -132,7 +132,7 @@ class Pairs:
 def test_a_head_that_fails_fails_the_requests_that_asked_for_it_alone(boundary, caplog):
     heads = {"": Likeliest.of_lens(1), "good": Strongest.of_sae("good", 1)}
     heads["bad"] = Strongest.of_sae("bad", 1)
-    saes = {"": Pairs(5), "good": Pairs(0), "bad": Pairs(99)}
+    saes = {LENS: Pairs(5), "good": Pairs(0), "bad": Pairs(99)}
     arena, sink = Arena(8, torch.float32, CPU), RecordingSink()
     slots = []
     sink.write = lambda batch: slots.append((batch.labels.keys.tolist(), batch.slots.clone()))

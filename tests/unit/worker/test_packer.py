@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.unit.oracle import numbers_of
 from vllm_scope import AttentionPool, Mlp
 from vllm_scope.batch.labels import Labels
-from vllm_scope.codecs.packed import encoding_of, packing_of
+from vllm_scope.codecs.packed import EncodedRows, Packing, encoding_of, packing_of
 from vllm_scope.errors import CapacityError
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, slots_of_row
 from vllm_scope.request.arrays import Array
@@ -195,7 +195,8 @@ def test_as_many_projections_as_allowed_are_held_until_their_requests_end():
 def _pack_six(packer: Packer) -> Tensor:
     labels = labels_of([3, 3], layouts_of(torch.float32))
     into = torch.empty((packer.num_slots(labels, None), SLOT_BYTES), dtype=torch.uint8)
-    packer.pack(torch.ones(18, 4), labels, None, into)
+    if packer.pack(torch.ones(18, 4), labels, None, into):
+        raise KeyError("weights that are not held")
     return into
 
 
@@ -275,3 +276,67 @@ def test_banks_that_work_together_work_once_a_step(monkeypatch):
         made += [(into.view(torch.float32), twin.view(torch.float32))]
     for ours, theirs in made:
         torch.testing.assert_close(ours, theirs)
+
+
+def full(*_: object) -> Tensor:
+    raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize("stacks", [False, True])
+def test_a_bank_without_room_fails_the_requests_that_asked_for_it_alone(stacks, monkeypatch):
+    nets = {bank_of(net): [net] for net in NETS[:3]}
+    _, two, _ = nets
+    layouts = tuple(Layout((B,), ((bank, (A,)),)) for bank in nets)
+    labels = labels_of([0, 1, 2, 1], layouts)
+    made = []
+    for bad in (None, two):
+        packer = Packer(torch.float32, CPU, Widths((4 * HIDDEN_SIZE,)), stacks=stacks)
+        packer.hold(1, (), nets)
+        before, _ = packer_module._sizes(labels, None, packer.widths)
+        region = torch.linspace(-1, 1, int(before.sum()) * 4).view(-1, 4)
+        into = torch.empty((packer.num_slots(labels, None), SLOT_BYTES), dtype=torch.uint8)
+        if bad is not None:
+            monkeypatch.setattr(probe_bank, "DeviceStack", full)
+            monkeypatch.setattr(packer._banks[bad], "pack", full)
+        assert sorted(packer.pack(region, labels, None, into)) == ([] if bad is None else [1, 3])
+        made.append(into.view(4, -1))
+    whole, without = made
+    row = slots_of_row(4 * HIDDEN_SIZE) * SLOT_BYTES
+    assert torch.equal(whole[:, :row], without[:, :row]), "raw rows are as they were"
+    for token in (0, 2):
+        torch.testing.assert_close(
+            whole[token, row:].view(torch.float32), without[token, row:].view(torch.float32)
+        )
+    assert without[1, row:].view(torch.float32).isnan().all()
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp8", "int8", "full8", "rp8", "topk8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_codec_without_room_fails_its_requests_and_its_rows_are_not_numbers(
+    name, dtype, monkeypatch
+):
+    bad, good = encoding(name, dtype), encoding("int8" if name != "int8" else "full8", dtype)
+    layouts = (Layout((), ((bad, (A,)),)), Layout((), ((good, (A,)),)))
+    labels = labels_of([0, 1, 0], layouts)
+    packer = Packer(dtype, CPU, Widths((HIDDEN_SIZE * dtype.itemsize,)))
+    before, _ = packer_module._sizes(labels, None, packer.widths)
+    region = torch.randn(int(before.sum()), SLOT_BYTES // dtype.itemsize).to(dtype)
+    pack = Packing.pack
+
+    def pack_or_fail(self: Packing, rows: Tensor) -> Tensor:
+        return full() if self is packing_of(bad) and len(rows) > 1 else pack(self, rows)
+
+    monkeypatch.setattr(Packing, "pack", pack_or_fail)
+    into = torch.empty((packer.num_slots(labels, None), SLOT_BYTES), dtype=torch.uint8)
+    assert sorted(packer.pack(region, labels, None, into)) == [0, 2]
+    at, rows = 0, []
+    for layout in (layouts[i] for i in labels.layout_of):
+        ((head, _),) = layout.encoded
+        size = packing_of(head).num_slots
+        data = into[at : at + size].reshape(1, -1)
+        rows.append(EncodedRows(packing_of(head).codec, data).decode()[0])
+        at += size
+    assert rows[0].isnan().all()
+    assert rows[2].isnan().all()
+    assert rows[1].isfinite().all()
+    assert rows[1].any()

@@ -262,6 +262,7 @@ def test_dropped_sums_get_nothing_more_and_no_more_than_the_bound_is_made(caplog
     engine.add(0, 3, 8, "a", 1.0)
     engine.step(9)
     assert engine.summing.names("m") == [(place, "a") for place in PLACES]
+    assert engine.summing.held() == ["m"]
     assert engine.summing.drop("m")
     for _ in range(9):
         engine.step(9)

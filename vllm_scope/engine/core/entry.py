@@ -34,6 +34,7 @@ from vllm_scope.graph.tap.tables import capacity
 from vllm_scope.program.block_keys import BlockKeys
 from vllm_scope.program.compiler import OVERSHOOT, RequestProgram
 from vllm_scope.program.held import Held
+from vllm_scope.program.lens_rows import num_lens_rows
 from vllm_scope.program.operations import Cost, LogRange
 from vllm_scope.request.resolve_edits import check_stages
 from vllm_scope.request.resolved import Resolved
@@ -111,6 +112,7 @@ class CoreScope:
         packed_of(asked)  # here, and not on the scheduler's thread
         nonce = secrets.token_bytes(16) if asked.scaled else b""
         held, columns, reserve = self._held_of(asked, ids, params.max_tokens or 1, unchecked)
+        reserve += Cost(lens_rows=num_lens_rows(asked, ids, params.max_tokens or 1))
         return Entered(
             asked,
             None if ticket is None else ticket.recipient,

@@ -93,6 +93,7 @@ def _new_admission(scheduler: Scheduler) -> Admission[Request]:
     config = config_of(vllm_config)
     assert config is not None
     most = capacity(sites_of(vllm_config, config).vector_size, config.vectors_mib)
+    most += Cost(lens_rows=config.lens_rows_running)
     admission: Admission[Request] = Admission(most, log_places(config.states_mib))
     _state_of(scheduler).admission = admission
     return admission

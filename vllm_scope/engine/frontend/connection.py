@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -30,14 +29,15 @@ from vllm_scope.engine.vllm_types import AsyncLLM, Engine, LLMEngine
 from vllm_scope.engine.worker.replies import Connected, Module
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.errors import ScopeError, SpecError, shown
-from vllm_scope.program.compiler import OVERSHOOT, POSITIONS_AT_ONCE, RequestProgram
+from vllm_scope.program.compiler import OVERSHOOT, RequestProgram
+from vllm_scope.program.lens_rows import num_lens_rows
 from vllm_scope.request.actions import MEMORY
 from vllm_scope.request.arrays import Array
-from vllm_scope.request.heads import LENS, Strongest
+from vllm_scope.request.heads import Strongest
 from vllm_scope.request.resolve_edits import check_stages
 from vllm_scope.request.resolved import Resolved, Vectors
 from vllm_scope.request.selectors import Ids, Selector, Tokens
-from vllm_scope.request.sites import Sites
+from vllm_scope.request.sites import Place, Sites
 from vllm_scope.request.spec import Meanings, Spec
 from vllm_scope.results.inbox import inbox
 from vllm_scope.sinks.metrics import count_sinks
@@ -66,6 +66,7 @@ class Connection:
         policies: name -> the policy, of those that the configuration names.
         lens_rows: as in ScopeConfig.
         no_lens: boundary -> why the model's lens cannot be applied to its rows.
+        lenses: as in LensTopK.of_engine.
         num_doubts: how many times the names of modules may have changed elsewhere.
         num_asked: `num_doubts` when `modules` were last asked for.
     """
@@ -85,6 +86,7 @@ class Connection:
     encodes: bool = True
     policies: Mapping[str, Loaded] = field(default_factory=dict)
     no_lens: Mapping[int, str] = field(default_factory=dict)
+    lenses: Mapping[str, frozenset[Place]] = field(default_factory=dict)
     lens_rows: int = 0
 
     def __post_init__(self) -> None:
@@ -106,6 +108,11 @@ class Connection:
             next((r["sinks"] for r in replies if r["drains"]), {}), {},
         )  # fmt: skip
         found.no_lens = {b: r["lens"] for r in replies if r["lens"] for b in r["taps_here"]}
+        maps = [(name, b) for r in replies for name, some in r["lenses"].items() for b in some]
+        found.lenses = {
+            name: frozenset(place for place in sites.of_lenses if (name, place.boundary) in maps)
+            for name in dict.fromkeys(name for r in replies for name in r["lenses"])
+        }
         found.learn_modules(first["modules"])
         return found
 
@@ -177,9 +184,7 @@ class Connection:
                 )
         _check_lenses(asked, ids, max_tokens, self.lens_rows)
         if not self.encodes and any(
-            isinstance(cell.bank, Strongest) and cell.bank.sae != LENS
-            for one in asked.features
-            for cell in one.cells
+            type(cell.bank) is Strongest for one in asked.features for cell in one.cells
         ):
             raise SpecError(
                 "features of top_k, and all of a TopK SAE, need SAEs on the device, and this "
@@ -394,11 +399,7 @@ def _check_tokens(asked: Resolved, ids: Ids, last: int, limits: Limits) -> None:
 
 def _check_lenses(asked: Resolved, ids: Ids, max_tokens: int, most: int) -> None:
     """Raises SpecError if the request's lenses are of more rows than one request may have."""
-    counts = Counter(one.tokens for one in asked.features if one.lens is not None)
-    if not counts:
-        return
-    num_generated = max(max_tokens - 1, 0)
-    rows = sum(_num_picked(s, ids, num_generated) * count for s, count in counts.items())
+    rows = num_lens_rows(asked, ids, max_tokens)
     if rows > most:
         raise SpecError(
             f"the lenses of the request are of {rows:,} rows (tokens x layers, with max_tokens "
@@ -406,19 +407,6 @@ def _check_lenses(asked: Resolved, ids: Ids, max_tokens: int, most: int) -> None
             "(additional_config['scope'].lens_rows). Name fewer tokens or layers, or give a "
             "smaller max_tokens."
         )
-
-
-def _num_picked(selector: Selector, ids: Ids, num_generated: int) -> int:
-    """How many tokens a worker takes: whether a token is the last one is known later."""
-    num_prompt, found = len(ids), 0
-    if selector.uniform:
-        in_prompt, generated = map(selector.picks_phase, (False, True))
-        return num_prompt * in_prompt + num_generated * generated
-    for first in range(0, num_prompt + num_generated, POSITIONS_AT_ONCE):
-        stop = min(first + POSITIONS_AT_ONCE, num_prompt + num_generated)
-        tokens = Tokens.running(np.arange(first, stop), num_prompt, ids)
-        found += int(selector.select(tokens).possible.sum())
-    return found
 
 
 def _check_room(

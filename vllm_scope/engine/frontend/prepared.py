@@ -66,7 +66,8 @@ def prepare(connection: Connection | None, request: EngineCoreRequest) -> Prepar
     if request.prompt_token_ids is None:
         raise SpecError("prompt embeddings cannot be tapped; send text or token ids.")
     params = request.sampling_params
-    spec = Spec.from_json(params.extra_args["scope"]).of_engine(connection.saes)
+    spec = Spec.from_json(params.extra_args["scope"])
+    spec = spec.of_engine(connection.saes, connection.lenses)
     asked = connection.resolve(spec)
     prompt_ids = list(request.prompt_token_ids)
     max_tokens = params.max_tokens or 1

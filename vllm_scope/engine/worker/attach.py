@@ -25,6 +25,7 @@ def _remote_calls(scope: ScopeWorker) -> dict[str, Callable[..., object]]:
         "scope_counters": scope.counters,
         "scope_flush": scope.flush,
         "scope_names_of_moments": scope.names_of_moments,
+        "scope_held_moments": scope.held_moments,
         "scope_moments": scope.moments,
         "scope_drop_moments": scope.drop_moments,
     }

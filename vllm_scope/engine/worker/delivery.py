@@ -14,7 +14,7 @@ aborts and preemptions. Sinks then leave out the rows of tokens that were never 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -38,7 +38,7 @@ from vllm_scope.sinks.router import Router
 from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
 from vllm_scope.worker.drain import Drain
-from vllm_scope.worker.held_saes import NONE, PairMaker
+from vllm_scope.worker.held_saes import NONE, PairMakers
 from vllm_scope.worker.score_store import ScoreStore
 from vllm_scope.worker.watch import Watch
 
@@ -85,7 +85,7 @@ class WorkerDelivery:
         model: str,
         drafts: bool,
         lag: int,
-        saes: Mapping[str, PairMaker] = NONE,
+        saes: PairMakers = NONE,
     ) -> WorkerDelivery:
         """Start the drain and the sinks.
 
@@ -94,7 +94,7 @@ class WorkerDelivery:
             stage: this pipeline stage's number, and the number of stages.
             drafts: as in Watch.
             lag: as in Policies.
-            saes: as in Packer. The lens is added when the canary has checked it.
+            saes: as in Packer. Lenses are added when the canary has checked the model's own.
 
         Raises:
             ScopeError: a sink or a policy cannot be made; the engine does not start.

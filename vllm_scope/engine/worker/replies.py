@@ -31,6 +31,8 @@ class Described(TypedDict):
         limits: fields of worker.sizes.Limits.
         sinks: sinks that requests may name -> what they take.
         lens: why the model's lens cannot be applied to rows of this worker; None if it can.
+        lenses: name of a lens that the configuration names -> the boundaries of this worker that it
+            maps; none on a worker that holds no lens.
         modules: by name.
     """
 
@@ -45,6 +47,7 @@ class Described(TypedDict):
     limits: object
     sinks: dict[str, list[str]]
     lens: str | None
+    lenses: dict[str, list[int]]
     modules: NotRequired[dict[str, Module]]
 
 

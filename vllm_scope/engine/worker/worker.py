@@ -34,6 +34,7 @@ from vllm_scope.engine.worker import runners
 from vllm_scope.engine.worker.attention import kernel_of
 from vllm_scope.engine.worker.delivery import IDLE_COUNTERS, NOBODY, WorkerDelivery
 from vllm_scope.engine.worker.faults import Faults
+from vllm_scope.engine.worker.holding import held_maps, held_saes
 from vllm_scope.engine.worker.loading import (
     Forward,
     check_taps,
@@ -49,14 +50,15 @@ from vllm_scope.engine.worker.unembedding import check_lens, lens_of
 from vllm_scope.errors import CapacityError, CompatError, ConfigError, ScopeError
 from vllm_scope.graph.tap import op
 from vllm_scope.program.compiler import RequestProgram
-from vllm_scope.request.heads import LENS
+from vllm_scope.request.heads import LENS, LensKey
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Place
 from vllm_scope.request.ticket import Recipient
 from vllm_scope.sinks.request import Ended
 from vllm_scope.transport.messages import Address
 from vllm_scope.vectors import load_vectors
-from vllm_scope.worker.held_saes import PairMaker, hold_saes
+from vllm_scope.worker.held_saes import PairMaker
+from vllm_scope.worker.lens import DeviceMap
 from vllm_scope.worker.plan import Planner
 
 logger = logging.getLogger("vllm.vllm_scope")
@@ -89,6 +91,8 @@ class ScopeWorker:
         self.steps: Steps | None = None
         self._faults: Faults | None = None
         self._scaling: Scaling | None = None
+        self._pair_makers: dict[str | LensKey, PairMaker] = {}
+        self._maps: Mapping[LensKey, DeviceMap] = {}
         self._heard = Heard()
         #: Requests that EngineCore has named and that are not over, also those that failed.
         self._entered: set[str] = set()
@@ -127,18 +131,6 @@ class ScopeWorker:
         for name, path in self.config.modules.items():
             checking.register_module(name, load_vectors(path))
 
-    def _held_saes(self) -> dict[str, PairMaker]:
-        """The configured SAEs whose places have a tap on this worker; none on a rank that delivers
-        nothing. Raises ScopeError: they cannot be read, or take more than saes_mib."""
-        if not self.config.saes:
-            return {}
-        from vllm_scope.saes.load import load_saes  # formats that most engines never read
-
-        saes = load_saes(self.config.saes).values()
-        here = [sae for sae in saes if self.drains and sae.place.boundary in self.here]
-        device, dtype = self._worker.device, self._vllm_config.model_config.dtype
-        return dict(hold_saes(here, self.config.saes_mib, dtype, device))
-
     def _tap_model(self, runner: ModelRunner, groups: Sequence[object]) -> None:
         """Raises CompatError if the model cannot be tapped; it is then served without taps."""
         self.runner_version = runners.version_of(runner)
@@ -156,8 +148,12 @@ class ScopeWorker:
         self.here, self.limits = loaded.here, loaded.limits
         self._tables, self._arena = loaded.tables, loaded.arena
         self._functions = StepFunctions(anatomy, runner.get_model())
-        self._final_norm, self._pair_makers = anatomy.norm_here, self._held_saes()
+        self._final_norm = anatomy.norm_here
         if self.drains:
+            device, dtype = self._worker.device, self._vllm_config.model_config.dtype
+            self._pair_makers |= held_saes(self.config, self.here, dtype, device)
+            if self.is_last:
+                self._maps = held_maps(self.config, self.sites, self.here, dtype, device)
             self._delivery = WorkerDelivery.open(
                 self.config, self._arena, loaded.sizes, self.sites, self.here,
                 (self.stage, self.num_stages), str(self._vllm_config.model_config.model),
@@ -226,6 +222,7 @@ class ScopeWorker:
             if self._delivery is not None:
                 self._delivery.drain.warm(partial(lens.reserve, row))
             self._pair_makers[LENS] = lens
+            self._pair_makers |= {key: lens.of(one) for key, one in self._maps.items()}
             self.no_lens = None
         except CompatError as error:
             self.no_lens = str(error)
@@ -478,6 +475,10 @@ class ScopeWorker:
             "limits": msgspec.to_builtins(limits),
             "sinks": self._delivery.describe() if self._delivery is not None else {},
             "lens": self.no_lens,
+            "lenses": {
+                name: [b for of, b in self._maps if of == name]
+                for name in (self.config.lenses if self.drains and self.is_last else ())
+            },
         }
 
     def counters(self) -> dict[str, object]:
@@ -499,6 +500,12 @@ class ScopeWorker:
             return []
         found = self._delivery.drain.of_sums(lambda sums: sums.names(name))
         return [(place.site, place.layer, label) for place, label in found]
+
+    def held_moments(self) -> list[str]:
+        """The names of sums that are here."""
+        if self._delivery is None:
+            return []
+        return self._delivery.drain.of_sums(lambda sums: sums.held())
 
     def moments(self, name: str, site: str, layer: int, label: str) -> dict[str, object] | None:
         """The sums so far, as batch.sums.Packed; None if they are not here."""

@@ -1,4 +1,5 @@
-"""The action that delivers the likeliest tokens at any layer: the logit lens.
+"""The action that delivers the likeliest tokens at any layer: the logit lens, and lenses that map
+the row first.
 
 Owns:  LensTopK.
 To:    resolve.
@@ -6,15 +7,14 @@ To:    resolve.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions.base import MEMORY, Action, checked_name
 from vllm_scope.request.actions.sparse import MAX_TOP_K
-
-#: Rows that the model's final norm takes. (`embed` is `resid_pre` of layer 0.)
-LENS_SITES = ("resid_pre", "resid_mid", "resid_post")
+from vllm_scope.request.sites import LENS_SITES, Place
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,9 @@ class LensTopK(Action):
 
     Args:
         layer, layers: one argument: a number, a list of numbers from 0, or "all" (the default)
-            for every tapped layer.
+            for every tapped layer; of a named lens, for every tapped layer that it maps.
+        lens: the name of a lens that the engine holds: a tuned lens or a J-lens, whose affine map
+            of the layer is applied to the row first. None: the row itself.
         top_k: how many tokens of each row and layer, at most 1,024.
         site: "resid_post" (the default), "resid_mid" or "resid_pre".
         tokens: which tokens.
@@ -39,10 +41,11 @@ class LensTopK(Action):
     """
 
     kind: ClassVar[str] = "lens"
-    fields: ClassVar[tuple[str, ...]] = ("top_k", "name", "to")
+    fields: ClassVar[tuple[str, ...]] = ("top_k", "lens", "name", "to")
 
     _: KW_ONLY
     top_k: int = 10
+    lens: str | None = None
     name: str = "lens"
     to: str = MEMORY
 
@@ -57,8 +60,37 @@ class LensTopK(Action):
                 f"LensTopK.top_k is {shown(self.top_k)}; it is a whole number from 1 to "
                 f"{MAX_TOP_K:,}."
             )
+        if self.lens is not None:
+            checked_name(self.lens, "LensTopK.lens")
         checked_name(self.name, "LensTopK.name")
         checked_name(self.to, "LensTopK.to")
         if self.layer_numbers is not None:
             layers = tuple(sorted(self.layer_numbers))
             self._set(layer=layers[0] if len(layers) == 1 else layers, layers=layers)
+
+    def of_engine(self, lenses: Mapping[str, Collection[Place]]) -> LensTopK:
+        """The same action with the layers of a named lens.
+
+        Args:
+            lenses: name -> the places that it maps and that have a tap.
+
+        Raises:
+            SpecError: an unknown name, or a layer that the lens does not map.
+        """
+        if self.lens is None:
+            return self
+        if self.lens not in lenses:
+            known = ", ".join(sorted(lenses)[:8]) or "none"
+            raise SpecError(
+                f"LensTopK.lens is {shown(self.lens)}, which this engine does not hold; it holds: "
+                f"{known}. Name it in additional_config={{'scope': {{'lenses': ...}}}}."
+            )
+        mapped = sorted(layer for site, layer in lenses[self.lens] if site == self.site)
+        wrong = [layer for layer in self.layer_numbers or () if layer not in mapped]
+        if wrong or not mapped:
+            there = f"layers {', '.join(map(str, mapped))}" if mapped else "no layer"
+            raise SpecError(
+                f"LensTopK.layers {f'has {wrong[0]}' if wrong else 'is all'}; the lens "
+                f"{shown(self.lens)} has maps of {self.site} at {there} that this engine taps."
+            )
+        return self if self.layer_numbers else replace(self, layers=mapped, layer=None)

@@ -1,0 +1,271 @@
+"""Affine maps from the stream of some layers to the final one, and their files.
+
+Owns:  LinearLens, LensFile (an operator's entry), `load_lens`, `load_lenses`.
+Runs:  anywhere with torch. On the CPU.
+From:  safetensors files.   To: worker.lens (holds the maps on the device), analysis.
+
+Two layouts are read. Nothing is unpickled.
+
+A file has `{layer}.weight` [d, d], and maybe `{layer}.bias` [d]: the map of a row x is weight x +
+bias. Its metadata name the site, `resid_post` if they do not. With `residual` "true" among them the
+map is x + weight x + bias. A J-lens is such a file: its matrix J is the weight at `resid_post`.
+
+A folder of tuned-lens has `config.json`, and its `params.pt` saved as `params.safetensors`. Its
+tensors have the same names. The map is x + weight x + bias, and number i is of what enters layer i,
+`resid_pre`.
+
+Source: tuned-lens 0.2, TunedLens.transform_hidden and .save; jlens, JacobianLens (`J_l @ h`, where
+h leaves layer l).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import msgspec
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vllm_scope.errors import ConfigError, SpecError, shown
+from vllm_scope.request.sites import LENS_SITES, MAX_LAYER, Place, SiteLayer
+from vllm_scope.saes.arrays import Tensors, map_safetensors, read_config
+
+#: Of a folder of tuned-lens.
+CONFIG, WEIGHTS = "config.json", "params.safetensors"
+_NAME = re.compile(r"([0-9]{1,5})\.(weight|bias)")
+
+
+class Affine(NamedTuple):
+    """One map: weight [d, d], one row for each number that it makes, and bias [d] or None."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LinearLens:
+    """Affine maps of rows to the model's final stream, one for each place.
+
+    Attributes:
+        name: for messages.
+        maps: (site, layer) -> its map; tensors of a float dtype, CPU. They may be views of a mapped
+            file.
+        residual: True: the map is x + weight x + bias. False: weight x + bias.
+        path: of the file with the tensors; None if it is not from a file.
+
+    Raises:
+        SpecError: no maps, a site that is not on the stream, or shapes that disagree.
+    """
+
+    name: str
+    maps: Mapping[SiteLayer, Affine]
+    residual: bool = False
+    path: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.maps:
+            raise self._wrong("it has no maps")
+        object.__setattr__(self, "maps", {Place(*at): one for at, one in self.maps.items()})
+        for place, (weight, bias) in self.places.items():
+            if place.site not in LENS_SITES:
+                raise self._wrong(f"a map is of {place.site!r}; sites are {', '.join(LENS_SITES)}")
+            for tensor, shape in ((weight, [self.d_model] * 2), (bias, [self.d_model])):
+                if tensor is None:
+                    continue
+                if list(tensor.shape) != shape or not tensor.is_floating_point():
+                    raise self._wrong(
+                        f"the map of {place.site} {place.layer} has {tensor.dtype} "
+                        f"{list(tensor.shape)}; it is of floats, {shape}"
+                    )
+
+    @property
+    def places(self) -> Mapping[Place, Affine]:
+        """`maps`, whose keys are Places."""
+        return cast(Mapping[Place, Affine], self.maps)
+
+    @property
+    def sha256(self) -> str | None:
+        """Of the file, in hexadecimal; it is read each time. Raises OSError."""
+        return None if self.path is None else sha256_of(self.path)
+
+    @property
+    def d_model(self) -> int:
+        """The width of a row."""
+        return next(iter(self.maps.values())).weight.shape[-1]
+
+    def map(self, rows: Tensor, place: SiteLayer) -> Tensor:
+        """The rows that the model's final norm takes.
+
+        Args:
+            rows: [..., d_model], any float dtype, CPU.
+
+        Returns:
+            [..., d_model], float64.
+
+        Raises:
+            SpecError: no map for the place.
+        """
+        if place not in self.maps:
+            known = ", ".join(f"{site} {layer}" for site, layer in self.maps)
+            raise self._wrong(f"it has no map of {tuple(place)}; it has {known}")
+        weight, bias = self.checked(Place(*place))
+        x = rows.double()
+        found = x @ weight.double().T
+        if bias is not None:
+            found += bias.double()
+        return found + x if self.residual else found
+
+    def checked(self, place: Place) -> Affine:
+        """The map of a place. Raises SpecError if a number of it is not finite in float32."""
+        one = self.maps[place]
+        for tensor in one:
+            if tensor is not None and not tensor.float().isfinite().all():
+                raise self._wrong(
+                    f"the map of {place.site} {place.layer} has a number that is not finite in "
+                    "float32"
+                )
+        return one
+
+    def save(self, path: str | Path) -> str:
+        """Write a file that `load_lens` reads, and return its SHA-256 in hexadecimal.
+
+        Raises:
+            SpecError: maps of several sites; a file has one.
+        """
+        sites = {place.site for place in self.places}
+        if len(sites) > 1:
+            raise self._wrong(f"it has maps of {', '.join(sorted(sites))}; a file has one site")
+        tensors: Tensors = {}
+        for place, (weight, bias) in self.places.items():
+            tensors[f"{place.layer}.weight"] = weight.contiguous()
+            if bias is not None:
+                tensors[f"{place.layer}.bias"] = bias.contiguous()
+        said = {"site": sites.pop(), "residual": str(self.residual).lower()}
+        save_file(tensors, path, said)
+        return sha256_of(Path(path))
+
+    def _wrong(self, what: str) -> SpecError:
+        return SpecError(f"the lens {shown(self.name)}: {what}.")
+
+
+@dataclass(frozen=True)
+class LensFile:
+    """An operator's entry: where a lens is, and what its file must be.
+
+    Attributes:
+        sha256: of the file with the tensors, in hexadecimal; None: any content.
+    """
+
+    path: str
+    sha256: str | None = None
+
+    @staticmethod
+    def parse(value: object, where: str) -> LensFile:
+        """Of a path, or an object with `path` and `sha256`. Raises ConfigError."""
+        body = {"path": value} if isinstance(value, str) else value
+        if (
+            isinstance(body, Mapping)
+            and isinstance(body.get("path"), str)
+            and set(body) <= {"path", "sha256"}
+        ):
+            digest = body.get("sha256")
+            if digest is None or (
+                isinstance(digest, str) and re.fullmatch(r"[0-9a-fA-F]{64}", digest)
+            ):
+                return LensFile(body["path"], digest and digest.lower())
+        raise ConfigError(
+            f"{where} is {shown(value)}; it is a path, or an object with path and sha256 (64 "
+            "hexadecimal digits)."
+        )
+
+    def load(self, name: str) -> LinearLens:
+        """Raises as `load_lens`."""
+        return load_lens(self.path, name=name, sha256=self.sha256)
+
+
+class _Tuned(msgspec.Struct):
+    lens_type: str = "linear_tuned_lens"
+    d_model: int | None = None
+
+
+def load_lens(
+    path: str | Path, *, name: str | None = None, sha256: str | None = None
+) -> LinearLens:
+    """A lens. Its matrices stay in the file until they are used.
+
+    Args:
+        path: a safetensors file, or a folder of tuned-lens.
+        name: for messages; None: the path.
+        sha256: what the file with the tensors must have, in hexadecimal; None: any.
+
+    Raises:
+        SpecError: another layout, a malformed file, or another digest.
+        OSError: a file cannot be read.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is not there; it is a lens's file, or its folder.")
+    tuned = path.is_dir()
+    file = path / WEIGHTS if tuned else path
+    if tuned and not file.is_file():
+        raise SpecError(
+            f"{path} has no {WEIGHTS}; save the tensors of its params.pt under that name, with "
+            "safetensors.torch.save_file, because a worker unpickles nothing."
+        )
+    if sha256 is not None and (found := sha256_of(file)) != sha256.lower():
+        raise SpecError(f"{file} has the SHA-256 {found}, and {sha256} was wanted: another file.")
+    tensors = map_safetensors(file)
+    with safe_open(file, framework="pt") as opened:
+        said = opened.metadata() or {}
+    site, residual = said.get("site", "resid_post"), said.get("residual", "false")
+    if residual not in ("true", "false"):
+        raise SpecError(f"{file}: residual is {shown(residual)}; it is 'true' or 'false'.")
+    if tuned:
+        config = read_config(path / CONFIG, _Tuned, "a lens")
+        if config.lens_type != "linear_tuned_lens":
+            raise SpecError(
+                f"{path / CONFIG} has the lens_type {shown(config.lens_type)}; "
+                "'linear_tuned_lens' is read."
+            )
+        site, residual = "resid_pre", "true"
+    return LinearLens(name or str(path), _maps(tensors, file, site), residual == "true", file)
+
+
+def load_lenses(entries: Mapping[str, object]) -> dict[str, LinearLens]:
+    """Lenses by name, from the operator's entries {name: path or object}.
+
+    Raises:
+        ConfigError: an entry is neither; else as `load_lens`.
+    """
+    parsed = {name: LensFile.parse(value, f"lenses.{name}") for name, value in entries.items()}
+    return {name: one.load(name) for name, one in parsed.items()}
+
+
+def sha256_of(path: Path) -> str:
+    """The digest of a file, in hexadecimal. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _maps(tensors: Tensors, path: Path, site: str) -> dict[SiteLayer, Affine]:
+    found: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _NAME.fullmatch(name)
+        if match is None or int(match[1]) >= MAX_LAYER:
+            raise SpecError(
+                f"{path} has {shown(name)}; a lens has LAYER.weight, and maybe LAYER.bias."
+            )
+        found.setdefault(int(match[1]), {})[match[2]] = tensor
+    for layer, one in found.items():
+        if "weight" not in one:
+            raise SpecError(f"{path} has {layer}.bias and no {layer}.weight.")
+    return {
+        Place(site, layer): Affine(found[layer]["weight"], found[layer].get("bias"))
+        for layer in sorted(found)
+    }

@@ -1,0 +1,41 @@
+"""How many rows the lenses of a request are applied to.
+
+Owns:  `num_lens_rows`.
+Runs:  in the front-end, which refuses a request with too many; in EngineCore, where a request waits
+       until the running ones leave room.
+From:  request.resolved.   To: engine.frontend.connection, engine.core.entry.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from vllm_scope.program.compiler import POSITIONS_AT_ONCE
+from vllm_scope.request.resolved import Resolved
+from vllm_scope.request.selectors import Ids, Selector, Tokens
+
+
+def num_lens_rows(asked: Resolved, ids: Ids, max_tokens: int) -> int:
+    """Selected tokens, with those that may be generated, times layers; of all lenses together.
+
+    Args:
+        ids: of the prompt.
+    """
+    counts = Counter(one.tokens for one in asked.features if one.lens is not None)
+    num_generated = max(max_tokens - 1, 0)
+    return sum(_num_picked(s, ids, num_generated) * count for s, count in counts.items())
+
+
+def _num_picked(selector: Selector, ids: Ids, num_generated: int) -> int:
+    """How many tokens a worker takes: whether a token is the last one is known later."""
+    num_prompt, found = len(ids), 0
+    if selector.uniform:
+        in_prompt, generated = map(selector.picks_phase, (False, True))
+        return num_prompt * in_prompt + num_generated * generated
+    for first in range(0, num_prompt + num_generated, POSITIONS_AT_ONCE):
+        stop = min(first + POSITIONS_AT_ONCE, num_prompt + num_generated)
+        tokens = Tokens.running(np.arange(first, stop), num_prompt, ids)
+        found += int(selector.select(tokens).possible.sum())
+    return found

@@ -1,0 +1,246 @@
+"""Cross-layer transcoders (CLTs): each layer's features are written to its own layer and all later
+ones.
+
+Owns:  CrossLayerTranscoder, EncoderOfClt, `load_clt`, `load_encoders`, `load_encoder`.
+Runs:  anywhere with torch. On the CPU.
+From:  the folder that circuit-tracer writes.   To: load (the encoders), analysis (the decoders).
+
+Promise: matrices are views of mapped files. The encoder of a layer is an Sae, which a worker may
+hold as any other; no worker holds a decoder.
+
+| file                   | tensors                                                             |
+|------------------------|---------------------------------------------------------------------|
+| `W_enc_{i}.safetensors`| `W_enc_{i}` [d_sae, d_model], `b_enc_{i}` [d_sae], `b_dec_{i}` [d_out];
+|                        | maybe `threshold_{i}` [d_sae], `W_skip_{i}` [d_model, d_out]         |
+| `W_dec_{i}.safetensors`| `W_dec_{i}` [d_sae, number of layers - i, d_out]                     |
+| `config.yaml`          | maybe: `feature_input_hook`, `feature_output_hook`                   |
+
+With f_i as the features of layer i, which its encoder makes of the row x_i:
+
+    y_l = sum_{i <= l} f_i . W_dec_i[:, l - i] + b_dec_l + x_l . W_skip_l
+
+Source: circuit-tracer 0.5, CrossLayerTranscoder and load_clt
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.saes.arrays import Tensors, map_safetensors, only
+from vllm_scope.saes.places import place_of
+from vllm_scope.saes.sae import Sae
+from vllm_scope.vectors.containers import read_bytes
+
+CONFIG = "config.yaml"
+ENCODER, _DECODER = "W_enc_{}.safetensors", "W_dec_{}.safetensors"
+_ENCODERS = re.compile(r"W_enc_([0-9]{1,5})\.safetensors")
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderOfClt(Sae):
+    """The features of one layer; `decoder` is what they write to their own layer."""
+
+    def decode(self, features: Tensor, x: Tensor | None = None) -> Tensor:
+        raise self._wrong(
+            "it is one layer of a cross-layer transcoder, whose rows are made of several layers' "
+            "features; use vllm_scope.saes.cross_layer.load_clt and its decode"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class CrossLayerTranscoder:
+    """All layers of a CLT.
+
+    Attributes:
+        name: for messages.
+        encoders: of the layers from 0.
+        decoders: of each layer i [d_sae, number of layers - i, d_out], CPU.
+
+    Raises:
+        SpecError: shapes disagree.
+    """
+
+    name: str
+    encoders: tuple[EncoderOfClt, ...]
+    decoders: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        d_out = self.encoders[0].decoder_bias.shape[0]
+        for i, decoder in enumerate(self.decoders):
+            shape = [self.encoders[i].d_sae, len(self.encoders) - i, d_out]
+            if list(decoder.shape) != shape or not decoder.is_floating_point():
+                raise self._wrong(
+                    f"its W_dec_{i} is {decoder.dtype} {list(decoder.shape)}; it is of floats, "
+                    f"{shape}"
+                )
+
+    @torch.no_grad()
+    def decode(self, features: Sequence[Tensor], layer: int, x: Tensor | None = None) -> Tensor:
+        """The rows that the CLT makes at the output of a layer.
+
+        Args:
+            features: of each layer from 0 to `layer`, [..., d_sae], any float dtype, CPU.
+            x: [..., d_model], the rows that this layer's encoder took; only with a skip.
+
+        Returns:
+            [..., d_out], float32.
+
+        Raises:
+            SpecError: a layer that the CLT does not have, features of too few layers or of a wrong
+                shape, weights that are not finite, or no `x` for a skip.
+        """
+        self._check_layer(layer)
+        encoder = self.encoders[layer]
+        if len(features) != layer + 1:
+            raise self._wrong(
+                f"features are of {len(features)} layers; layer {layer} is made of those of "
+                f"{layer + 1} layers, from 0"
+            )
+        if (x is None) != (encoder.skip is None):
+            raise self._wrong(
+                "decode takes the rows that were encoded, x, if the layer has a skip, and only then"
+            )
+        found = encoder.decoder_bias
+        for i, some in enumerate(features):
+            if some.shape[-1:] != (self.encoders[i].d_sae,):
+                raise self._wrong(
+                    f"features of layer {i} are {list(some.shape)}; they are "
+                    f"[..., {self.encoders[i].d_sae}]"
+                )
+            found = found + some.float() @ self._finite(i, self.decoders[i][:, layer - i])
+        if x is not None and encoder.skip is not None:
+            found = found + x.float() @ encoder.skip.float().T
+        return found
+
+    def decoder_of(self, layer: int, index: int) -> Tensor:
+        """What one feature adds to the outputs of its layer and of all later ones.
+
+        Returns:
+            [number of layers - layer, d_out], float32. Reads this feature's numbers alone.
+
+        Raises:
+            SpecError: no such layer or feature, or numbers that are not finite.
+        """
+        self._check_layer(layer)
+        if type(index) is not int or not 0 <= index < self.encoders[layer].d_sae:
+            raise self._wrong(
+                f"the index of a feature is {shown(index)}; layer {layer} has features 0 to "
+                f"{self.encoders[layer].d_sae - 1:,}"
+            )
+        return self._finite(layer, self.decoders[layer][index])
+
+    def _finite(self, layer: int, some: Tensor) -> Tensor:
+        rows = some.float()
+        if not rows.isfinite().all():
+            raise self._wrong(f"its W_dec_{layer} has a number that is not finite in float32")
+        return rows
+
+    def _check_layer(self, layer: int) -> None:
+        if type(layer) is not int or not 0 <= layer < len(self.encoders):
+            raise self._wrong(f"layer is {shown(layer)}; it has 0 to {len(self.encoders) - 1}")
+
+    def _wrong(self, what: str) -> SpecError:
+        return SpecError(f"the cross-layer transcoder {shown(self.name)}: {what}.")
+
+
+def is_clt(path: Path) -> bool:
+    """True for the folder of a CLT."""
+    return (path / ENCODER.format(0)).is_file()
+
+
+def layer_in(path: Path) -> int | None:
+    """The layer of an encoder's file; None for another file."""
+    match = _ENCODERS.fullmatch(path.name)
+    return None if match is None else int(match[1])
+
+
+def load_clt(path: str | Path, *, name: str | None = None) -> CrossLayerTranscoder:
+    """A CLT. Its matrices stay in the files until they are used.
+
+    Args:
+        path: the folder.
+        name: for messages; None: the path.
+
+    Raises:
+        SpecError: another format, a malformed file, or layers that are not there.
+        OSError: a file cannot be read.
+    """
+    folder = Path(path)
+    name = str(path) if name is None else name
+    encoders = load_encoders(folder, name)
+    decoders = tuple(_decoder(folder, i) for i in range(len(encoders)))
+    return CrossLayerTranscoder(name, encoders, decoders)
+
+
+def load_encoders(folder: Path, name: str) -> tuple[EncoderOfClt, ...]:
+    """The encoders of all layers; that of layer i is called NAME.i. Raises as `load_clt`."""
+    layers = sorted(layer for file in folder.iterdir() if (layer := layer_in(file)) is not None)
+    if not layers or layers != list(range(len(layers))):
+        raise SpecError(
+            f"{folder} has the encoders of layers {', '.join(map(str, layers[:20])) or '-'}; a "
+            "cross-layer transcoder has W_enc_0.safetensors and so on, without a gap."
+        )
+    return tuple(load_encoder(folder / ENCODER.format(i), f"{name}.{i}") for i in layers)
+
+
+def load_encoder(path: Path, name: str) -> EncoderOfClt:
+    """The encoder of one layer, from its file. Raises as `load_clt`."""
+    i = layer_in(path)
+    assert i is not None
+    names = {key: f"{key}_{i}" for key in ("W_enc", "b_enc", "b_dec", "threshold", "W_skip")}
+    # `only` asks for matrices by their names' beginning.
+    tensors = only(map_safetensors(path), list(names.values())[:3], path, list(names.values())[3:])
+    own: Tensors = {key: tensors[named] for key, named in names.items() if named in tensors}
+    config = _config(path.parent / CONFIG)
+    place, output = (
+        place_of(f"blocks.{i}.{config.get(key, usual)}", f"{path.parent / CONFIG}: {key}")
+        for key, usual in (
+            ("feature_input_hook", "hook_resid_mid"), ("feature_output_hook", "hook_mlp_out"),
+        )
+    )  # fmt: skip
+    skip = own.get("W_skip")
+    return EncoderOfClt(
+        name=name,
+        architecture="jumprelu" if "threshold" in own else "standard",
+        place=place,
+        encoder=own["W_enc"],
+        decoder=_decoder(path.parent, i)[:, 0],
+        encoder_bias=own["b_enc"],
+        decoder_bias=own["b_dec"],
+        apply_b_dec_to_input=False,
+        threshold=own.get("threshold"),
+        output=output,
+        skip=None if skip is None else skip.T,
+    )
+
+
+def _decoder(folder: Path, layer: int) -> Tensor:
+    path, name = folder / _DECODER.format(layer), f"W_dec_{layer}"
+    found = map_safetensors(path).get(name)
+    if found is None or found.ndim != 3 or not found.shape[1]:
+        shape = "no such tensor" if found is None else list(found.shape)
+        raise SpecError(
+            f"{path}: {name} is {shape}; it is [d_sae, number of layers - {layer}, d_out]."
+        )
+    return found
+
+
+def _config(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        found = yaml.safe_load(read_bytes(path))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise SpecError(f"{path} is not YAML that can be read: {error}.") from None
+    if not isinstance(found, dict):
+        raise SpecError(f"{path} has a {type(found).__name__}; it has fields.")
+    return found
