@@ -74,6 +74,7 @@ class Storing:
             RequestRecord(
                 context.name, context.token_ids, (), self._engine.model, rows.expected,
                 rows.expected, name=context.name, documents=context.spans,
+                num_layers=self._engine.num_layers,
             )
         )  # fmt: skip
         return stored.published
