@@ -45,7 +45,7 @@ else
 # Two parts at a time, which are what two cores carry; then what measures time, by itself. `make
 # test` leaves out the tests marked long, `make test-all` leaves out nothing.
 PARTS := engine server compat unit interpreter inspect browser \
-	$(if $(ALL),ray openapi notebooks)
+	$(if $(ALL),ray openapi notebooks training)
 SHORT := $(if $(ALL),, and not long)
 # AGAIN: what runs pytest, see .ci/again.
 PYTEST = $(AGAIN) $(BIN)/python -m pytest -m "not alone$(SHORT)"
@@ -67,6 +67,9 @@ test-browser:
 	PYTHONPATH=.venv/notebooks $(PYTEST) tests/browser
 test-openapi:
 	PYTHONPATH=.venv/openapi $(PYTEST) tests/server/test_openapi.py
+test-training:
+	PYTHONPATH=.venv/training $(PYTEST) tests/compat/test_saelens.py \
+		tests/unit/files/test_file_export.py tests/unit/harvests/test_documents.py
 test-ray:
 	PYTHONPATH=$(CURDIR)/.venv/ray $(PYTEST) tests/engine/test_ray.py \
 		tests/engine/test_ray_harvest.py \
@@ -111,7 +114,8 @@ bench-gpu:
 # would bring torchvision, torchaudio, torchcodec and triton built for CUDA, and
 # with a CPU torch `import transformers` then fails.
 .venv/.ready: requirements/cpu.txt requirements/interpreter.txt requirements/inspect.txt \
-		requirements/openapi.txt requirements/ray.txt requirements/notebooks.txt pyproject.toml
+		requirements/openapi.txt requirements/ray.txt requirements/notebooks.txt \
+		requirements/training.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check --no-deps -r requirements/cpu.txt
 	$(BIN)/pip install --disable-pip-version-check --no-deps --upgrade \
@@ -124,6 +128,8 @@ bench-gpu:
 		--target .venv/ray -r requirements/ray.txt
 	$(BIN)/pip install --disable-pip-version-check --no-deps --upgrade \
 		--target .venv/notebooks -r requirements/notebooks.txt
+	$(BIN)/pip install --disable-pip-version-check --no-deps --upgrade \
+		--target .venv/training -r requirements/training.txt
 	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 

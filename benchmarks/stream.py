@@ -1,26 +1,35 @@
 """Rows per second of `vllm_scope.stream`, beside a loop over `generate` with a Read.
 
-    python -m benchmarks.stream
+    python -m benchmarks.stream             # both parts
+    python -m benchmarks.stream --ready     # the second part, without an engine
 
-The same documents of toy world, the same layers and engine options, in one run after another,
-without the time that an engine takes to start. The loop computes 64 prompts at a time and joins
-their rows to batches; the feed mixes them. The rate of a feed begins with its first batch, for
-which half of the buffer has been filled.
+First, rows per second of an engine: the same documents of toy world, the same layers and engine
+options, in one run after another, without the time that an engine takes to start. The loop computes
+64 prompts at a time and joins their rows to batches; the feed mixes them. The rate of a feed begins
+with its first batch, for which half of the buffer has been filled.
+
+Then, GB per second of rows that are ready before the trainer asks (`benchmarks.ready`: 4096 bf16
+values), in turns with a copy within memory that is used again.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import vllm_scope
+from benchmarks import ready
 from benchmarks.harvest import ENGINE, LAYERS, TOYWORLD
+from benchmarks.readback import copied
 from toyworld.world import documents
 from vllm_scope import Read, scope
+from vllm_scope.feeds import start
 
 READ = Read("resid_post", layers=list(LAYERS))
 BATCH, TOGETHER = 1024, 64
@@ -59,7 +68,35 @@ def rate(batches: Iterator[Tensor]) -> float:
     return count / (time.perf_counter() - started)
 
 
+def gigabytes_per_second(num_contexts: int = 600, turns: int = 5) -> tuple[float, float]:
+    """Of a feed of rows that are ready, and of a copy of memory: medians of turns."""
+    start.COMMAND = ("-m", "benchmarks.ready")
+    ids, read, copy = [[1] * ready.LENGTH] * num_contexts, Read("resid_post", layer=0), copied()
+    found: list[tuple[float, float]] = []
+    for _ in range(turns):
+        with vllm_scope.stream(ids, read, model="ready", batch_size=BATCH) as feed:
+            next(feed)
+            started, num_bytes = time.perf_counter(), 0
+            for batch in feed:
+                num_bytes += batch["resid_post", 0].nbytes
+            seconds = time.perf_counter() - started
+        started = time.perf_counter()
+        num_copied = copy()
+        found.append((num_bytes / seconds, num_copied / (time.perf_counter() - started)))
+    rates = tuple(zip(*found, strict=True))
+    return median(rates[0]) / 1e9, median(rates[1]) / 1e9
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--ready", action="store_true")
+    if not parser.parse_args().ready:
+        of_an_engine()
+    fed_rate, copy_rate = gigabytes_per_second()
+    print(f"rows that are ready {fed_rate:.2f} GB/s, a copy {copy_rate:.2f} GB/s", flush=True)
+
+
+def of_an_engine() -> None:
     from transformers import AutoTokenizer
     from vllm import LLM
 

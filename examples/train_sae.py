@@ -1,26 +1,34 @@
-"""Train a sparse autoencoder on the toy model's rows while the engine computes them.
+"""Train a sparse autoencoder on the toy model's rows, from a harvest or while they are computed.
 
-Runs:  `python -m examples.train_sae`, on a CPU.
-From:  toyworld: documents of facts; the rows of one layer, through `vllm_scope.stream`.
-To:    figures on the terminal: loss, L0, dead features, explained variance.
+Runs:  `python -m examples.train_sae` with a feed, or with `--harvest FOLDER`, on a CPU.
+From:  toyworld: documents of facts; the rows of one layer, through `vllm_scope.stream`, or from
+       shards, through `vllm_scope.harvest` and `RowDataset`.
+To:    the terminal: loss, L0, dead features, explained variance; with `--out FOLDER` also
+       train_sae.json and train_sae.png.
 
 A TopK SAE: the k largest features of a row, after a linear encoder and a ReLU, add up to the row.
-Features that were not active for a while learn what the others leave (an auxiliary loss). The last
-batches are not trained on; they make the table at the end.
+Features that were not active for a while learn what the others leave (an auxiliary loss). The first
+batches are not trained on; they make the figures at the end.
 """
 
 import argparse
+import json
 import time
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
 
+import matplotlib as mpl
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import vllm_scope
 from examples.demo import MODEL, set_environment
+from examples.figure import MARKS, STYLE
 from toyworld.world import documents
 from vllm_scope import Read
+from vllm_scope.files import RowDataset
 
 LAYER: Final = 2
 NUM_DOCUMENTS: Final = 12_000
@@ -82,8 +90,8 @@ def largest(values: Tensor, k: int) -> Tensor:
 
 
 @torch.inference_mode()
-def evaluate(sae: TopK, rows: Tensor) -> dict[str, float]:
-    """Of rows that were not trained on."""
+def evaluate(sae: TopK, rows: Tensor) -> tuple[dict[str, float], Tensor]:
+    """Of rows that were not trained on; and the part of them that has each feature."""
     scaled, made, values = sae(rows)
     features = largest(values, sae.k) > 0
     error = (scaled - made).square()
@@ -92,10 +100,22 @@ def evaluate(sae: TopK, rows: Tensor) -> dict[str, float]:
         "L0": float(features.sum(1).float().mean()),
         "dead": float((~features.any(0)).float().mean()),
         "explained variance": 1 - float(error.sum() / (scaled - scaled.mean(0)).square().sum()),
-    }
+    }, features.float().mean(0)
 
 
-def rows_of(texts: list[str]) -> Iterator[Tensor]:
+def harvested(texts: list[str], folder: Path) -> Iterator[Tensor]:
+    """Batches of rows, mixed, from shards. A finished folder is taken as it is."""
+    read = Read("resid_post", layer=LAYER)
+    found = vllm_scope.harvest(
+        texts, read, model=str(MODEL), out=folder, engine=ENGINE, long="pack"
+    )
+    print(
+        f"{found.computed} contexts computed, {found.manifest.totals['tokens']:,} rows in {folder}"
+    )
+    yield from RowDataset(folder, "resid_post", LAYER, BATCH, seed=1)
+
+
+def fed(texts: list[str]) -> Iterator[Tensor]:
     """Batches of rows, mixed, from an engine in another process."""
     read = Read("resid_post", layer=LAYER)
     feed = vllm_scope.stream(
@@ -103,8 +123,23 @@ def rows_of(texts: list[str]) -> Iterator[Tensor]:
     )
     with feed:
         for batch in feed:
-            if len(batch) == BATCH:
-                yield batch["resid_post", LAYER]
+            yield batch["resid_post", LAYER]
+
+
+def write_figure(path: Path, losses: Sequence[float], frequencies: Tensor) -> None:
+    """The loss while it learns, and how often its features are active."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(8, 3.4), layout="constrained")
+        learning, active = figure.subplots(1, 2)
+    learning.plot([BATCH * i / 1000 for i in range(1, len(losses) + 1)], losses, MARKS[0].colour)
+    learning.set_yscale("log")
+    learning.set_xlabel("thousand rows")
+    learning.set_ylabel("mean squared error of a batch")
+    alive = frequencies[frequencies > 0]
+    active.hist(alive.log10().tolist(), bins=40, color=MARKS[1].colour)
+    active.set_xlabel(f"log10 of a feature's share of {HELD_OUT * BATCH:,} rows")
+    active.set_ylabel(f"features ({len(frequencies) - len(alive)} more have no row)")
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:
@@ -113,26 +148,43 @@ def main() -> None:
     parser.add_argument("--features", type=int, default=1024)
     parser.add_argument("--k", type=int, default=16)
     parser.add_argument("--documents", type=int, default=NUM_DOCUMENTS)
+    parser.add_argument("--harvest", type=Path, help="a folder of shards, made if it is missing")
+    parser.add_argument("--out", type=Path, help="a folder for the figures")
     chosen = parser.parse_args()
     set_environment()
     torch.manual_seed(0)
     texts = [one.text for one in documents(0, "train", 0, chosen.documents) if one.kind == "facts"]
     started = time.monotonic()
-    batches = rows_of(texts)
+    batches = fed(texts) if chosen.harvest is None else harvested(texts, chosen.harvest)
     held_out = torch.cat([next(batches) for _ in range(HELD_OUT)])
     print(f"{len(texts)} documents; the first rows after {time.monotonic() - started:.0f} s")
     sae = TopK(held_out.shape[1], chosen.features, chosen.k, held_out)
-    optimizer = torch.optim.Adam(sae.parameters(), lr=2e-3)
-    for number, rows in enumerate(batches, 1):
-        loss = sae.step(rows, optimizer)
-        if number % 50 == 0:
-            dead = float((sae.idle > IDLE).float().mean())
-            print(f"batch {number:4}  loss {loss:.4f}  dead {dead:.1%}", flush=True)
-    found = evaluate(sae, held_out)
-    print(
-        f"{number * BATCH:,} rows in {time.monotonic() - started:.0f} s; on {len(held_out)} others:"
-    )
+    losses = train(sae, (rows for rows in batches if len(rows) == BATCH))
+    found, frequencies = evaluate(sae, held_out)
+    num_rows = len(losses) * BATCH
+    print(f"{num_rows:,} rows in {time.monotonic() - started:.0f} s; on {len(held_out):,} others:")
     print(", ".join(f"{name} {value:.4g}" for name, value in found.items()))
+    if chosen.out is not None:
+        settings = {"layer": LAYER, "features": chosen.features, "k": chosen.k, "rows": num_rows}
+        write(chosen.out, {**settings, "held-out rows": len(held_out), **found})
+        write_figure(chosen.out / "train_sae.png", losses, frequencies)
+
+
+def train(sae: TopK, batches: Iterator[Tensor]) -> list[float]:
+    """Learn from each batch once; returns their losses."""
+    optimizer = torch.optim.Adam(sae.parameters(), lr=2e-3)
+    losses = []
+    for rows in batches:
+        losses.append(sae.step(rows, optimizer))
+        if len(losses) % 50 == 0:
+            dead = float((sae.idle > IDLE).float().mean())
+            print(f"batch {len(losses):4}  loss {losses[-1]:.4f}  dead {dead:.1%}", flush=True)
+    return losses
+
+
+def write(folder: Path, found: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "train_sae.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

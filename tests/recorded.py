@@ -73,6 +73,7 @@ class RecordedEngine:
     dtype: str = "bfloat16"
     vocabulary: int = VOCABULARY
     end: int | None = 0
+    num_layers: int | None = 6
     computed: list[str] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)
 

@@ -6,6 +6,7 @@ python -m tests.recorded_feeder CHANNEL MEMORY TRAINER < order
 from __future__ import annotations
 
 import sys
+import time
 from types import ModuleType
 from typing import Any
 
@@ -13,12 +14,17 @@ from tests.recorded import RecordedEngine
 
 #: The engine dies after so many contexts; 0: never.
 DIES = "dies_after"
+#: So long the engine takes to start, in seconds.
+STARTS = "starts_s"
 
 
 class Engine(RecordedEngine):
     def __init__(self, model: str, options: dict[str, Any], sites: list[str]) -> None:
         super().__init__(model=model)
         self.dies_after = options.get(DIES, 0)
+        if seconds := options.get(STARTS, 0):
+            print("an engine starts", file=sys.stderr, flush=True)
+            time.sleep(seconds)
 
     def _ended(self, some: Any, reads: Any) -> Any:
         if self.dies_after and len(self.computed) >= self.dies_after:

@@ -84,6 +84,7 @@ def test_every_byte_equals_what_a_read_gives_to_memory(llm, long, tmp_path):
             parts.append((span.document, span.first, tokens))
             at += span.num_tokens
         assert at == len(request.token_ids) <= 100
+        assert request.manifest.num_layers == 6
     whole: dict[str, list[int]] = {}
     for document, first, tokens in sorted(parts):
         assert first == len(whole.setdefault(document, []))

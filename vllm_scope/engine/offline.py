@@ -18,6 +18,7 @@ from vllm_scope.engine.frontend.outputs import drop
 from vllm_scope.engine.vllm_types import VllmConfig
 from vllm_scope.errors import CompatError, ScopeError, SpecError, reason_of, shown
 from vllm_scope.request.actions import Read
+from vllm_scope.request.sites import Sites
 from vllm_scope.request.spec import scope
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class OfflineEngine:
         Raises:
             SpecError: a read of a layer or a site that has no tap.
         """
-        config, engine = self._config.model_config, self._llm.llm_engine
+        config = self._config.model_config
         found: dict[str, Any] = {
             "model": self.model,
             "dtype": str(config.dtype).removeprefix("torch."),
@@ -93,15 +94,25 @@ class OfflineEngine:
             "tokenizer": self.model if config.tokenizer == config.model else config.tokenizer,
             "tokenizer_revision": config.tokenizer_revision,
         }
-        if needs_connection(engine):
-            connect_sync(engine)
-        connection = connections.of(engine.output_processor)
-        if connection is not None and connection.reason is None:  # or `compute` says why
+        if (sites := self._sites()) is not None:
             found["layers"] = [
-                [place.layer for place in connection.sites.find(r.site, r.layer_numbers, where)]
+                [place.layer for place in sites.find(r.site, r.layer_numbers, where)]
                 for r, where in ((read, f"reads[{i}]") for i, read in enumerate(reads))
             ]
         return found
+
+    def _sites(self) -> Sites | None:
+        """What the engine taps; None if it taps nothing, and `compute` says why."""
+        engine = self._llm.llm_engine
+        if needs_connection(engine):
+            connect_sync(engine)
+        connection = connections.of(engine.output_processor)
+        return None if connection is None or connection.reason is not None else connection.sites
+
+    @property
+    def num_layers(self) -> int | None:
+        """Of the model; None if the engine taps nothing."""
+        return None if (sites := self._sites()) is None else sites.num_layers
 
     @property
     def most_tokens(self) -> int:

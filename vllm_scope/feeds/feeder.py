@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -39,6 +42,8 @@ from vllm_scope.request.spec import Spec
 
 #: Interval between two looks at the trainer's counter while no slot is free.
 _LOOK_S = 0.001
+#: How long the process may take to end when its trainer is gone.
+_PATIENCE_S = 30.0
 #: Of a sentence that is sent, which must fit into a packet.
 _MOST_LETTERS = 4000
 
@@ -142,19 +147,24 @@ def run(
     settings: Settings,
     channel: Channel,
     memory: int,
+    started: threading.Event,
 ) -> None:
     """Start an engine, or use the LLM, and feed. What fails is told to the trainer.
+
+    Args:
+        started: is set once the engine runs.
 
     Raises:
         EOFError: the trainer has closed the feed, or is gone.
     """
-    # vLLM, which takes seconds to import.
-    from vllm_scope.engine.offline import OfflineEngine
-
     try:
         documents = find_documents(dataset, settings.column, None, settings.split, settings.config)
+        # vLLM, which takes seconds to import.
+        from vllm_scope.engine.offline import OfflineEngine
+
         sites = sorted({read.site for read in reads})
         with closing(OfflineEngine(model, options, sites)) as engine:
+            started.set()
             feed(documents, reads, engine, settings, channel, memory)
     except EOFError:
         raise
@@ -164,15 +174,38 @@ def run(
         channel.send(Failed("ScopeError", f"the feed failed: {reason_of(error)}"[:_MOST_LETTERS]))
 
 
+def _watch(channel: Channel, started: threading.Event) -> None:
+    """Once the trainer has closed its feed or is gone: interrupt the start of an engine. An engine
+    that runs is ended by `feed`. What does not end is killed."""
+    channel.wait_for_end()
+    if not started.is_set():
+        ident = threading.main_thread().ident
+        assert ident is not None
+        signal.pthread_kill(ident, signal.SIGINT)
+    time.sleep(_PATIENCE_S)
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # this process and those that it has started
+
+
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a trainer may ignore it
     end, memory, trainer = map(int, sys.argv[1:])
     for fd in (end, memory):
         os.set_inheritable(fd, False)
-    channel = Channel(socket.socket(fileno=end), trainer)
-    order = msgspec.convert(json.loads(sys.stdin.buffer.read()), Order)
+    channel, started = Channel(socket.socket(fileno=end), trainer), threading.Event()
     try:
+        order = msgspec.convert(json.loads(sys.stdin.buffer.read()), Order)
+        threading.Thread(target=_watch, args=(channel, started), daemon=True).start()
         reads = Spec.from_json(order.scope).reads
-        run(order.dataset, reads, order.model, order.engine, order.settings, channel, memory)
+        run(
+            order.dataset,
+            reads,
+            order.model,
+            order.engine,
+            order.settings,
+            channel,
+            memory,
+            started,
+        )
     except (EOFError, KeyboardInterrupt):
         print(
             "vllm-scope: the trainer has closed its feed or is gone; the engine ends.",

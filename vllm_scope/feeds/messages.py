@@ -117,6 +117,16 @@ class Channel:
             raise EOFError("the other end is closed")
         return None if body is None else _decoder.decode(body)
 
+    def wait_for_end(self) -> None:
+        """Return once the other end is closed, or `parent`, which is not None, is gone."""
+        assert self._parent is not None
+        ends = select.poll()
+        ends.register(self._end, 0)  # it is told of a hang-up in any case
+        with suppress(ProcessLookupError):
+            ends.register(os.pidfd_open(self._parent), select.POLLIN)
+            if os.getppid() == self._parent:  # else it ended before, and the id may be another's
+                ends.poll()
+
     def close(self) -> None:
         """Close both directions, whoever else holds this end."""
         with suppress(OSError):  # the other end was closed before

@@ -37,8 +37,8 @@ Feeder = subprocess.Popen[bytes] | threading.Thread
 _LOOK_S = 0.001
 #: Batches whose memory is kept for the next ones.
 _KEPT_BATCHES = 4
-#: How long the feeder may take to end by itself, and after it was interrupted.
-_PATIENCE_S = 5.0, 30.0
+#: How long the feeder may take to end when its end of the channel is closed, and when this one is.
+_DEATH_S, _END_S = 5.0, 40.0
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _how(feeder: Feeder) -> str:
     if isinstance(feeder, threading.Thread):
         return ""
     with suppress(subprocess.TimeoutExpired):  # its end of the channel is closed, so it ends
-        feeder.wait(_PATIENCE_S[0])
+        feeder.wait(_DEATH_S)
     return f" (exit code {feeder.returncode})"
 
 
@@ -188,12 +188,8 @@ def _end(channel: Channel, memory: int, feeder: Feeder) -> None:
 
 
 def _end_process(feeder: subprocess.Popen[bytes]) -> None:
-    for wait_s in _PATIENCE_S:
-        try:
-            feeder.wait(wait_s)
-            break
-        except subprocess.TimeoutExpired:  # it may be starting an engine
-            feeder.send_signal(signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        feeder.wait(_END_S)
     if feeder.poll() != 0:
         with suppress(ProcessLookupError):  # what it has started, too
             os.killpg(feeder.pid, signal.SIGKILL)

@@ -142,5 +142,5 @@ def _on_thread(
 ) -> None:
     channel = Channel(end)
     with suppress(EOFError):  # the feed was closed
-        run(dataset, reads, model, engine, settings, channel, memory)
+        run(dataset, reads, model, engine, settings, channel, memory, threading.Event())
     channel.close()

@@ -12,7 +12,7 @@ reader.py captured.py datafile.py folder.py   reading
 features.py                                   features as rows, and in Parquet
 index.py                                      what is said beside the rows
 iterate.py training.py                        rows for training
-export.py draft.py                            exports to other tools
+export.py card.py draft.py                    exports to other tools
 remote.py                                     roots that are URLs
 """
 

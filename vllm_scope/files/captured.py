@@ -78,6 +78,11 @@ class StoredStream:
     codec: Codec
 
     @property
+    def encoded(self) -> bool:
+        """False if `rows` gives views of the file."""
+        return self.codec.codec != "none"
+
+    @property
     def positions(self) -> Tensor:
         """int64 [num_rows]."""
         found = self._slice(f"{self.key}.positions", torch.int64)

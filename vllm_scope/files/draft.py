@@ -49,8 +49,9 @@ def export_speculators(
         loss_mask: of a request, an int for each row; None: 1 for each.
 
     Raises:
-        FileError: the folder is not empty, a request has rows of some tokens only, or the rows'
-            widths or dtypes differ.
+        FileError: the folder is not empty, a request has rows of some tokens only, the rows'
+            widths or dtypes differ, or the last place is another one. Files of earlier versions do
+            not say how many layers the model has; this is not checked for them.
         KeyError: a place that was not captured.
         ConfigError: pyarrow is missing.
     """
@@ -58,6 +59,7 @@ def export_speculators(
     requests, widths = chosen(capture, streams)
     if len(set(widths.values())) != 1:
         raise FileError(f"the rows are {list(widths.values())} wide; they are of one width.")
+    _check_last(requests, streams[-1])
     root = Path(folder)
     check_empty(root)  # before anything is written
     whole = pa.list_(pa.int64())
@@ -83,6 +85,17 @@ def export_speculators(
                 yield pa.record_batch(arrays, schema=schema)
 
     return save(root, schema, features | {"seq_len": value_of("int64")}, batches, "torch")
+
+
+def _check_last(requests: Sequence[CapturedRequest], stream: SiteLayer) -> None:
+    """Raises FileError."""
+    for num_layers in {request.manifest.num_layers for request in requests} - {None}:
+        assert num_layers is not None
+        if stream != (last := ("resid_post", num_layers - 1)):
+            raise FileError(
+                f"the last place is {stream_name(stream)}, and the model has {num_layers} layers; "
+                f"a draft model learns from {stream_name(last)}, so read it and name it last."
+            )
 
 
 def _tokens(request: CapturedRequest, streams: Sequence[SiteLayer]) -> torch.Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vllm_scope.codecs.casts import halved
 from vllm_scope.errors import ConfigError, FileError
+from vllm_scope.files.card import card_of
 from vllm_scope.files.index import stream_name
 from vllm_scope.files.publish import LocalPublisher, whole_writes, write_bytes
 from vllm_scope.request.sites import SiteLayer
@@ -71,7 +72,11 @@ def export_dataset(
     capture: Capture, folder: str | Path, streams: list[SiteLayer], dtype: Dtype = "float32"
 ) -> int:
     """Write a dataset with one row per token: request, position, token_id and, for each
-    stream, `site.layer`. Returns the number of rows.
+    stream, `site.layer`; and a card, README.md, whose license is left to you. Returns the number of
+    rows.
+
+    float32 holds every number of the other dtypes, so rows equal the captured ones; float32 rows
+    keep their bits.
 
     Args:
         folder: must not exist, or be empty.
@@ -117,7 +122,10 @@ def export_dataset(
                     columns.append(pa.FixedSizeListArray.from_arrays(flat, type=kind))
                 yield pa.record_batch(columns, schema=schema)
 
-    return save(Path(folder), schema, features, batches)
+    return save(
+        Path(folder), schema, features, batches,
+        card=lambda num_rows: card_of(requests, width, dtype, num_rows),
+    )  # fmt: skip
 
 
 def export_saelens(
@@ -252,11 +260,13 @@ def save(
     features: dict[str, _Feature],
     batches: Callable[[], Iterator[RecordBatch]],
     form: str | None = None,
+    card: Callable[[int], str] | None = None,
 ) -> int:
     """Write the files of `Dataset.save_to_disk`, last the one that readers look for.
 
     Args:
         form: what readers get: None for Python's objects, "torch" for tensors.
+        card: of the number of rows, what README.md says.
     """
     pa = arrow()
     check_empty(folder)
@@ -285,9 +295,12 @@ def save(
         "_output_all_columns": False,
         "_split": None,
     }
+    readme = {} if card is None else {
+        "README.md": lambda file: write_bytes(file, body=card(num_rows).encode())
+    }  # fmt: skip
     publisher = LocalPublisher(folder)
     try:
-        publisher.publish({data: write} | {
+        publisher.publish({data: write} | readme | {
             name: partial(write_bytes, body=json.dumps(body, indent=2).encode())
             for name, body in (("dataset_info.json", info), ("state.json", state))
         })  # fmt: skip

@@ -62,6 +62,7 @@ class RequestRecord:
         stage, num_stages: the pipeline stage of these rows.
         owner: of the request, if several owners share a root: letters and digits.
         documents: what the prompt is made of, in its order, if the request was harvested.
+        num_layers: of the model; None: not known.
     """
 
     request_id: str
@@ -81,6 +82,7 @@ class RequestRecord:
     num_stages: int = 1
     owner: str = ""
     documents: tuple[DocumentSpan, ...] = ()
+    num_layers: int | None = None
 
     @property
     def num_positions(self) -> int:
@@ -140,6 +142,7 @@ class IndexedRequest(msgspec.Struct, frozen=True):
     first_token: int = 0
     owner: str = ""
     documents: tuple[DocumentSpan, ...] = ()
+    num_layers: int | None = None
 
     @property
     def num_tokens(self) -> int:

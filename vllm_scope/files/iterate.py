@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,10 +29,13 @@ RUN_ROWS = 128
 POOL_RUNS = 256
 #: Batches whose memory is used again when their caller has dropped them.
 _KEPT_BATCHES = 4
+#: Files that stay mapped. The kernel's tables of their pages take 1/512 of their bytes.
+_MOST_MAPPED = 512
 _libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-#: A stored stream, and its rows start to stop - 1.
-_Run = tuple[StoredStream, int, int]
+#: The index of a stored stream, and its rows start to stop - 1.
+_Run = tuple[int, int, int]
 
 
 def iter_rows(
@@ -60,8 +65,8 @@ def iter_rows(
     runs = _runs(spans, RUN_ROWS if shuffle or part[1] > 1 else batch_size)
     at = skip * batch_size
     if shuffle:
-        return _shuffled(runs, part, batch_size, seed, at)
-    return _batches(_in_order(runs[part[0] :: part[1]], at), batch_size)
+        return _shuffled(spans, runs, part, batch_size, seed, at)
+    return _batches(_in_order(spans, runs[part[0] :: part[1]], at), batch_size)
 
 
 def _joined(stored: Sequence[StoredStream]) -> list[StoredStream]:
@@ -79,25 +84,33 @@ def _joined(stored: Sequence[StoredStream]) -> list[StoredStream]:
 def _runs(spans: Sequence[StoredStream], num_rows: int) -> list[_Run]:
     """The spans cut into runs of at most `num_rows`."""
     found: list[_Run] = []
-    for span in spans:
-        step = num_rows if span.codec.rowwise else span.num_rows
-        found += [(span, at, min(at + step, span.num_rows)) for at in range(0, span.num_rows, step)]
+    for number, span in enumerate(spans):
+        step, last = num_rows if span.codec.rowwise else span.num_rows, span.num_rows
+        found += [(number, at, min(at + step, last)) for at in range(0, last, step)]
     return found
 
 
-def _in_order(runs: Sequence[_Run], skipped: int) -> Iterator[Tensor]:
-    for span, start, stop in runs:
+def _in_order(
+    spans: Sequence[StoredStream], runs: Sequence[_Run], skipped: int
+) -> Iterator[Tensor]:
+    for number, start, stop in runs:
         first = start + min(skipped, stop - start)
         skipped -= first - start
         if first < stop:
-            yield span.rows(first, stop)
+            yield spans[number].rows(first, stop)
 
 
 def _shuffled(
-    runs: Sequence[_Run], part: tuple[int, int], batch_size: int, seed: int, skipped: int
+    spans: Sequence[StoredStream],
+    runs: Sequence[_Run],
+    part: tuple[int, int],
+    batch_size: int,
+    seed: int,
+    skipped: int,
 ) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(runs), generator=generator).tolist()[part[0] :: part[1]]
+    mapped = lru_cache(_MOST_MAPPED)(lambda number: spans[number].rows(0, spans[number].num_rows))
     batches: Buffers | None = None
     batch: Tensor | None = None
     filled = 0
@@ -108,15 +121,15 @@ def _shuffled(
         if not len(mixed):
             continue
         # Read in file order, for the disk; mixed below.
-        pool = _pool([runs[i] for i in sorted(pool_of)])
-        rows, starts = _together(pool)
-        batches = batches or Buffers(_KEPT_BATCHES * batch_size * rows.shape[1])
+        pool = _Pool(spans, [runs[i] for i in sorted(pool_of)], mapped)
+        mixed = pool.starts[mixed]
+        batches = batches or Buffers(_KEPT_BATCHES * batch_size * pool.memory.shape[1])
         while len(mixed):
             if batch is None:
-                batch = batches.empty((batch_size, *pool[0].shape[1:]), pool[0].dtype)
+                batch = batches.empty((batch_size, *pool.kept[0].shape[1:]), pool.kept[0].dtype)
             some, mixed = mixed[: batch_size - filled], mixed[batch_size - filled :]
             into = batch.flatten(1).view(torch.uint8)[filled : filled + len(some)]
-            torch.index_select(rows, 0, starts[some], out=into)
+            torch.index_select(pool.memory, 0, some, out=into)
             filled += len(some)
             if filled == batch_size:
                 yield batch
@@ -125,32 +138,51 @@ def _shuffled(
         yield batch[:filled].clone()
 
 
-def _pool(runs: Sequence[_Run]) -> list[Tensor]:
-    """The rows of some runs: decoded, or views of mapped files, which the kernel reads ahead."""
-    found = [span.rows(start, stop).contiguous() for span, start, stop in runs]
-    for rows in found:
-        first = rows.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        size = rows.data_ptr() + rows.nbytes - first
-        _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_WILLNEED)
-    return found
+class _Pool:
+    """The rows of some runs: decoded, or in mapped files, which the kernel reads ahead.
 
+    One gather takes rows of many files, each once and uncopied.
 
-def _together(pool: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """All memory from the first to the last of some tensors as overlapping rows, and where theirs
-    begin.
+    Args:
+        mapped: all rows of a span that is not encoded, by the span's index.
 
-    One gather then takes rows of many files, each once and uncopied. Nothing between the tensors is
-    touched. The caller keeps them.
-
-    Returns:
-        uint8 [bytes, bytes of a row], a view; int64 [rows]: indices into it.
+    Attributes:
+        memory: uint8 [bytes, bytes of a row]: all memory from the first to the last row, as rows
+            that overlap. Nothing between the runs is touched.
+        starts: int64 [rows]: where each row begins in `memory`.
+        kept: what `memory` is a view of.
     """
-    size = pool[0][0].nbytes
-    low = min(rows.data_ptr() for rows in pool)
-    high = max(rows.data_ptr() + rows.nbytes for rows in pool)
-    memory = torch.frombuffer((ctypes.c_char * (high - low)).from_address(low), dtype=torch.uint8)
-    starts = [rows.data_ptr() - low + size * torch.arange(len(rows)) for rows in pool]
-    return memory.as_strided((high - low - size + 1, size), (1, 1)), torch.cat(starts)
+
+    def __init__(
+        self,
+        spans: Sequence[StoredStream],
+        runs: Sequence[_Run],
+        mapped: Callable[[int], Tensor],
+    ) -> None:
+        self.kept: list[Tensor] = []
+        begins = np.empty(len(runs), np.int64)
+        counts = np.array([stop - start for _, start, stop in runs])
+        for i, (number, start, stop) in enumerate(runs):
+            if spans[number].encoded:
+                rows, first = spans[number].rows(start, stop).contiguous(), 0
+            else:
+                rows, first = mapped(number), start
+            self.kept.append(rows)
+            size = rows.stride(0) * rows.itemsize
+            begins[i] = rows.data_ptr() + first * size
+            if not spans[number].encoded:
+                _read_ahead(int(begins[i]), (stop - start) * size)
+        low, high = int(begins.min()), int((begins + counts * size).max())
+        raw = torch.frombuffer((ctypes.c_char * (high - low)).from_address(low), dtype=torch.uint8)
+        self.memory = raw.as_strided((high - low - size + 1, size), (1, 1))
+        before = np.cumsum(counts) - counts
+        starts = np.repeat(begins - low - before * size, counts) + size * np.arange(counts.sum())
+        self.starts = torch.from_numpy(starts)
+
+
+def _read_ahead(address: int, num_bytes: int) -> None:
+    first = address // mmap.PAGESIZE * mmap.PAGESIZE
+    _libc.madvise(first, address + num_bytes - first, mmap.MADV_WILLNEED)
 
 
 def _pools(order: list[int], runs: Sequence[_Run]) -> Iterator[list[int]]:

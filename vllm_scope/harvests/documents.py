@@ -61,28 +61,34 @@ class Documents:
         """Raises SpecError for a row without a document, and for an id that two rows have."""
         seen: set[bytes] = set()
         for number, row in enumerate(self.rows()):
-            content = self._content(row, number)
-            if self.id_column is None:
-                yield Document(f"{self.fingerprint[:12]}-{number}", content)
-                continue
-            if (found := row.get(self.id_column)) is None:
-                raise SpecError(
-                    f"row {number} of {self.source} has no {shown(self.id_column)}; it has "
-                    f"{', '.join(row)}."
-                )
-            if not is_unicode(str(found)):
-                raise SpecError(
-                    f"row {number} of {self.source} has the {self.id_column} {found!a}, which is "
-                    "no Unicode text; name another column, or none, for row numbers."
-                )
-            key = digest_of(str(found))
-            if key in seen:
-                raise SpecError(
-                    f"two rows of {self.source} have the {self.id_column} {shown(found)}; ids are "
-                    "distinct. Name another column, or none, for row numbers."
-                )
-            seen.add(key)
-            yield Document(str(found), content)
+            one = self.document(row, number)
+            if self.id_column is not None:
+                key = digest_of(one.id)
+                if key in seen:
+                    raise SpecError(
+                        f"two rows of {self.source} have the {self.id_column} "
+                        f"{shown(row[self.id_column])}; ids are distinct. Name another column, or "
+                        "none, for row numbers."
+                    )
+                seen.add(key)
+            yield one
+
+    def document(self, row: Mapping[str, Any], number: int) -> Document:
+        """The document of a row. Raises SpecError."""
+        content = self._content(row, number)
+        if self.id_column is None:
+            return Document(f"{self.fingerprint[:12]}-{number}", content)
+        if (found := row.get(self.id_column)) is None:
+            raise SpecError(
+                f"row {number} of {self.source} has no {shown(self.id_column)}; it has "
+                f"{', '.join(row)}."
+            )
+        if not is_unicode(str(found)):
+            raise SpecError(
+                f"row {number} of {self.source} has the {self.id_column} {found!a}, which is "
+                "no Unicode text; name another column, or none, for row numbers."
+            )
+        return Document(str(found), content)
 
     def _content(self, row: Mapping[str, Any], number: int) -> str | Sequence[int]:
         names = COLUMNS if self.column is None else (self.column,)
@@ -121,6 +127,9 @@ def find_documents(
 ) -> Documents:
     """The documents of a data set. Local files are read once, for their fingerprint.
 
+    The first document of each file is looked at, so that a wrong column is told before an engine
+    starts.
+
     Args:
         dataset: a `.parquet`, `.jsonl` or `.txt` file (each line that is not empty is a
             document), or a folder of them; the name or the folder of a Hugging Face data set, or a
@@ -131,14 +140,15 @@ def find_documents(
 
     Raises:
         FileError: there is no such data set, or a file is damaged.
-        SpecError: the data set is of no kind that is known, or a package for it is missing.
+        SpecError: the data set is of no kind that is known, a package for it is missing, or the
+            first row of a file has no document or no id.
     """
     if isinstance(dataset, list | tuple):
         rows = [row if isinstance(row, Mapping) else {COLUMNS[0]: row} for row in dataset]
         text = json.dumps(rows, sort_keys=True, default=str)
         name = f"a list of {len(rows)}"
         found = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-        return Documents(name, found, len(rows), column, id_column, lambda: iter(rows))
+        return _checked(Documents(name, found, len(rows), column, id_column, lambda: iter(rows)))
     if not isinstance(dataset, str | os.PathLike):
         return _of_library(dataset, str(type(dataset).__name__), column, id_column)
     path = Path(dataset)
@@ -146,6 +156,12 @@ def find_documents(
     if files:
         return _of_files(path, files, column, id_column)
     return _of_library(_load(str(dataset), split, config), str(dataset), column, id_column)
+
+
+def _checked(documents: Documents) -> Documents:
+    """Raises SpecError if the first row has no document, and FileError if it cannot be read."""
+    next(iter(documents), None)
+    return documents
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -158,7 +174,7 @@ def _files(folder: Path) -> Iterator[Path]:
 def _of_files(
     root: Path, files: Sequence[Path], column: str | None, id_column: str | None
 ) -> Documents:
-    whole, count = hashlib.sha256(), 0
+    whole, starts = hashlib.sha256(), [0]
     wanted = {*(COLUMNS if column is None else (column,)), id_column}
     for file in files:
         if file.suffix not in SUFFIXES:
@@ -168,11 +184,15 @@ def _of_files(
         name = file.name if file == root else file.relative_to(root).as_posix()
         num_rows, digest = _looked_at(file)
         whole.update(f"{name}\0{digest}\0".encode())
-        count += num_rows
-    return Documents(
-        str(root), whole.hexdigest(), count, column, id_column,
+        starts.append(starts[-1] + num_rows)
+    documents = Documents(
+        str(root), whole.hexdigest(), starts[-1], column, id_column,
         lambda: (row for file in files for row in _rows(file, wanted)),
     )  # fmt: skip
+    for file, start in zip(files, starts, strict=False):
+        if (row := next(_rows(file, wanted), None)) is not None:
+            documents.document(row, start)
+    return documents
 
 
 def _looked_at(file: Path) -> tuple[int, str]:
@@ -263,4 +283,6 @@ def _of_library(found: Any, source: str, column: str | None, id_column: str | No
             f"the data set is {shown(found)}; it is a path, the name of a Hugging Face data set, a "
             "datasets.Dataset that is not streamed, or a list."
         )
-    return Documents(source, fingerprint, len(found), column, id_column, lambda: iter(found))  # type: ignore[arg-type]
+    return _checked(
+        Documents(source, fingerprint, len(found), column, id_column, lambda: iter(found))  # type: ignore[arg-type]
+    )

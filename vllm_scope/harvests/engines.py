@@ -49,6 +49,11 @@ class EngineFacts(Protocol):
 class Engine(EngineFacts, Protocol):
     """What computes rows."""
 
+    @property
+    def num_layers(self) -> int | None:
+        """Of the model; None: not known."""
+        ...
+
     def compute(
         self, prompts: Iterable[tuple[Context, Sequence[int]]], reads: Sequence[Read]
     ) -> Generator[tuple[Context, Rows]]: ...

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +18,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from vllm_scope.errors import ConfigError, ScopeError
+from vllm_scope.errors import ConfigError, ScopeError, reason_of
 from vllm_scope.harvests.member import Member
 from vllm_scope.harvests.pools import EngineLostError, Handle
 
@@ -69,6 +70,8 @@ class _Process:
         # Not a daemon: vLLM's processes are its children.
         self._process = context.Process(target=_serve, args=(theirs, devices))
         self._process.start()
+        assert self._process.pid is not None
+        self._pid = self._process.pid
         theirs.close()
         self._lock, self._numbers = threading.Lock(), itertools.count()
         self._futures: dict[int, Future[Any]] = {}
@@ -93,23 +96,34 @@ class _Process:
         return future
 
     def kill(self) -> None:
-        self._process.kill()
+        if self._process.is_alive():
+            # Its guard ends what it has started, too, but maybe after this process.
+            with suppress(ProcessLookupError):  # it has no group of its own yet
+                os.killpg(self._pid, signal.SIGKILL)
+            self._process.kill()
         self._process.join()
 
     def _take(self) -> None:
         with suppress(EOFError, OSError):
             while True:
-                number, value, error = self._pipe.recv()
-                future = self._futures.pop(number)
-                if error is None:
-                    future.set_result(value)
-                else:
-                    future.set_exception(error)
+                number, answer = self._pipe.recv()
+                _settle(self._futures.pop(number), answer)
         self._process.join()
         with self._lock:
             self._gone = f"its process ended with code {self._process.exitcode}"
         for future in self._futures.values():
             future.set_exception(EngineLostError(self._gone))
+
+
+def _settle(future: Future[Any], answer: bytes) -> None:
+    try:
+        value, error = pickle.loads(answer)
+    except Exception as unread:
+        error = ScopeError(f"an engine's answer cannot be read here ({reason_of(unread)}).")
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)
 
 
 def _serve(pipe: Connection, devices: list[str]) -> None:
@@ -127,8 +141,12 @@ def _serve(pipe: Connection, devices: list[str]) -> None:
             error = raised
         except BaseException as raised:
             error = ScopeError(f"{type(raised).__name__}: {raised}")
+        try:
+            body = pickle.dumps((value, error))
+        except Exception as raised:
+            body = pickle.dumps((None, ScopeError(f"{error or value!r} cannot travel: {raised}")))
         with lock, suppress(OSError):
-            pipe.send((number, value, error))
+            pipe.send((number, body))
 
     threads = ThreadPoolExecutor(MOST_CALLS)
     with suppress(EOFError, OSError):

@@ -18,6 +18,7 @@ import pickle
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -283,11 +284,12 @@ class SeveralEngines:
         """End the engines."""
         self._closed = True
         ready = [seat for seat in self._seats if seat.facts is not None]
-        wait([seat.member.call("close") for seat in ready], END_S)
-        for seat in self._seats:
-            seat.member.kill()
-            self._staged.remove(seat.place)
-        self._pool.close()
+        with ExitStack() as ending:  # a further Ctrl-C ends one of these calls, not the rest
+            ending.callback(self._pool.close)
+            for seat in self._seats:
+                ending.callback(self._staged.remove, seat.place)
+                ending.callback(seat.member.kill)
+            wait([seat.member.call("close") for seat in ready], END_S)
 
 
 class _Chunks:

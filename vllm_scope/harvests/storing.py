@@ -42,6 +42,7 @@ class Storing:
         files: FileOptions,
     ) -> None:
         self._engine, self._reads = engine, reads
+        self._num_layers = engine.num_layers
         self._publisher = HashingPublisher(make_publisher(files.root, files.fsync, files.file_mode))
         self._writer = Writer(files, self._publisher, Statistics.summary)
         #: Contexts whose shards may still fail, in the order of their ends.
@@ -74,6 +75,7 @@ class Storing:
             RequestRecord(
                 context.name, context.token_ids, (), self._engine.model, rows.expected,
                 rows.expected, name=context.name, documents=context.spans,
+                num_layers=self._num_layers,
             )
         )  # fmt: skip
         return stored.published

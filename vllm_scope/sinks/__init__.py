@@ -61,6 +61,7 @@ class RequestInfo:
         stage, num_stages: the pipeline stage of this worker, which has only its layers.
         model: name of the engine's model.
         owner: over HTTP a digest of the sender's API key; "" offline, and at global sinks.
+        num_layers: of the model; None: not known.
     """
 
     key: int
@@ -74,6 +75,7 @@ class RequestInfo:
     num_stages: int = 1
     model: str = ""
     owner: str = ""
+    num_layers: int | None = None
 
 
 @dataclass(frozen=True)

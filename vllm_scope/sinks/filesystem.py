@@ -48,6 +48,7 @@ class FilesystemSink:
             ending.expected, ending.delivered, ending.dropped, ending.status, ending.reason,
             request.tag, request.name, request.uid, request.child, request.stage,
             request.num_stages, request.owner if self._options.key_folders else "",
+            num_layers=request.num_layers,
         )  # fmt: skip
         stored = (writer or self._writer.begin()).finish(record)
         manifest, root = stored.manifest, self._options.root

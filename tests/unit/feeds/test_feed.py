@@ -19,7 +19,7 @@ import torch
 
 import vllm_scope
 from tests.recorded import RecordedEngine, Rows
-from tests.recorded_feeder import DIES, stand_in
+from tests.recorded_feeder import DIES, STARTS, stand_in
 from vllm_scope import Read, ScopeError, SpecError
 from vllm_scope.feeds import row_feed, start
 from vllm_scope.feeds.messages import Channel
@@ -206,31 +206,56 @@ def test_a_process_that_is_killed_is_told_in_a_sentence():
 
 
 TRAINER = """
+import sys, time
 import vllm_scope
 from vllm_scope.feeds import start
 start.COMMAND = ("-m", "tests.recorded_feeder")
 feed = vllm_scope.stream(
-    ["y" * 30] * 10000, vllm_scope.Read("resid_post", layer=1), model="recorded", batch_size=64
+    ["y" * 30] * 10000, vllm_scope.Read("resid_post", layer=1), model="recorded", batch_size=64,
+    engine={ENGINE},
 )
-next(feed)
+{BEFORE}
 print(feed._feeder.pid, flush=True)
-import time
-time.sleep(1000)
+{AFTER}
 """
+ENDS = "the trainer has closed its feed or is gone; the engine ends."
+
+
+def trainer(engine, before="", after="time.sleep(1000)"):
+    """A process that trains, and the process of its engine."""
+    text = TRAINER.replace("{ENGINE}", repr(engine))
+    process = subprocess.Popen(
+        [sys.executable, "-c", text.replace("{BEFORE}", before).replace("{AFTER}", after)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    line = process.stdout.readline()
+    assert line, process.communicate()
+    return process, psutil.Process(int(line))
+
+
+def has_ended(process):
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_trainer_that_is_killed_ends_its_engine():
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        cwd=Path(__file__).parents[3],
-    )  # fmt: skip
-    line = trainer.stdout.readline()
-    assert line, trainer.communicate()
-    feeder = psutil.Process(int(line))
-    trainer.send_signal(signal.SIGKILL)
-    errors = trainer.communicate(timeout=DEADLINE_S)[1]  # the feeder has the pipe, too
-    assert "the trainer has closed its feed or is gone; the engine ends." in errors
-    wait_until(lambda: not feeder.is_running() or feeder.status() == psutil.STATUS_ZOMBIE)
+    process, feeder = trainer({}, before="next(feed)")
+    process.send_signal(signal.SIGKILL)
+    errors = process.communicate(timeout=DEADLINE_S)[1]  # the feeder has the pipe, too
+    assert ENDS in errors
+    wait_until(lambda: has_ended(feeder))
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, None], ids=str)
+def test_a_trainer_that_ends_while_the_engine_starts_ends_the_engine_at_once(sent):
+    """With None it closes the feed. The engine would take ten minutes."""
+    process, feeder = trainer({STARTS: 600}, after="time.sleep(1000)" if sent else "feed.close()")
+    if sent:
+        assert process.stderr.readline() == "an engine starts\n"
+        process.send_signal(sent)
+    errors = process.communicate(timeout=DEADLINE_S)[1]
+    wait_until(lambda: has_ended(feeder))
+    assert errors.endswith(f"vllm-scope: {ENDS}\n")
+    assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def whole(tmp_path):
             for layer in (1, 2, 7):
                 rows = rows_of(10 * seed + layer, count)
                 request.write("resid_post", layer, torch.arange(count).numpy(), rows)
-            request.finish(record_of(count + 1, 0, uid=str(seed), name=str(seed)))
+            request.finish(record_of(count + 1, 0, uid=str(seed), name=str(seed), num_layers=8))
     return vllm_scope.open(tmp_path / "in")
 
 
@@ -152,7 +152,7 @@ def test_datasets_itself_loads_samples_as_tensors(whole, tmp_path):
 def test_samples_with_gaps_or_wrong_masks_are_refused(capture, whole, tmp_path):
     pytest.importorskip("pyarrow")
     with pytest.raises(FileError, match="the loss mask has 2 numbers; it has one for each of 5"):
-        export_speculators(whole, tmp_path / "a", [("resid_post", 1)], lambda _: [1, 1])
+        export_speculators(whole, tmp_path / "a", [("resid_post", 7)], lambda _: [1, 1])
     with pytest.raises(KeyError, match="was not captured"):
         export_speculators(whole, tmp_path / "b", [("resid_post", 3)])
     assert not (tmp_path / "b").exists()
@@ -162,6 +162,18 @@ def test_samples_with_gaps_or_wrong_masks_are_refused(capture, whole, tmp_path):
         request.finish(record_of(3, 0))
     with pytest.raises(FileError, match="has rows of some tokens only; read tokens='all'"):
         export_speculators(vllm_scope.open(tmp_path / "gap"), tmp_path / "c", [("resid_post", 5)])
+
+
+@pytest.mark.parametrize("streams", [[("resid_post", 7), ("resid_post", 2)], [("resid_post", 1)]])
+def test_draft_samples_whose_last_place_is_not_the_last_layer_are_refused(streams, whole, tmp_path):
+    pytest.importorskip("pyarrow")
+    name = f"resid_post.{streams[-1][1]}"
+    sentence = (
+        f"the last place is {name}, and the model has 8 layers; .* learns from resid_post.7, so"
+    )
+    with pytest.raises(FileError, match=sentence):
+        export_speculators(whole, tmp_path / "out", streams)
+    assert not (tmp_path / "out").exists()
 
 
 def test_exports_refuse_what_they_cannot_do(capture, tmp_path):
@@ -252,3 +264,73 @@ def test_a_partial_write_is_continued(monkeypatch, tmp_path):
     pytest.importorskip("pyarrow")
     export_dataset(vllm_scope.open(tmp_path / "sharded"), tmp_path / "out", [("embed", 0)])
     assert _table(tmp_path / "out").num_rows == 8
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def mixed(request, tmp_path):
+    """Rows at two layers, every kind of float32 among them, in the layout of a harvest."""
+    with writer_of(tmp_path / "in", layout="sharded") as writer:
+        for seed in range(3):
+            one, count = writer.begin(), 4 + seed
+            for layer in (2, 5):
+                rows = rows_of(seed + layer, count, dtype=torch.float32)
+                rows[0, :4] = torch.tensor([-0.0, 1e-42, torch.inf, torch.nan])
+                at = torch.arange(count).numpy()
+                one.write("resid_post", layer, at, rows.to(request.param))
+            one.finish(record_of(count, 0, uid=str(seed)))
+    return vllm_scope.open(tmp_path / "in"), str(request.param).removeprefix("torch.")
+
+
+def test_exported_rows_have_the_bits_of_the_shards_and_the_card_says_so(mixed, tmp_path):
+    pytest.importorskip("pyarrow")
+    capture, stored = mixed
+    out, streams = tmp_path / "out", [("resid_post", 2), ("resid_post", 5)]
+    export_dataset(capture, out, streams)
+    table = _table(out)
+    for site, layer in streams:
+        flat = table[f"{site}.{layer}"].combine_chunks().flatten().to_numpy()
+        expected = torch.cat([request[site, layer] for request in capture]).float()
+        assert flat.tobytes() == expected.numpy().tobytes()
+    card = (out / "README.md").read_text()
+    assert f"| dtype in the captured files | {stored} |" in card
+    assert "| sites and layers | `resid_post.2` (12 values), `resid_post.5` (12 values) |" in card
+    assert "15 rows, one for each token,\nof 3 requests" in card
+    same = "has the bits that it has there" in card
+    assert same if stored == "float32" else "equals the one there, because float32" in card
+
+
+def test_the_hub_reads_the_card_and_its_code_loads_the_folder(mixed, tmp_path):
+    pytest.importorskip("pyarrow")
+    datasets = pytest.importorskip("datasets")
+    from huggingface_hub import DatasetCard
+
+    capture, _ = mixed
+    out = tmp_path / "out"
+    export_dataset(capture, out, [("resid_post", 2), ("resid_post", 5)])
+    card = DatasetCard.load(out / "README.md")
+    assert card.data.license is None  # the user's
+    assert card.data.pretty_name == f"Rows of {capture[0].manifest.model}"
+    code = card.text.split("```python\n")[1].split("```")[0]
+    found: dict = {}
+    exec(code.replace("FOLDER", str(out)), found)
+    assert len(found["rows"]) == 15
+    first = torch.cat([request["resid_post", 2] for request in capture]).float()[:8]
+    assert found["rows"][:8]["resid_post.2"].shape == (8, 12)
+    bits = found["rows"][:8]["resid_post.2"].view(torch.int32)
+    assert torch.equal(bits, first.view(torch.int32))
+    # As the hub's viewer and `load_dataset("user/name")` find the rows.
+    (config,) = card.data.configs
+    files = str(out / config["data_files"])
+    loaded = datasets.load_dataset("arrow", data_files=files, cache_dir=str(tmp_path / "cache"))
+    assert loaded["train"].features == found["rows"].features
+    assert loaded["train"]["position"] == found["rows"].with_format(None)["position"]
+
+
+def test_the_card_names_what_rows_have_lost(tmp_path):
+    pytest.importorskip("pyarrow")
+    with writer_of(tmp_path / "in", codec="int8") as writer:
+        put(writer, 1, [("embed", 0)])
+    export_dataset(vllm_scope.open(tmp_path / "in"), tmp_path / "out", [("embed", 0)], "float16")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "bfloat16, under the codec int8 |" in card
+    assert "| float16; rounded, and finite numbers beyond 65,504 became 65,504 |" in card

@@ -614,14 +614,25 @@ def test_a_shuffled_pool_is_bounded_where_runs_cannot_be_cut(monkeypatch, tmp_pa
     with writer_of(tmp_path, codec="zstd", layout="per_request") as writer:
         for seed in range(12):
             put(writer, seed, [("embed", 0)], name=f"r{seed}")
-    sizes, pool = [], iterate._pool
+    sizes = []
 
-    def counted(*args):
-        sizes.append(sum(map(len, found := pool(*args))))
-        return found
+    class Counted(iterate._Pool):
+        def __init__(self, *args):
+            super().__init__(*args)
+            sizes.append(sum(map(len, self.kept)))
 
-    monkeypatch.setattr(iterate, "_pool", counted)
+    monkeypatch.setattr(iterate, "_Pool", Counted)
     capture = vllm_scope.open(tmp_path)
     total = sum(len(batch) for batch in capture.iter_rows("embed", 0, 8, shuffle=True))
     assert total == 12 * 8
     assert max(sizes) <= 20
+
+
+def test_shuffled_rows_are_those_of_more_files_than_stay_mapped(monkeypatch, tmp_path):
+    monkeypatch.setattr("vllm_scope.files.iterate.RUN_ROWS", 3)
+    monkeypatch.setattr("vllm_scope.files.iterate.POOL_RUNS", 5)
+    monkeypatch.setattr("vllm_scope.files.iterate._MOST_MAPPED", 2)
+    with writer_of(tmp_path, layout="per_request") as writer:
+        expected = [put(writer, seed, name=f"r{seed}")[1][STREAMS[1]] for seed in range(9)]
+    found = list(vllm_scope.open(tmp_path).iter_rows(*STREAMS[1], 7, shuffle=True, seed=3))
+    assert sorted(torch.cat(found).tolist()) == sorted(torch.cat(expected).tolist())

@@ -87,6 +87,33 @@ def test_a_row_without_a_document_or_an_id_of_its_own_is_refused(rows, options, 
         list(find_documents(rows, **options))
 
 
+def test_a_wrong_column_of_any_file_is_told_before_the_documents_are_read(tmp_path):
+    """And so before an engine starts."""
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two"}])
+    write_jsonl(tmp_path / "b.jsonl", [{"body": "three"}])
+    with pytest.raises(SpecError, match=r"row 2 of .* has body; a document is a text or a list"):
+        find_documents(tmp_path)
+    write_jsonl(tmp_path / "b.jsonl", [{"text": "three", "id": 7}])
+    with pytest.raises(SpecError, match=r"row 0 of .* has no 'id'; it has text"):
+        find_documents(tmp_path, id_column="id")
+    (tmp_path / "b.jsonl").write_text("{")
+    with pytest.raises(FileError, match=r"line 1 of .*b\.jsonl cannot be read"):
+        find_documents(tmp_path)
+    (tmp_path / "b.jsonl").write_text("")
+    assert find_documents(tmp_path).count == 2
+    with pytest.raises(SpecError, match=r"row 0 of a list of 2 has 5 there"):
+        find_documents([{"text": 5}, {"text": "x"}])
+
+
+@pytest.mark.parametrize("id_column", [None, "key"])
+def test_a_wrong_column_of_parquet_is_told_with_the_columns_that_are_there(id_column, tmp_path):
+    path = write_parquet(tmp_path / "x.parquet", [{"body": "one", "n": 5}])
+    with pytest.raises(SpecError, match=r"row 0 of .*x\.parquet has body, n; a document is"):
+        find_documents(path, id_column=id_column)
+    with pytest.raises(SpecError, match=r"row 0 of .* has body, n; .* in the column prose"):
+        find_documents(path, "prose", id_column)
+
+
 def test_a_damaged_file_is_refused_with_its_name(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text"')
     with pytest.raises(FileError, match=r"line 2 of .*x\.jsonl cannot be read"):

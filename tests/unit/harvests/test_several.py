@@ -271,6 +271,71 @@ def test_the_processes_of_an_engine_that_is_killed_while_it_starts_end(tmp_path)
     wait_until(lambda: not any(runs(pid) for pid in pids))
 
 
+def with_a_process(folder: str, starts_s: float) -> LoggedEngine:
+    """With a process, as vLLM's, that has written its id."""
+    started = subprocess.Popen(["sleep", "1000"])
+    with open(Path(folder, "pids"), "a") as file:
+        file.write(f"{started.pid} {os.getpid()}\n")
+    time.sleep(starts_s)
+    return LoggedEngine(str(Path(folder, "log")), wait_s=0.01)
+
+
+INTERRUPTED = """
+from functools import partial
+from tests.several import harvest
+from tests.unit.harvests.test_several import with_a_process
+harvest(["y" * 30] * 3000, "{0}/out", partial(with_a_process, "{0}", {1}))
+"""
+
+
+@pytest.mark.parametrize("presses", [1, 3])
+@pytest.mark.parametrize("starts_s", [0, 1000], ids=["computing", "starting"])
+def test_ctrl_c_ends_the_processes_of_all_engines_with_the_command(starts_s, presses, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED.format(tmp_path, starts_s)],
+        start_new_session=True, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+    def pids():
+        path = tmp_path / "pids"
+        return [int(pid) for pid in path.read_text().split()] if path.exists() else []
+
+    wait_until(lambda: len(pids()) == 4)
+    wait_until(lambda: starts_s or len(lines_of(tmp_path / "log")) > 50)
+    for _ in range(presses):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            time.sleep(0.05)
+    errors = process.communicate(timeout=LONGEST_S)[1]
+    assert process.returncode != 0
+    assert "KeyboardInterrupt" in errors
+    assert not [pid for pid in pids() if runs(pid)]
+
+
+class UnreadableError(ScopeError):
+    """Pickled by its one argument, and made of two."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+class Unreadable(RecordedEngine):
+    def compute(self, prompts, reads):
+        raise UnreadableError("one", "two")
+
+
+class Unsendable(RecordedEngine):
+    def settings(self, reads):
+        return super().settings(reads) | {"lock": threading.Lock()}
+
+
+def test_an_answer_that_cannot_be_read_or_sent_ends_its_call_with_a_sentence(tmp_path):
+    with pytest.raises(ScopeError, match=r"an engine's answer cannot be read here \(.*'second'"):
+        harvest(["one"], tmp_path / "out", Unreadable, 1)
+    with pytest.raises(ScopeError, match=r"cannot travel: cannot pickle '_thread.lock'"):
+        harvest(["one"], tmp_path / "out", Unsendable, 1)
+
+
 @pytest.mark.parametrize(
     ("address", "variable", "joined"),
     [

@@ -7,7 +7,7 @@ import pytest
 import vllm_scope
 from tests.recorded import READS, RecordedEngine
 from vllm_scope.engine import offline
-from vllm_scope.errors import ConfigError
+from vllm_scope.errors import ConfigError, SpecError
 
 TEXTS = ["one", "two words", "three"]
 
@@ -47,6 +47,20 @@ def test_the_same_call_on_a_finished_folder_starts_no_engine(started, tmp_path):
     assert (again.computed, again.manifest) == (0, whole.manifest)
     assert len(started) == 1
     assert "secret" not in (tmp_path / "harvest.json").read_text()
+
+
+@pytest.mark.parametrize("options", [{}, {"engines": 2}], ids=["one", "several"])
+def test_a_data_set_without_the_column_is_refused_before_an_engine_starts(
+    options, started, tmp_path
+):
+    (tmp_path / "x.jsonl").write_text('{"body": "one"}\n')
+    out = tmp_path / "out"
+    with pytest.raises(SpecError, match=r"row 0 of .*x\.jsonl has body; a document is a text"):
+        vllm_scope.harvest(
+            tmp_path / "x.jsonl", *READS, model="m", out=out, progress=False, **options
+        )
+    assert not started
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(

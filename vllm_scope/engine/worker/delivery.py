@@ -116,7 +116,10 @@ class WorkerDelivery:
             watch.settle()
 
         ring.reclaim = reclaim
-        info = RequestInfo(NOBODY, "", "", (), stage=stage[0], num_stages=stage[1], model=model)
+        info = RequestInfo(
+            NOBODY, "", "", (), stage=stage[0], num_stages=stage[1], model=model,
+            num_layers=sites.num_layers,
+        )  # fmt: skip
         return WorkerDelivery(
             ring, memory, router, drain, watch, store, sizes.widths, info, frozenset(here),
             Policies(loaded, lag),
