@@ -122,7 +122,9 @@ class CachingAllocator:
         self._settle()
         with self._lock:
             free = self._small.num_bytes + self._large.num_bytes
-            return AllocatorStats(self._lent, free, self._reused, self._new)
+            found = AllocatorStats(self._lent, free, self._reused, self._new)
+        self._settle()
+        return found
 
     def _of(self, size: int) -> _FreeSegments:
         return self._small if size < LARGE_BYTES else self._large
