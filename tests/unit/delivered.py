@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.request.heads import Bank, Head
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import boundary_of_point, point_of
+from vllm_scope.results.buffer import Pending, Piece
+from vllm_scope.results.copiers import copy_all
 
 ROW_BYTES = 16
 
@@ -74,6 +76,15 @@ def tokens_in(
         yield key, position, here, words[slot : slot + count]
         slot += count
     assert slot == len(words)
+
+
+def keep(
+    pending: Pending, pieces: Sequence[Piece], labels: np.ndarray, some: Any = slice(None)
+) -> None:
+    """What the inbox does with one request's part of a message."""
+    pending.add(pieces, labels, some)
+    copy_all(pending.copies())
+    pending.commit()
 
 
 def rows_in(labels: Any, slots: Tensor, boundary: int | None) -> list[tuple]:

@@ -133,8 +133,17 @@ class Chosen:
 def joined_rows(pieces: Sequence[Tensor]) -> Tensor:
     """CPU tensors joined along the first axis. By numpy: torch would do it on all cores, and its
     threads then wait for more work at full speed, for milliseconds after each request."""
-    bits = [piece.contiguous().view(torch.uint8).numpy() for piece in pieces]
-    return torch.from_numpy(np.concatenate(bits)).view(pieces[0].dtype)
+    # A column of a table has its rows at a distance, and is not made contiguous first.
+    bits = [_as_bytes(piece) for piece in pieces]
+    shape = (sum(map(len, pieces)), *pieces[0].shape[1:])
+    joined = torch.empty(shape, dtype=pieces[0].dtype)
+    np.concatenate(bits, out=_as_bytes(joined))
+    return joined
+
+
+def _as_bytes(rows: Tensor) -> np.ndarray:
+    adjacent = rows if rows.stride(-1) == 1 else rows.contiguous()
+    return adjacent.view(torch.uint8).numpy()
 
 
 def choose(parts: Sequence[Part], wanted: Ints) -> Chosen:

@@ -18,6 +18,7 @@ from typing import TypeVar
 from vllm_scope.config import KEY, ScopeConfig
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.vllm_types import EngineArgs
+from vllm_scope.results.allocator import reuse_bytes
 from vllm_scope.sinks.options import without_secrets
 
 T = TypeVar("T")
@@ -75,6 +76,7 @@ def wrap_engine_args() -> None:
     def create_engine_config(
         original: Callable[..., T], self: EngineArgs, *args: object, **kwargs: object
     ) -> T:
+        reuse_bytes()  # refuse a bound that is no number before anything starts
         additional = dict(self.additional_config or {})
         additional[KEY] = ScopeConfig.parse(additional.get(KEY, {})).with_graph_key()
         self.additional_config = additional

@@ -3,6 +3,8 @@
 inbox.py   all requests of this process whose rows arrive
 buffer.py  the rows of one request
 table.py   its values by column, in order of arrival; what a snapshot sees of them
+allocator.py  memory for its values, which is used again
+copiers.py    the threads that copy values there
 budget.py  how many bytes all requests, and the requests of one key, may hold
 result.py  ScopeResult, which the caller reads
 scores.py  the scores of its probes

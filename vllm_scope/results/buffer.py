@@ -1,7 +1,7 @@
 """One request's rows while they arrive.
 
 Owns:  Pending, and Piece (values of one message).
-Runs:  in the front-end; the receiver's thread and the copiers write, any thread reads.
+Runs:  in the front-end; the receiver's thread writes, any thread reads.
 From:  inbox.   To: result (snapshots).
 
 Promise: what a snapshot has seen never changes, whatever arrives after it.
@@ -9,7 +9,7 @@ Promise: what a snapshot has seen never changes, whatever arrives after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import lru_cache
 from itertools import groupby
@@ -25,7 +25,9 @@ from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.request.heads import Bank, Head
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Sites
+from vllm_scope.results.allocator import PLAIN, CachingAllocator
 from vllm_scope.results.budget import FULL, Share
+from vllm_scope.results.copiers import Copy
 from vllm_scope.results.result import ScopeResult, Status, What, dtype_of
 from vllm_scope.results.table import ArrivedParts, Table, TableKey
 from vllm_scope.sinks import Manifest
@@ -111,6 +113,7 @@ class Pending:
     Args:
         asked: what goes to memory.
         share: the request's part of the budget; None offline, where there is no limit.
+        allocator: where the rows are.
 
     Attributes:
         key: the request's key, unique among all front-ends.
@@ -129,9 +132,10 @@ class Pending:
         max_tokens: int,
         num_stages: int,
         share: Share | None = None,
+        allocator: CachingAllocator = PLAIN,
     ) -> None:
         self.key = key
-        self._share = share
+        self._share, self._allocator = share, allocator
         self.done: Future[None] = Future()
         self.num_came = 0
         self.error: str | None = None
@@ -142,24 +146,19 @@ class Pending:
         self.prompt_ids = prompt_ids
         self._stages_left = set(range(num_stages))
         self._tables: dict[TableKey, Table] = {}
+        #: Tables with values that are added and not committed yet.
+        self._added: list[Table] = []
         everything = all(selector.uniform for selector in asked.read_selectors)
         expected = len(prompt_ids) + max_tokens - 1
         self._room = min(expected, MOST_ROOM if everything else FIRST_ROOM)
 
-    def add(
-        self,
-        pieces: Sequence[Piece],
-        labels: np.ndarray,
-        some: slice | np.ndarray,
-        valid: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """Copy in what some tokens of one layout delivered.
+    def add(self, pieces: Sequence[Piece], labels: np.ndarray, some: slice | np.ndarray) -> None:
+        """Make place for what some tokens of one layout delivered.
 
         Args:
             labels: int64 [2, num_tokens]: positions, and arrival numbers. A row that was computed
                 later has a larger arrival number.
             some: which of the tokens are this request's.
-            valid: called after the copy; False if the worker may have overwritten the values.
         """
         if not self._reading:
             return  # its rows are for other sinks; another request's rows are in the same batch
@@ -179,21 +178,30 @@ class Pending:
         if self._share is not None and not self._share.add(coming):
             self.lose(FULL)
             return
-        written: list[tuple[Table, list[int]]] = []
         for table, columns, here in mine:
-            counts: list[int] | None = None
+            self._added.append(table)
             if columns == table.columns:
-                counts = table.write(own, here, self._room)
+                table.write(own, here, self._room)
             else:
                 for i, column in enumerate(columns):
-                    counts = table.write_one(column, own, here[:, i], self._room, counts)
-            assert counts is not None
-            written.append((table, counts))
-        if not valid():
-            return
-        for table, counts in written:
-            table.commit(counts)
+                    table.write_one(column, own, here[:, i], self._room)
+
+    def copies(self) -> list[Copy]:
+        """What must be copied to its place before `commit`."""
+        return [copy for table in dict.fromkeys(self._added) for copy in table.copies()]
+
+    def commit(self) -> None:
+        """Let snapshots see what was added and copied."""
+        for table in self._added:
+            table.commit()
+        self._added.clear()
         self.num_came += 1  # last: a thread that sees the new number finds the values
+
+    def revert(self) -> None:
+        """Forget what was added."""
+        for table in self._added:
+            table.revert()
+        self._added.clear()
 
     def _table(self, key: TableKey, value_bytes: int) -> Table:
         """The table, with those of the key's columns that were asked for; maybe none."""
@@ -201,7 +209,7 @@ class Pending:
             dtype = torch.float32 if isinstance(key.what, Bank) else torch.uint8
             dtype = dtype_of(self.sites) if key.what is None else dtype
             names = key.names(self._wanted(key.what))
-            self._tables[key] = Table(names, value_bytes, dtype)
+            self._tables[key] = Table(names, value_bytes, dtype, self._allocator)
         return self._tables[key]
 
     def _wanted(self, what: What) -> set[int]:

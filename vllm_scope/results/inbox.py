@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import secrets
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 
 from vllm_scope.batch.by_request import by_key, by_layout
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Sites
+from vllm_scope.results.allocator import PLAIN, CachingAllocator, reuse_bytes
 from vllm_scope.results.budget import Budget, Share, asking
 from vllm_scope.results.buffer import LATE, Pending, Piece, pieces_of
+from vllm_scope.results.copiers import Copiers
 from vllm_scope.sinks.metrics import forget_worker
 from vllm_scope.transport.messages import (
     Address,
@@ -38,19 +38,13 @@ from vllm_scope.transport.receiver import Receiver
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: One request's part of a message: the Pending, and the arguments of its `add`.
-_Job = tuple[Pending, list[Piece], np.ndarray, slice | np.ndarray, Callable[[], bool]]
-
-#: Messages from this size on are copied by several threads.
-PARALLEL_BYTES = 4 << 20
-MOST_COPIERS = 6
-
 
 class Inbox:
     """All pending requests of this process, and the receiver that fills them.
 
     Args:
         num_copiers: threads that copy large messages; None for half of the processors.
+        allocator: where rows are.
 
     Attributes:
         budget: None offline, where there is no limit.
@@ -59,7 +53,7 @@ class Inbox:
             again.
     """
 
-    def __init__(self, num_copiers: int | None = None) -> None:
+    def __init__(self, num_copiers: int | None = None, allocator: CachingAllocator = PLAIN) -> None:
         # Weak: when vLLM drops a request (aborted, client gone), its rows go too.
         self._pending: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
         #: Those whose askers may not see what only the operator may (Asker.operator).
@@ -68,12 +62,7 @@ class Inbox:
         self._keys = itertools.count(secrets.randbits(30) << 32)
         #: Tokens that arrived so far, in all messages: their order decides which row is the last.
         self._num_arrived = 0
-        if num_copiers is None:
-            num_copiers = min(MOST_COPIERS, (os.cpu_count() or 1) // 2)
-        self._num_copiers = num_copiers
-        self._copiers = None
-        if self._num_copiers > 1:
-            self._copiers = ThreadPoolExecutor(self._num_copiers, "vllm-scope-copy")
+        self._copiers, self._allocator = Copiers(num_copiers), allocator
         self.budget: Budget | None = None
         self.on_counters: Callable[[CountersHeader], None] = lambda _: None
         self.generation = 0
@@ -114,7 +103,10 @@ class Inbox:
         if self.budget is not None:
             share = Share(self.budget, promised, copies, asker.owner)
             asker.expect(promised)  # if it raises, the share gives back what it took
-        pending = Pending(next(self._keys), asked, sites, prompt_ids, max_tokens, num_stages, share)
+        pending = Pending(
+            next(self._keys), asked, sites, prompt_ids, max_tokens, num_stages, share,
+            self._allocator,
+        )  # fmt: skip
         self._pending[pending.key] = pending
         if not asker.operator:
             self._outsiders.add(pending)
@@ -143,7 +135,7 @@ class Inbox:
         self._receiver.close()
 
     def _on_rows(self, message: RowsMessage) -> None:
-        jobs: list[_Job] = []
+        arrived: dict[int, Pending] = {}
         for layout, tokens, data in by_layout(
             message.layouts, message.layout_of, message.boundary, message.widths, message.slots
         ):
@@ -152,19 +144,17 @@ class Inbox:
             labels = np.stack([message.positions[tokens], self._num_arrived + tokens])
             for key, some in by_key(message.keys[tokens]):
                 pending = self._pending.get(key)
-                if pending is not None:
-                    jobs.append((pending, pieces, labels, some, message.valid))
+                if pending is not None and _added(pending, pieces, labels, some):
+                    arrived[key] = pending
         self._num_arrived += len(message.keys)
-        if self._copiers is None or message.slots.numel() < PARALLEL_BYTES or len(jobs) == 1:
-            _copy(jobs)
-            return
-        # One thread writes 3 GB/s to fresh memory, where warm memory gives 15. All rows of a
-        # request go to one thread, as several layouts share its tables.
-        shares: list[list[_Job]] = [[] for _ in range(self._num_copiers)]
-        for job in jobs:
-            shares[job[0].key % self._num_copiers].append(job)
-        # The worker may reuse the memory only after all copies.
-        wait([self._copiers.submit(_copy, share) for share in shares if share])
+        whole = False
+        try:
+            # The worker may reuse the memory once this has returned.
+            self._copiers.run([copy for one in arrived.values() for copy in one.copies()])
+            whole = message.valid()
+        finally:
+            for pending in arrived.values():
+                pending.commit() if whole else pending.revert()
 
     def _on_lost(self, keys: np.ndarray) -> None:
         for key in keys.tolist():
@@ -187,13 +177,17 @@ class Inbox:
             pending.decide(header.decided)
 
 
-def _copy(jobs: list[_Job]) -> None:
-    for pending, pieces, labels, some, valid in jobs:
-        try:
-            pending.add(pieces, labels, some, valid)
-        except Exception:
-            # This request reports the rows as dropped; its neighbours go on.
-            logger.exception("vllm-scope: rows of a request could not be kept")
+def _added(
+    pending: Pending, pieces: list[Piece], labels: np.ndarray, some: slice | np.ndarray
+) -> bool:
+    try:
+        pending.add(pieces, labels, some)
+    except Exception:
+        # This request reports the rows as dropped; its neighbours go on.
+        logger.exception("vllm-scope: rows of a request could not be kept")
+        pending.revert()
+        return False
+    return True
 
 
 _inbox: Inbox | None = None
@@ -211,7 +205,7 @@ def inbox() -> Inbox:
     global _inbox
     with _inbox_lock:
         if _inbox is None:
-            _inbox = Inbox()
+            _inbox = Inbox(allocator=CachingAllocator(reuse_bytes()))
             _inbox.budget = _budget
         return _inbox
 

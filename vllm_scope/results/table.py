@@ -1,8 +1,8 @@
 """Values of one request by column, in the order of their arrival.
 
 Owns:  Table, and ArrivedParts (what a snapshot sees of the tables).
-Runs:  in the front-end; the receiver's thread and the copiers write, any thread reads.
-From:  buffer.   To: result.
+Runs:  in the front-end; the receiver's thread makes place, copiers fill it, any thread reads.
+From:  buffer.   To: copiers (what they copy), result.
 
 Promise: memory that a snapshot shares is never written again.
 """
@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 from vllm_scope.batch.by_position import Part
+from vllm_scope.results.allocator import PLAIN, CachingAllocator
+from vllm_scope.results.copiers import Copy
 from vllm_scope.results.result import What
 
 
@@ -50,86 +52,88 @@ class Table:
 
     Args:
         names: as TableKey.names returns them.
+        allocator: where the values are.
 
     Attributes:
         columns: the points.
     """
 
     def __init__(
-        self, names: Mapping[int, tuple[int, ...]], value_bytes: int, dtype: torch.dtype
+        self,
+        names: Mapping[int, tuple[int, ...]],
+        value_bytes: int,
+        dtype: torch.dtype,
+        allocator: CachingAllocator = PLAIN,
     ) -> None:
         self.columns, self._names = tuple(names), tuple(names.values())
-        self._dtype = dtype
-        # numpy releases the GIL while it copies. The values are bytes, because it has no bf16.
+        self._dtype, self._allocator = dtype, allocator
+        # The values are bytes, because numpy has no bf16.
         self._values = np.empty((0, len(names), value_bytes), np.uint8)
         #: int64 [2, num_sets, room]: positions, and arrival numbers among all of the request's
         #: values. Columns share one set until one of them gets values alone.
         self._labels = np.empty((2, 1, 0), np.int64)
-        #: [num_sets], the number of values in each column.
-        self._counts = [0]
+        #: [num_sets], the number of values in each column: those that snapshots see, and with
+        #: those that are added.
+        self._counts, self._placed = [0], [0]
+        #: What is added: where in `_values` it belongs, and where it is.
+        self._coming: list[tuple[slice | tuple[slice, int], np.ndarray]] = []
 
-    def write(self, labels: np.ndarray, values: np.ndarray, room: int) -> list[int]:
-        """Add tokens with a value of every column; snapshots do not see them before `commit`.
+    def write(self, labels: np.ndarray, values: np.ndarray, room: int) -> None:
+        """Make place for tokens with a value of every column.
 
         Args:
             labels: int64 [2, num_tokens], positions and arrivals.
             values: uint8 [num_tokens, num_columns, bytes].
             room: tokens to make room for, if the table must grow.
-
-        Returns:
-            The argument of `commit`.
         """
-        first = self._counts[0]
-        if len(self._counts) > 1 and self._counts.count(first) != len(self._counts):
+        first = self._placed[0]
+        if len(self._placed) > 1 and self._placed.count(first) != len(self._placed):
             # A column lost a message, so the columns end at different places.
-            counts = self._counts
             for at, column in enumerate(self.columns):
-                counts = self.write_one(column, labels, values[:, at], room, counts)
-            return counts
+                self.write_one(column, labels, values[:, at], room)
+            return
         last = first + len(values)
-        if last > len(self._values):
-            self._make_room(last, room, first)
-        self._values[first:last] = values
+        self._make_room(last, room)
+        self._coming.append((slice(first, last), values))
         self._labels[:, :, first:last] = labels[:, None]
-        return [last] * len(self._counts)
+        self._placed = [last] * len(self._placed)
 
-    def write_one(
-        self,
-        column: int,
-        labels: np.ndarray,
-        values: np.ndarray,
-        room: int,
-        counts: list[int] | None = None,
-    ) -> list[int]:
-        """Add tokens with a value of one column, uint8 [num_tokens, bytes].
-
-        Args:
-            counts: what the last call returned, if its values are not committed yet.
-        """
+    def write_one(self, column: int, labels: np.ndarray, values: np.ndarray, room: int) -> None:
+        """The same for tokens with a value of one column, uint8 [num_tokens, bytes]."""
         if len(self._counts) < len(self.columns):
             # Set the counts last: a snapshot on another thread then finds a set for each count.
             self._labels = self._labels.repeat(len(self.columns), axis=1)
             self._counts = self._counts * len(self.columns)
+            self._placed = self._placed * len(self.columns)
         at = self.columns.index(column)
-        counts = list(self._counts if counts is None else counts)
-        first = counts[at]
+        first = self._placed[at]
         last = first + len(values)
-        if last > len(self._values):
-            self._make_room(last, room, max(counts))
-        self._values[first:last, at] = values
+        self._make_room(last, room)
+        self._coming.append(((slice(first, last), at), values))
         self._labels[:, at, first:last] = labels
-        counts[at] = last
-        return counts
+        self._placed = [*self._placed[:at], last, *self._placed[at + 1 :]]
 
-    def commit(self, counts: list[int]) -> None:
-        """Let snapshots see what was written."""
-        self._counts = counts
+    def copies(self) -> list[Copy]:
+        """What must be copied before `commit`."""
+        return [(self._values[where], values) for where, values in self._coming]
 
-    def _make_room(self, last: int, room: int, used: int) -> None:
-        size = max(last, room, 2 * len(self._values))
-        values = np.empty((size, *self._values.shape[1:]), np.uint8)
+    def commit(self) -> None:
+        """Let snapshots see what was added and copied."""
+        self._coming.clear()
+        self._counts = self._placed
+
+    def revert(self) -> None:
+        """Forget what was added."""
+        self._coming.clear()
+        self._placed = self._counts
+
+    def _make_room(self, last: int, room: int) -> None:
+        if last <= len(self._values):
+            return
+        size, used = max(last, room, 2 * len(self._values)), max(self._counts)
         labels = np.empty((*self._labels.shape[:2], size), np.int64)
-        labels[:, :, :used] = self._labels[:, :, :used]
+        labels[:, :, : max(self._placed)] = self._labels[:, :, : max(self._placed)]
+        values = self._allocator.empty(size, *self._values.shape[1:])
         values[:used] = self._values[:used]
         self._values, self._labels = values, labels
 

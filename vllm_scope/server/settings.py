@@ -11,14 +11,11 @@ import os
 import secrets
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-import psutil
-
 from vllm_scope.errors import ConfigError, shown
+from vllm_scope.results.allocator import memory_bytes
 from vllm_scope.vectors.containers import MAX_BYTES
 
 #: The header that has the operator's key.
@@ -92,17 +89,7 @@ class ServerSettings:
 
     def rows_of(self, num_processes: int) -> int:
         """Bytes for rows and scores of each of a server's API server processes."""
-        return self.rows_bytes or _memory() // (4 * max(1, num_processes))
-
-
-@cache
-def _memory() -> int:
-    """Memory of this machine or of this container, in bytes."""
-    most: int = psutil.virtual_memory().total
-    for group in ("memory.max", "memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # no such group, or "max"
-            most = min(most, int((Path("/sys/fs/cgroup") / group).read_text()))
-    return most
+        return self.rows_bytes or memory_bytes() // (4 * max(1, num_processes))
 
 
 def _share(environ: Mapping[str, str], name: str, default: float) -> float:

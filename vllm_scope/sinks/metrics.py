@@ -119,6 +119,24 @@ def count_decision(policy: str, decided: Decided) -> None:
             metric.labels(policy=policy, what=what).inc()
 
 
+@cache
+def _of_memory() -> Counter | None:
+    try:
+        from prometheus_client import Counter
+    except ImportError:
+        return None
+    return Counter(
+        "vllm_scope_result_bytes", "Memory for rows of results: used again (reused), or new",
+        ["memory"],
+    )  # fmt: skip
+
+
+def count_memory(memory: str, num_bytes: int) -> None:
+    """Count memory that rows of a result got: "reused" or "new"."""
+    if metric := _of_memory():
+        metric.labels(memory=memory).inc(num_bytes)
+
+
 def count_sinks(header: CountersHeader) -> None:
     """Add the difference between a worker's totals and those that it sent before."""
     metrics = _metrics()

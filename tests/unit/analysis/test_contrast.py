@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.toy_model import TensorResult
+from tests.unit.delivered import keep
 from vllm_scope import Read, Spec
 from vllm_scope.analysis.cache import ActivationCache
 from vllm_scope.analysis.contrast import mean_difference, pairs_digest, principal_difference
@@ -169,7 +170,7 @@ def test_results_of_an_engine_can_be_pooled_and_cached():
     slots = torch.zeros(3, 2, SLOT_BYTES, dtype=torch.uint8)
     slots[..., :4] = rows.view(torch.uint8)
     pieces = pieces_of(layout, layout, slots.view(3, -1).numpy(), Widths((4,)))
-    pending.add(pieces, np.stack([order, order]), slice(None))
+    keep(pending, pieces, np.stack([order, order]))
     running = pending.snapshot([5], None)
     pending.finish(0, None)
     result = pending.snapshot([5, 6], "length")

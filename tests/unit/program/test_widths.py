@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.delivered import keep
 from tests.unit.oracle import numbers_of
 from tests.unit.planned import held
 from tests.unit.strategies import selectors
@@ -270,7 +271,7 @@ class Step:
             pieces = pieces_of(layout, local, data, self.widths)
             numbered = np.stack([labels.positions[tokens], tokens])
             for key, some in by_key(labels.keys[tokens]):
-                self.pending[key].add(pieces, numbered, some)
+                keep(self.pending[key], pieces, numbered, some)
                 positions = numbered[0, some]
                 arrival = self.at_sinks[key].arrival(local, positions, data[some], self.widths)
                 if arrival is not None:

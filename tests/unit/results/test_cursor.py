@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.delivered import keep
 from tests.unit.oracle import aggregates_of
 from tests.unit.roads import SITES
 from vllm_scope import Ema, Except, Probe, Read, RollingMean, Spec, TokenIds, Union
@@ -59,7 +60,7 @@ def deliver(pending, positions, number, rows=True, layers=None):
                 point = (cell.place.point(),)
                 values = value.astype(np.float32).view(np.uint8).reshape(len(at), 1, 4)
                 found.append(Piece(TableKey(cell.bank.nameless, point), point, values))
-    pending.add(found, labels, slice(None))
+    keep(pending, found, labels)
 
 
 def pairs(column):
@@ -175,11 +176,8 @@ def test_encoded_rows_are_joined_without_decoding():
     cursor = Cursor(rows=True)
     for at, count in (([0, 1], 1), ([2], 2), ([4, 3], 4)):
         labels = np.stack([np.array(at), np.array(at)])
-        pending.add(
-            [Piece(TableKey(read.encoding, (POINT,)), (POINT,), data[at][:, None])],
-            labels,
-            slice(None),
-        )
+        piece = Piece(TableKey(read.encoding, (POINT,)), (POINT,), data[at][:, None])
+        keep(pending, [piece], labels)
         cursor.look(pending.snapshot(list(range(count)), None))
     (column,) = cursor.take()
     assert column.positions.tolist() == [0, 1, 2, 3, 4]
@@ -200,7 +198,7 @@ def test_streams_of_one_table_are_followed_together(monkeypatch):
         at = [0, 1] if i == 0 else [i + 1]
         values = np.repeat(np.array(at, np.float32), 3 * SIZE).view(np.uint8)
         piece = Piece(TableKey(None, points), points, values.reshape(len(at), 3, SIZE * 4))
-        pending.add([piece], np.array([at, at]), slice(None))
+        keep(pending, [piece], np.array([at, at]))
         cursor.look(pending.snapshot([7] * (i + 1), None))
     assert len(asked) == 20
     assert [c.positions.tolist() for c in cursor.take()] == [list(range(21))] * 3

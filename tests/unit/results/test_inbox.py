@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -14,8 +16,10 @@ from vllm_scope.batch.by_request import by_key, by_layout
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.request.sites import ATTENTION_SITES, Heads, Place, Sites
 from vllm_scope.request.spec import Spec
+from vllm_scope.results.allocator import CachingAllocator
 from vllm_scope.results.budget import Asker, asking
-from vllm_scope.results.inbox import PARALLEL_BYTES, Inbox
+from vllm_scope.results.copiers import PARALLEL_BYTES, copy_all, shares_of
+from vllm_scope.results.inbox import Inbox
 from vllm_scope.results.table import Table
 from vllm_scope.sinks import Manifest
 from vllm_scope.transport.messages import FinishHeader, RowsMessage
@@ -123,6 +127,77 @@ def test_a_request_whose_rows_cannot_be_kept_costs_its_neighbours_nothing(monkey
         inbox.close()
 
 
+def test_results_stay_as_they_are_while_memory_is_used_again():
+    """Eight rounds of two requests; of each round the caller keeps one view, or none."""
+    asked, layouts = layouts_of(Spec((Read("resid_post"),)))
+    allocator = CachingAllocator(256 << 20)
+    inbox = Inbox(num_copiers=3, allocator=allocator)
+    kept = []
+    try:
+        for value in range(8):
+            pending = [inbox.open(asked, SITES, list(range(1000)), 1, 1) for _ in range(2)]
+            for half in range(2):
+                count = 500 * layouts[0].slots(WIDTHS)
+                numbers = np.repeat(np.float32([value, value + 100]), 4 * count)
+                inbox._on_rows(RowsMessage(
+                    np.repeat([one.key for one in pending], 500),
+                    np.tile(np.arange(500) + 500 * half, 2), np.zeros(1000, np.int64), layouts[:1],
+                    None, WIDTHS, torch.from_numpy(numbers.view(np.uint8).reshape(-1, SLOT_BYTES)),
+                ))  # fmt: skip
+            for one in pending:
+                one.finish(0, None)
+            first, second = (one.snapshot([5], "length") for one in pending)
+            assert (first.status, second.status) == ("complete", "complete")
+            assert (first["resid_post", 3] == value).all()
+            assert (second["resid_post", 0] == value + 100).all()
+            if value % 2:
+                kept.append((second["resid_post", 1][value:], value + 100))
+                kept.append((first["resid_post", 2].numpy().T, value))
+            del pending, one, first, second
+            assert all(bool((rows == number).all()) for rows, number in kept)
+        assert allocator.stats.reused > 0
+        kept.clear()
+        assert allocator.stats.lent == 0
+    finally:
+        inbox.close()
+
+
+def test_rows_that_a_worker_took_back_are_not_seen_and_leave_no_hole():
+    asked, layouts = layouts_of(Spec((Read("resid_post"),)))
+    inbox = Inbox(num_copiers=1)
+    try:
+        pending = inbox.open(asked, SITES, list(range(8)), 1, 1)
+        for first, whole in ((0, True), (4, False), (4, True)):
+            slots = torch.full((4 * layouts[0].slots(WIDTHS), SLOT_BYTES), first + whole)
+            inbox._on_rows(RowsMessage(
+                np.full(4, pending.key), np.arange(first, first + 4), np.zeros(4, np.int64),
+                layouts[:1], None, WIDTHS, slots.to(torch.uint8), lambda whole=whole: whole,
+            ))  # fmt: skip
+        rows = pending.snapshot([5], None)["resid_post", 1].view(torch.uint8)
+        assert rows[:, 0].tolist() == [1] * 4 + [5] * 4
+    finally:
+        inbox.close()
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=6), st.integers(1, 5))
+def test_copies_are_shared_out_evenly_and_each_part_once(shapes, count):
+    copies, first = [], 0
+    for shape in shapes:
+        source = np.arange(first, first + math.prod(shape)).reshape(shape)
+        copies.append((np.zeros_like(source), source))
+        first += source.size
+    total = sum(to.nbytes for to, _ in copies)
+    shares = shares_of(copies, count, total)
+    assert len(shares) <= count
+    sizes = [sum(to.nbytes for to, _ in share) for share in shares]
+    assert sum(sizes) == total
+    # A cut is between tokens, which have at most five numbers here.
+    assert max(sizes) <= -(-total // count) + 5 * 8
+    for share in shares:
+        copy_all(share)
+    assert all(np.array_equal(to, source) for to, source in copies)
+
+
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40))
 @example([7, 3, 5, 9])
 @example([1, 2, 3] * 4)
@@ -146,11 +221,18 @@ def test_a_column_that_lost_a_message_leaves_the_others_at_their_places():
     def values(*numbers):
         return np.array(numbers, np.float32)[..., None].view(np.uint8)
 
-    table.commit(table.write(labels(0, 1), values([0, 10], [1, 11]), 0))
+    def commit():
+        copy_all(table.copies())
+        table.commit()
+
+    table.write(labels(0, 1), values([0, 10], [1, 11]), 0)
+    commit()
     before = table.freeze().parts()
     assert before[3].positions is before[8].positions
-    table.commit(table.write_one(8, labels(2), values(12), 0))
-    table.commit(table.write(labels(3), values([3, 13]), 0))
+    table.write_one(8, labels(2), values(12), 0)
+    commit()
+    table.write(labels(3), values([3, 13]), 0)
+    commit()
     table.write(labels(4), values([4, 14]), 0)  # not committed: nobody sees it
     for snapshot, positions in (
         (before, [[0, 1]] * 2),
@@ -186,7 +268,9 @@ def test_a_snapshot_while_rows_arrive_has_a_row_for_each_position():
     def append(first, count):
         positions = np.arange(first, first + count)
         labels, values = np.stack([positions, positions]), np.zeros((count, 1, 4), np.uint8)
-        table.commit(table.write(labels, values, 0))
+        table.write(labels, values, 0)
+        copy_all(table.copies())
+        table.commit()
 
     append(0, 64)
     table.between = lambda: append(64, 1)

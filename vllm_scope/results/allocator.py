@@ -1,0 +1,249 @@
+"""Memory for rows that is used again, because the first touch of new memory costs more than a copy.
+
+Owns:  CachingAllocator, and how much memory it may keep (`reuse_bytes`).
+Runs:  in the front-end: `empty` on the receiver's thread; memory comes back on any thread.
+To:    table.
+
+glibc gives a large block back to the system when it is freed. The next block is new: the kernel
+finds and zeroes each of its pages while rows are copied into it. Here a block is a segment, a
+private mapping, which is free when the last view of it is gone. A large segment has huge pages, and
+the kernel may take the pages of a free one at any time (MADV_FREE); if it does not, the call costs
+next to nothing. For small pages the call costs more than a copy: small free segments keep theirs.
+
+Promise: a segment is used again only when no array, tensor or buffer refers to it any more. Free
+segments take at most `most_bytes`; what is above it goes back to the system at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import psutil
+
+from vllm_scope.errors import ConfigError, shown
+from vllm_scope.sinks.metrics import count_memory
+
+logger = logging.getLogger("vllm.vllm_scope")
+
+#: Smaller blocks are numpy's: malloc keeps them.
+LEAST_BYTES = 256 << 10
+#: Segments from this size on are large. With smaller ones, a half used huge page would count: numpy
+#: takes huge pages from here on, too.
+LARGE_BYTES = 4 << 20
+#: The sizes of segments are multiples of these; the second is a huge page.
+SMALL_STEP_BYTES, LARGE_STEP_BYTES = 64 << 10, 2 << 20
+#: Bound of small free segments, whose pages the kernel cannot take; a quarter of all if that is
+#: less.
+MOST_SMALL_BYTES = 256 << 20
+#: The environment's bound, in MiB.
+VARIABLE = "VLLM_SCOPE_REUSE_MIB"
+
+
+class AllocatorStats(NamedTuple):
+    """Bytes of segments.
+
+    Attributes:
+        lent: in use.
+        free: kept for the next use.
+        reused, new: of all calls of `empty` so far, by where the memory came from.
+    """
+
+    lent: int
+    free: int
+    reused: int
+    new: int
+
+
+class CachingAllocator:
+    """Arrays in memory that is used again. On any thread.
+
+    Args:
+        most_bytes: of free segments; 0: every array is numpy's own.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        small = min(MOST_SMALL_BYTES, most_bytes // 4)
+        self._small, self._large = _FreeSegments(small), _FreeSegments(most_bytes - small)
+        self._lent = self._reused = self._new = 0
+        self._told = False
+        #: Segments whose last view is gone. Without the lock: the garbage collector may end a view
+        #: while this thread holds it.
+        self._returned: deque[mmap.mmap] = deque()
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    def empty(self, *shape: int) -> np.ndarray:
+        """uint8, uninitialised, as np.empty. Its memory is used again when its last view is gone.
+
+        Raises:
+            MemoryError: there is none.
+        """
+        num_bytes = math.prod(shape)
+        if num_bytes < LEAST_BYTES or not self.most_bytes:
+            return np.empty(shape, np.uint8)
+        size = size_class(num_bytes)
+        with self._lock:
+            segment = self._of(size).take(size)
+            known = segment is not None
+        if segment is None:
+            try:
+                segment = _mapped(size)
+            except OSError:  # no memory, or too many mappings
+                return np.empty(shape, np.uint8)
+        with self._lock:
+            self._lent += len(segment)
+            if known:
+                self._reused += len(segment)
+            else:
+                self._new += len(segment)
+        count_memory("reused" if known else "new", len(segment))
+        self._settle()
+        self._tell()
+        # Every view of it, numpy's or torch's, refers to this array, whose base is no array.
+        whole = np.frombuffer(segment, np.uint8)
+        weakref.finalize(whole, self._give_back, segment).atexit = False
+        return whole[:num_bytes].reshape(shape)
+
+    @property
+    def stats(self) -> AllocatorStats:
+        self._settle()
+        with self._lock:
+            free = self._small.num_bytes + self._large.num_bytes
+            found = AllocatorStats(self._lent, free, self._reused, self._new)
+        self._settle()
+        return found
+
+    def _of(self, size: int) -> _FreeSegments:
+        return self._small if size < LARGE_BYTES else self._large
+
+    def _give_back(self, segment: mmap.mmap) -> None:
+        # A fork keeps nothing: another thread may have held the lock when the fork was made.
+        if os.getpid() == self._pid:
+            self._returned.append(segment)
+            self._settle()
+
+    def _settle(self) -> None:
+        """Put returned segments among the free ones. If the lock is taken, its holder comes here
+        when it has released it."""
+        while self._returned and self._lock.acquire(blocking=False):
+            try:
+                while self._returned:
+                    segment = self._returned.popleft()
+                    self._lent -= len(segment)
+                    self._of(len(segment)).put(segment)
+            finally:
+                self._lock.release()
+
+    def _tell(self) -> None:
+        if self._told or self._lent <= self.most_bytes:
+            return
+        self._told = True
+        logger.warning(
+            "vllm-scope: this process keeps %d MiB of results, and at most %d MiB of memory are "
+            "used again (%s). If results are kept, rows of further ones are copied to new memory, "
+            "which is slower; drop results that are not needed.",
+            self._lent >> 20, self.most_bytes >> 20, VARIABLE,
+        )  # fmt: skip
+
+
+class _FreeSegments:
+    """Free segments, at most `most_bytes` of them.
+
+    Attributes:
+        num_bytes: of all.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        #: Size -> (number of the return, segment), in the order of their return.
+        self._by_size: dict[int, deque[tuple[int, mmap.mmap]]] = {}
+        self._num_returns = self.num_bytes = 0
+
+    def take(self, size: int) -> mmap.mmap | None:
+        """The smallest that is large enough and at most twice as large."""
+        sizes = [known for known in self._by_size if size <= known <= 2 * size]
+        if not sizes:
+            return None
+        # The last returned: what of it is in a cache is still there.
+        return self._removed(min(sizes), -1)
+
+    def put(self, segment: mmap.mmap) -> None:
+        self._num_returns += 1
+        self._by_size.setdefault(len(segment), deque()).append((self._num_returns, segment))
+        self.num_bytes += len(segment)
+        if len(segment) >= LARGE_BYTES:
+            with suppress(OSError):  # a kernel without it keeps the pages
+                segment.madvise(mmap.MADV_FREE)
+        while self.num_bytes > self._most_bytes:
+            # Nothing else refers to it, so this unmaps it.
+            self._removed(min(self._by_size, key=lambda size: self._by_size[size][0][0]), 0)
+
+    def _removed(self, size: int, at: int) -> mmap.mmap:
+        same = self._by_size[size]
+        segment = same[at][1]
+        del same[at]
+        if not same:
+            del self._by_size[size]
+        self.num_bytes -= size
+        return segment
+
+
+def reuse_bytes(environ: Mapping[str, str] = os.environ) -> int:
+    """What VLLM_SCOPE_REUSE_MIB says, in bytes; without it, a quarter of the memory.
+
+    Raises:
+        ConfigError: it is not a number from 0 on.
+    """
+    text = environ.get(VARIABLE)
+    if not text:
+        return memory_bytes() // 4
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e9:
+        raise ConfigError(f"{VARIABLE} is {shown(text)}; it is a number from 0 on.")
+    return int(value * 2**20)
+
+
+@cache
+def memory_bytes() -> int:
+    """Memory of this machine or of this container, in bytes."""
+    most: int = psutil.virtual_memory().total
+    for group in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # no such group, or "max"
+            most = min(most, int((Path("/sys/fs/cgroup") / group).read_text()))
+    return most
+
+
+def size_class(num_bytes: int) -> int:
+    """The bytes of a new segment: at most a quarter more than is asked for, or one step more.
+    Requests of similar lengths then use the same segments."""
+    step = SMALL_STEP_BYTES if num_bytes < LARGE_BYTES else LARGE_STEP_BYTES
+    step = max(step, 1 << (num_bytes.bit_length() - 3))
+    return -(-num_bytes // step) * step
+
+
+def _mapped(size: int) -> mmap.mmap:
+    segment = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= LARGE_BYTES:
+        with suppress(OSError):  # a kernel without huge pages
+            segment.madvise(mmap.MADV_HUGEPAGE)
+    return segment
+
+
+#: Takes all memory from numpy.
+PLAIN = CachingAllocator(0)
