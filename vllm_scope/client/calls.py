@@ -216,8 +216,9 @@ class Calls(Generic[StreamT]):
         Args:
             prompt: text or token ids, or a list of either.
             actions: Read, Probe, Add, ...; without actions only the text comes back.
-            fields: other fields of the request: max_tokens, temperature, n, vllm_xargs, ...;
-                and `scope_tensors="handle"`.
+            fields: other fields of the request: max_tokens, temperature, n, vllm_xargs, ...
+                Those whose names begin with `scope_` travel within `vllm_xargs`:
+                `scope_tensors="handle"`.
 
         Raises:
             SpecError: the request is wrong. CapacityError: send it again later.
@@ -235,8 +236,8 @@ class Calls(Generic[StreamT]):
         """Complete a prompt, or a list of messages (dicts), chunk by chunk.
 
         Args:
-            prompt, actions, fields: as for `complete`. With
-                `vllm_xargs={"scope_stream": "rows"}` chunks carry rows as well.
+            prompt, actions, fields: as for `complete`. With `scope_stream="rows"` chunks carry
+                rows as well.
 
         Returns:
             An iterator of Chunks; close it to stop the request.
@@ -321,8 +322,8 @@ class Calls(Generic[StreamT]):
             path, name = "/v1/chat/completions", "messages"
         body = {"model": self._model, name: prompt} | fields
         xargs = msgspec.convert(body.pop("vllm_xargs", None) or {}, Json)
-        if "scope_tensors" in body:
-            xargs["scope_tensors"] = body.pop("scope_tensors")
+        for name in [name for name in body if name.startswith("scope_")]:
+            xargs[name] = body.pop(name)  # the server refuses those that it does not know
         if actions:
             xargs |= scope(*actions)
         admin = any(isinstance(one, Moments) for one in actions)
