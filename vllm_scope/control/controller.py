@@ -264,8 +264,8 @@ class Controller:
         if not hasattr(engine, "listen"):
             if not _finders:
                 raise SpecError(
-                    f"{shown(engine)} is no engine with vllm-scope; give a vllm.LLM, an AsyncLLM or "
-                    "a ServerEdits."
+                    f"{shown(engine)} is no engine with vllm-scope; give a vllm.LLM, an AsyncLLM "
+                    "or a ServerEdits."
                 )
             engine = _finders[-1](engine)
         self._server = engine

@@ -279,5 +279,5 @@ def test_it_does_not_wait_on_its_engines_event_loop():
 def test_what_is_no_engine_is_refused(monkeypatch):
     monkeypatch.setattr(module, "_finders", [])
     one = Controller(lambda *_: None, {"calm": CALM}, bounds={"calm": (0.0, 1.0)})
-    with pytest.raises(SpecError, match="'llm' is no engine with vllm-scope; give a vllm.LLM"):
+    with pytest.raises(SpecError, match=r"'llm' is no engine with vllm-scope; give a vllm.LLM"):
         one.on("llm")
