@@ -161,7 +161,7 @@ def tap_rows(module: Any, rows: Tensor | None, number: Tensor, size: int) -> Ten
             overwrite their neighbours'.
     """
     dtype = module.scope_arena.dtype
-    if rows is None or not _fits(rows, size) or rows.dtype != dtype:
+    if rows is None or not fits(rows, size) or rows.dtype != dtype:
         came = "nothing" if rows is None else f"rows of {tuple(rows.shape[1:])} {rows.dtype}"
         raise CompatError(f"a tap is given {came}, not rows of {size} {dtype}")
     if rows.stride(-1) != 1:
@@ -172,7 +172,8 @@ def tap_rows(module: Any, rows: Tensor | None, number: Tensor, size: int) -> Ten
     return flat.view(rows.shape)
 
 
-def _fits(rows: Tensor, size: int) -> bool:
+def fits(rows: Tensor, size: int) -> bool:
+    """True if the rows have so many numbers each."""
     # Some models carry a batch dimension of one (Transformers backend).
     batched = rows.shape[-1] == size and rows.dim() == 3 and rows.shape[0] == 1
     return batched or math.prod(rows.shape[1:]) == size
