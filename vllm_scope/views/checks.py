@@ -7,6 +7,7 @@ To:    attention, feature_page, page, side, sparse.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from operator import index
 
 from vllm_scope.errors import SpecError, shown
 
@@ -45,12 +46,17 @@ def numbers_of(
         there: what each of them is in; None: anything.
         of: what is there, for the message: "the layer has heads 0 to 3".
     """
-    is_list = not isinstance(value, str | bytes) and isinstance(value, Iterable)
-    found = list(value) if isinstance(value, Iterable) and is_list else []
-    for one in found if is_list else [value]:
-        is_number = hasattr(one, "__index__") and not isinstance(one, bool)
-        if not (is_list and is_number):
-            raise SpecError(f"{name} is {shown(value)}; it is a list of whole numbers.")
-        if there is not None and int(one) not in there:
-            raise SpecError(f"{name} has {int(one)}; {of}.")
-    return [int(one) for one in found]
+    given = (
+        None if isinstance(value, str | bytes) or not isinstance(value, Iterable) else list(value)
+    )
+    wrong = f"{name} is {shown(value)}; it is a list of whole numbers."
+    try:
+        found = [index(one) for one in given or ()]
+    except TypeError:
+        raise SpecError(wrong) from None
+    if given is None:
+        raise SpecError(wrong)
+    missing = [] if there is None else [one for one in found if one not in there]
+    if missing:
+        raise SpecError(f"{name} has {missing[0]}; {of}.")
+    return found
