@@ -21,9 +21,10 @@ from urllib.parse import quote
 
 import msgspec
 
-from vllm_scope.client import answers
-from vllm_scope.client.answers import Choice, Chunk, Completion, ScopeData, T, converted
+from vllm_scope.client import parsing
+from vllm_scope.client.answers import Choice, Chunk, Completion, ScopeData
 from vllm_scope.client.frames import Frame
+from vllm_scope.client.parsing import T, converted
 from vllm_scope.errors import CapacityError, ScopeError, SpecError, shown
 from vllm_scope.request.actions import Action, Moments
 from vllm_scope.request.media import BINARY
@@ -255,7 +256,7 @@ class Calls(Generic[StreamT]):
     @Method
     def result(self, result_id: str, delete: bool = False) -> Flow[ScopeData]:
         """The content of a file; its id is in the JSON of a choice, `scope.result.id`."""
-        return answers.parse_file((yield _result_call(result_id, delete)).checked().content)
+        return parsing.parse_file((yield _result_call(result_id, delete)).checked().content)
 
     @Method
     def modules(self) -> Flow[list[Json]]:
@@ -352,10 +353,10 @@ class Calls(Generic[StreamT]):
                 file = None
                 if isinstance(result := told.get("result"), dict):
                     file = (yield _result_call(str(result["id"]), True)).checked().content
-                found = answers.parse_scope(told, file, frame.of_choice(choice.index))
+                found = parsing.parse_scope(told, file, frame.of_choice(choice.index))
             said = choice.message or choice.delta
             text = str((choice.text if said is None else said.get("content")) or "")
-            end, tokens = choice.finish_reason, answers.parse_tokens(told)
+            end, tokens = choice.finish_reason, parsing.parse_tokens(told)
             parts.append(kind(choice.index, text, end, found, tokens))
         return parts
 

@@ -23,7 +23,7 @@ from vllm_scope.client import (
     UnreachableError,
     Verdict,
 )
-from vllm_scope.client.answers import parse_scope
+from vllm_scope.client.parsing import parse_scope
 from vllm_scope.client.transport import Events
 from vllm_scope.control import Decided
 from vllm_scope.request.media import BINARY
