@@ -9,6 +9,7 @@ from tests.asking import run
 from tests.checkpoints import reference, row_error
 from tests.conftest import local_engine
 from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, scope
+from vllm_scope.program.table_rows import OpList
 
 HIDDEN = 128
 SITES = ("resid_pre", "resid_mid", "resid_post")
@@ -103,6 +104,18 @@ def test_an_edit_equals_a_hook_at_the_same_place(kind, site, family):
     check(output, ref, [(site, 1, mean)])
     (plain,) = run(llm, [PROMPT], params(max_tokens=1))
     assert plain.outputs[0].logprobs != output.outputs[0].logprobs[:1], "the edit did nothing"
+
+
+def test_the_worker_uploads_the_programs_that_enginecore_made_in_its_process(family, monkeypatch):
+    llm, ref = family
+    made, original = [], OpList.at
+    monkeypatch.setattr(OpList, "at", lambda *args: made.append(args) or original(*args))
+    places = range(20)  # one program each
+    edits = [Add(V, layer=1, scale=0.1 * (i + 1), tokens=[i]) for i in places]
+    (output,) = run(llm, [PROMPT], params(*edits, *READ_ALL))
+    steps = torch.tensor([0.1 * (i + 1) for i in places])[:, None] * V
+    check(output, ref, [("resid_post", 1, lambda x: torch.cat((x[:20] + steps, x[20:])))])
+    assert len(made) == 1
 
 
 def test_edits_of_one_site_apply_in_the_order_given(family):

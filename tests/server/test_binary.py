@@ -15,7 +15,7 @@ from tests.server.conftest import API_KEY
 from tests.server.test_answers import MESSAGES, OPTIONS, PROBE, TEXT, check, ids_of, xargs
 from vllm_scope import Features, LensTopK, Read
 from vllm_scope.client import AsyncScopeClient, ScopeClient
-from vllm_scope.client.answers import parse_file
+from vllm_scope.client.parsing import parse_file
 from vllm_scope.request.media import BINARY
 
 EVERYTHING = (

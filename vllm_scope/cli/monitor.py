@@ -134,7 +134,7 @@ def look(client: ScopeClient, url: str) -> Look:
         ScopeError: it does not answer, has no scope, or keeps its monitors from this caller.
     """
     from vllm_scope.client import ServerError
-    from vllm_scope.client.answers import converted
+    from vllm_scope.client.parsing import converted
 
     try:
         told = client.monitors()

@@ -8,6 +8,7 @@
         out.scope["resid_post", 5]  # float32 [positions, hidden_size]
 
 answers.py    the answers: Completion, Choice, Chunk, ScoredToken, ScopeData, Verdict
+parsing.py    the server's JSON, files and binary answers as these
 features.py   features in them: SparseFeatures
 lens.py       tokens of lenses in them: TopTokens
 frames.py     binary answers: their JSON and their tensors

@@ -21,9 +21,10 @@ from urllib.parse import quote
 
 import msgspec
 
-from vllm_scope.client import answers
-from vllm_scope.client.answers import Choice, Chunk, Completion, ScopeData, T, converted
+from vllm_scope.client import parsing
+from vllm_scope.client.answers import Choice, Chunk, Completion, ScopeData
 from vllm_scope.client.frames import Frame
+from vllm_scope.client.parsing import T, converted
 from vllm_scope.errors import CapacityError, ScopeError, SpecError, shown
 from vllm_scope.request.actions import Action, Moments
 from vllm_scope.request.media import BINARY
@@ -216,8 +217,9 @@ class Calls(Generic[StreamT]):
         Args:
             prompt: text or token ids, or a list of either.
             actions: Read, Probe, Add, ...; without actions only the text comes back.
-            fields: other fields of the request: max_tokens, temperature, n, vllm_xargs, ...;
-                and `scope_tensors="handle"`.
+            fields: other fields of the request: max_tokens, temperature, n, vllm_xargs, ...
+                Those whose names begin with `scope_` travel within `vllm_xargs`:
+                `scope_tensors="handle"`.
 
         Raises:
             SpecError: the request is wrong. CapacityError: send it again later.
@@ -235,8 +237,8 @@ class Calls(Generic[StreamT]):
         """Complete a prompt, or a list of messages (dicts), chunk by chunk.
 
         Args:
-            prompt, actions, fields: as for `complete`. With
-                `vllm_xargs={"scope_stream": "rows"}` chunks carry rows as well.
+            prompt, actions, fields: as for `complete`. With `scope_stream="rows"` chunks carry
+                rows as well.
 
         Returns:
             An iterator of Chunks; close it to stop the request.
@@ -254,7 +256,7 @@ class Calls(Generic[StreamT]):
     @Method
     def result(self, result_id: str, delete: bool = False) -> Flow[ScopeData]:
         """The content of a file; its id is in the JSON of a choice, `scope.result.id`."""
-        return answers.parse_file((yield _result_call(result_id, delete)).checked().content)
+        return parsing.parse_file((yield _result_call(result_id, delete)).checked().content)
 
     @Method
     def modules(self) -> Flow[list[Json]]:
@@ -321,8 +323,8 @@ class Calls(Generic[StreamT]):
             path, name = "/v1/chat/completions", "messages"
         body = {"model": self._model, name: prompt} | fields
         xargs = msgspec.convert(body.pop("vllm_xargs", None) or {}, Json)
-        if "scope_tensors" in body:
-            xargs["scope_tensors"] = body.pop("scope_tensors")
+        for name in [name for name in body if name.startswith("scope_")]:
+            xargs[name] = body.pop(name)  # the server refuses those that it does not know
         if actions:
             xargs |= scope(*actions)
         admin = any(isinstance(one, Moments) for one in actions)
@@ -351,10 +353,10 @@ class Calls(Generic[StreamT]):
                 file = None
                 if isinstance(result := told.get("result"), dict):
                     file = (yield _result_call(str(result["id"]), True)).checked().content
-                found = answers.parse_scope(told, file, frame.of_choice(choice.index))
+                found = parsing.parse_scope(told, file, frame.of_choice(choice.index))
             said = choice.message or choice.delta
             text = str((choice.text if said is None else said.get("content")) or "")
-            end, tokens = choice.finish_reason, answers.parse_tokens(told)
+            end, tokens = choice.finish_reason, parsing.parse_tokens(told)
             parts.append(kind(choice.index, text, end, found, tokens))
         return parts
 

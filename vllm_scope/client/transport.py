@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, 
 from contextlib import aclosing, closing, contextmanager
 from typing import Generic, TypeVar
 
-from vllm_scope.client.answers import Chunk, T
+from vllm_scope.client.answers import Chunk
 from vllm_scope.client.calls import (
     Call,
     Calls,
@@ -23,6 +23,7 @@ from vllm_scope.client.calls import (
     sweep_call,
 )
 from vllm_scope.client.frames import Frame, Frames
+from vllm_scope.client.parsing import T
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.media import BINARY
 from vllm_scope.sweeps import Sweep, SweepTable

@@ -10,7 +10,7 @@
     )
     with controller.on(llm): ...              # async with, for an AsyncLLM
 
-Owns:  Controller, Observation, Change, and the protocol ServerEdits.
+Owns:  Controller, Observation, Change, the protocol ServerEdits, and `find_edits_by`.
 Runs:  in the process of the front-end, on a thread of its own; without vLLM.
 From:  engine.monitors (observations).   To: engine.control (server-wide edits).
 
@@ -87,6 +87,16 @@ class ServerEdits(Protocol):
 
     def listen(self, tell: Callable[[Observation], None] | None) -> None:
         """Have the engine's monitors call `tell`; None ends it."""
+
+
+#: What finds the ServerEdits of a vllm.LLM or an AsyncLLM. Empty until the plugin is loaded.
+_finders: list[Callable[[Any], ServerEdits]] = []
+
+
+def find_edits_by(finder: Callable[[Any], ServerEdits]) -> None:
+    """Have `Controller.on` take vLLM's engines. This package imports nothing of `engine`, which
+    imports it."""
+    _finders.append(finder)
 
 
 class Controller:
@@ -252,9 +262,12 @@ class Controller:
             engine: vllm.LLM, AsyncLLM (on its event loop; `async with`), or a ServerEdits.
         """
         if not hasattr(engine, "listen"):
-            from vllm_scope.engine.control import edits_of
-
-            engine = edits_of(engine)
+            if not _finders:
+                raise SpecError(
+                    f"{shown(engine)} is no engine with vllm-scope; give a vllm.LLM, an AsyncLLM "
+                    "or a ServerEdits."
+                )
+            engine = _finders[-1](engine)
         self._server = engine
         return self
 

@@ -19,6 +19,7 @@ import msgspec
 
 from vllm_scope.control.policy import Changes
 from vllm_scope.core.score_index import ScoreKey
+from vllm_scope.program.held import Held
 from vllm_scope.program.operations import NO_LOG, LogRange
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.packed import Packed, pack, unpack
@@ -78,8 +79,8 @@ class StepNews(msgspec.Struct):
         scales: request id -> the new scales that its policy decided.
         accepted: id of a request with Moments, that runs or has ended -> how many tokens it has,
             those that were accepted.
-        resolved: the specs of `specs`, for a worker in EngineCore's own process. They are left out
-            when the news are pickled.
+        resolved, held: the specs of `specs`, and the programs that entrants hold, by request id,
+            for a worker in EngineCore's own process. Both are left out when the news are pickled.
     """
 
     entrants: dict[str, Entrant] = {}
@@ -96,9 +97,10 @@ class StepNews(msgspec.Struct):
     scales: dict[str, Changes] = {}
     accepted: dict[str, int] = {}
     resolved: dict[int, Resolved] = {}
+    held: dict[str, Held] = {}
 
     def __reduce__(self) -> tuple[type[StepNews], tuple[object, ...]]:
-        return StepNews, msgspec.structs.astuple(self)[:-1]
+        return StepNews, msgspec.structs.astuple(self)[:-2]
 
     def __bool__(self) -> bool:
         changed = self.entrants or self.ended or self.zeroed or self.begun or self.resumed

@@ -18,7 +18,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from vllm_scope.control.controller import Controller, Observation, ServerEdits
+from vllm_scope.control.controller import (
+    Controller,
+    Observation,
+    ServerEdits,
+    find_edits_by,
+)
 from vllm_scope.engine import monitors
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.frontend.connection import connections
@@ -129,6 +134,9 @@ def edits_of(engine: Any) -> ServerEdits:
     if hasattr(engine, "llm_engine"):
         return _OfLlm(engine.llm_engine)
     return _OfAsync(engine)
+
+
+find_edits_by(edits_of)
 
 
 def _set(engine: LLMEngine, text: str | None) -> None:

@@ -239,8 +239,7 @@ def _classes_kept(anatomy: Anatomy) -> Iterator[None]:
 
 
 def _widths(sites: Sites, vllm_config: VllmConfig) -> Widths:
-    itemsize = vllm_config.model_config.dtype.itemsize
-    return Widths(tuple(size * itemsize for size in sites.row_sizes))
+    return Widths.of(sites.row_sizes, vllm_config.model_config.dtype.itemsize)
 
 
 def _arena_mib(vllm_config: VllmConfig, config: ScopeConfig) -> float:

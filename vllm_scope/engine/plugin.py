@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from types import ModuleType
 from typing import TypeVar
 
 from vllm_scope.config import KEY, ScopeConfig
@@ -83,11 +82,6 @@ def wrap_engine_args() -> None:
         return original(self, *args, **kwargs)
 
     wrapping.wrap("EngineArgs.create_engine_config", create_engine_config)
-
-
-def startup_module() -> type | ModuleType:
-    """The module in which vLLM logs an engine's arguments."""
-    return wrapping.owners("redact_sensitive_args")[0]
 
 
 def wrap_log() -> None:

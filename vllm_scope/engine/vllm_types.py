@@ -68,6 +68,7 @@ class ParallelConfig(Protocol):
     world_size: int
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    distributed_executor_backend: object
     _api_process_count: int
 
 

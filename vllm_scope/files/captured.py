@@ -12,22 +12,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 from torch import Tensor
 
 from vllm_scope.codecs import Codec, codec_from
-from vllm_scope.errors import ConfigError, FileError
+from vllm_scope.errors import ConfigError, FileError, shown
 from vllm_scope.files.datafile import MappedFile, NpzFile, open_data
+from vllm_scope.files.feature_rows import SUFFIX, features_in
 from vllm_scope.files.folder import Folder
 from vllm_scope.files.index import IndexedRequest, IndexedStream, parse_stream, stream_name
 from vllm_scope.files.per_request import part_key
 from vllm_scope.request.sites import SiteLayer
-
-if TYPE_CHECKING:
-    from vllm_scope.results.features import SparseFeatures
+from vllm_scope.results.features import SparseFeatures
 
 #: Files that are open at once. A tensor of a closed file stays valid.
 MAX_OPEN = 64
@@ -211,9 +209,14 @@ class CapturedRequest:
 
     def features(self, name: str) -> SparseFeatures:
         """The features that came by this name. Raises KeyError, FileError."""
-        from vllm_scope.files.features import read_features
-
-        return read_features(self, name)
+        streams = [stream for stream in self.keys() if stream[0] == name + SUFFIX]
+        if len(streams) != 1:
+            named = [site for site, _ in self.keys() if site.endswith(SUFFIX)]
+            known = ", ".join(site.removesuffix(SUFFIX) for site in named)
+            raise KeyError(
+                f"no features called {shown(name)} were captured; captured are {known or 'none'}"
+            )
+        return SparseFeatures(features_in(self[streams[0]]), self.positions(*streams[0]))
 
     @property
     def token_ids(self) -> Tensor:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_scope.errors import FileError
-from vllm_scope.files.export import arrow, check_empty, chosen, list_of, save, value_of
+from vllm_scope.files.arrow import arrow
+from vllm_scope.files.export import check_empty, chosen, list_of, save, value_of
 from vllm_scope.files.index import stream_name
 from vllm_scope.files.publish import LocalPublisher
 from vllm_scope.files.tensors import write_tensors

@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
 import numpy as np
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from vllm_scope.codecs.casts import halved
 from vllm_scope.errors import ConfigError, FileError
+from vllm_scope.files.arrow import arrow
 from vllm_scope.files.card import card_of
 from vllm_scope.files.index import stream_name
 from vllm_scope.files.publish import LocalPublisher, whole_writes, write_bytes
@@ -54,18 +54,6 @@ class Exported(int):
         found = super().__new__(cls, contexts)
         found.left_out = left_out
         return found
-
-
-def arrow() -> ModuleType:
-    """pyarrow. Raises ConfigError if it is missing."""
-    try:
-        import pyarrow
-    except ImportError:
-        raise ConfigError(
-            "Parquet and Arrow files need the package pyarrow; pip install 'vllm-scope[files]'."
-        ) from None
-    library: ModuleType = pyarrow
-    return library
 
 
 def export_dataset(

@@ -1,12 +1,6 @@
-"""Features in files: as the rows of a stream, and as a sparse matrix in Parquet.
+"""Features as a sparse matrix in Parquet.
 
-Owns:  `stored_features` and `SUFFIX` (how a sink's files hold them), `read_features`,
-       `write_parquet`, `export_features`.
-Runs:  wherever rows are written; anywhere for the rest.
-
-In a sink's file the features called NAME are the stream `NAME.features`. Its rows are float32 [n,
-2 * places]: first the features' numbers, with -1 in a place without a feature, then their values.
-float32 holds every whole number up to 2^24 = 16,777,216.
+Owns:  `write_parquet` (of one result), `export_features` (of all captured requests).
 """
 
 from __future__ import annotations
@@ -17,51 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import torch
-from torch import Tensor
 
-from vllm_scope.batch.sparse import SparseRows
-from vllm_scope.codecs import make_codec
-from vllm_scope.codecs.packed import EncodedRows, Packing
 from vllm_scope.errors import shown
-from vllm_scope.files.export import arrow
+from vllm_scope.files.arrow import arrow
+from vllm_scope.files.feature_rows import SUFFIX
 from vllm_scope.files.publish import LocalPublisher, whole_writes
-from vllm_scope.results.features import SparseFeatures
 
 if TYPE_CHECKING:
     from pyarrow import Table
 
-    from vllm_scope.files.captured import CapturedRequest
     from vllm_scope.files.reader import Capture
-
-#: What follows the name of the features in the name of their stream.
-SUFFIX = ".features"
-
-
-def stored_features(indices: Tensor, values: Tensor) -> EncodedRows:
-    """Features as rows that a file keeps as they are, whatever the codec of other rows.
-
-    Args:
-        indices: int32 [n, places]; -1 in a place without a feature.
-        values: float32 [n, places].
-    """
-    rows = torch.cat([indices.float(), values], dim=1)
-    packing = Packing(make_codec("none", rows.shape[1], torch.float32))
-    return EncodedRows(packing.codec, packing.pack(rows))
-
-
-def read_features(request: CapturedRequest, name: str) -> SparseFeatures:
-    """The features of one request by their name. Raises KeyError, FileError."""
-    streams = [stream for stream in request.keys() if stream[0] == name + SUFFIX]
-    if len(streams) != 1:
-        known = [site.removesuffix(SUFFIX) for site, _ in request.keys() if site.endswith(SUFFIX)]
-        raise KeyError(
-            f"no features called {shown(name)} were captured; captured are "
-            f"{', '.join(known) or 'none'}"
-        )
-    rows = request[streams[0]]
-    places = rows.shape[1] // 2
-    indices = rows[:, :places].to(torch.int32)
-    return SparseFeatures(SparseRows(indices, rows[:, places:]), request.positions(*streams[0]))
+    from vllm_scope.results.features import SparseFeatures
 
 
 def write_parquet(found: SparseFeatures, path: str | os.PathLike[str]) -> None:
@@ -99,7 +59,7 @@ def export_features(capture: Capture, path: str | Path, name: str) -> int:
 
     def tables() -> Iterator[Table]:
         for request in requests:
-            table = _table(read_features(request, name))
+            table = _table(request.features(name))
             uid = pa.array([request.manifest.uid] * len(table))
             tokens = request.token_ids[torch.tensor(table["position"].to_pylist())]
             yield table.add_column(0, "request", uid).add_column(

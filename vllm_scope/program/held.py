@@ -45,6 +45,7 @@ class Held:
         self.index_of = {column: i for i, column in enumerate(dict.fromkeys(columns))}
         self.key = key, tuple(self.index_of)
         self._layouts: dict[bytes, Layout] = {}
+        self._rows: dict[Widths, TableRows] = {}
 
     @cached_property
     def _columns(self) -> NDArray[np.int32]:
@@ -88,7 +89,12 @@ class Held:
         return [self._compiled.program(column) for column in columns]
 
     def rows(self, widths: Widths) -> TableRows:
-        return self._compiled.op_list.at(self._columns, widths)
+        """The programs as rows of the op table, made once. EngineCore makes those that a worker in
+        its own process uploads, before the thread that launches the model sees the request."""
+        found = self._rows.get(widths)
+        if found is None:
+            found = self._rows[widths] = self._compiled.op_list.at(self._columns, widths)
+        return found
 
     def layout(self, index: int) -> Layout:
         """What a token of a program delivers."""

@@ -11,7 +11,7 @@ batch carries them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -41,6 +41,11 @@ class Widths:
     """
 
     row_bytes: tuple[int, ...]
+
+    @staticmethod
+    def of(row_sizes: Iterable[int], itemsize: int) -> Widths:
+        """Of rows of so many numbers, by kind, of `itemsize` bytes each."""
+        return Widths(tuple(size * itemsize for size in row_sizes))
 
     @cached_property
     def row_slots(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from typing import ClassVar
 import msgspec
 
 from vllm_scope.files import FileOptions, RequestRecord, RequestWriter, open_writer
-from vllm_scope.files.features import SUFFIX, stored_features
+from vllm_scope.files.feature_rows import SUFFIX, stored_features
 from vllm_scope.sinks import Block, Ending, Report
 
 

@@ -12,6 +12,7 @@ harvest.py       counts and figures of a harvest
 parts.py         the JSON of which every view is made
 scope.js         draws the JSON, in a notebook and in a file; scope.css is its style
 static.py        draws it without a script
+checks.py        what the functions refuse
 document.py      what all share: the notebook's output, the widget, the file
 widget.py        the view in a notebook, drawn by scope.js
 

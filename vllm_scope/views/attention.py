@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError, shown
+from vllm_scope.views.checks import numbers_of, texts_of
 from vllm_scope.views.document import Picture
 from vllm_scope.views.parts import Part, cell, choice, colour, grid, legend
 
@@ -44,7 +45,8 @@ def attention_map(
     Raises:
         KeyError: the result has no rows of q and k of this layer.
         ScopeError: rows are missing, or the pattern does not follow from q and k.
-        SpecError: no layer is named, a head that is not there, or too many cells.
+        SpecError: no layer is named, weights that are no numbers of this shape, a head that is
+            not there, tokens that are no texts, or too many cells.
     """
     of_result = hasattr(found, "keys")
     if of_result and layer is None:
@@ -52,20 +54,17 @@ def attention_map(
     given = None if of_result else _weights(found)
     num_heads, queries = _shape_of(found, layer) if given is None else _last(given)
     num_keys = queries[-1] + 1 if queries else 0
-    chosen = list(range(num_heads) if heads is None else heads)
-    for head in chosen:
-        if not 0 <= head < num_heads:
-            raise SpecError(f"heads has {shown(head)}; the layer has heads 0 to {num_heads - 1}.")
+    every, texts = range(num_heads), texts_of(tokens, "tokens")
+    chosen = numbers_of(
+        every if heads is None else heads, "heads", every, f"the layer has heads 0 to {every[-1]}"
+    )
     if len(chosen) * len(queries) * num_keys > MOST_CELLS:
         raise SpecError(
             f"{len(chosen)} heads of {len(queries):,} queries and {num_keys:,} keys are more than "
             f"{MOST_CELLS:,} cells; name fewer heads, or fewer queries."
         )
     weights = _pattern(found, layer, chosen) if given is None else given[chosen]
-    names = [
-        f"{i} {tokens[i]}" if tokens is not None and i < len(tokens) else f"{i}"
-        for i in range(num_keys)
-    ]
+    names = [f"{i} {texts[i]}" if i < len(texts) else f"{i}" for i in range(num_keys)]
     title = "Attention" if layer is None else f"Attention at layer {layer}"
     each = [
         (f"{head}", [_head(of_head, names, queries, f"{title}, head {head}")])
@@ -106,8 +105,13 @@ def _pattern(result: Any, layer: Any, heads: list[int]) -> NDArray[np.float32]:
 
 
 def _weights(found: Any) -> NDArray[np.float32]:
-    weights = np.asarray(found, np.float32)
-    if weights.ndim != 3 or weights.shape[1] > weights.shape[2]:
+    try:
+        weights = np.asarray(found, np.float32)
+    except (TypeError, ValueError, RuntimeError):  # ragged lists, other objects, a GPU's tensor
+        raise SpecError(
+            f"found is {shown(found)}; it is a result with q and k, or weights on the CPU."
+        ) from None
+    if weights.ndim != 3 or 0 in weights.shape or weights.shape[1] > weights.shape[2]:
         raise SpecError(
             f"weights have the shape {list(weights.shape)}; it is [heads, queries, keys], with no "
             "more queries than keys."

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError
 from vllm_scope.saes.max_activating import MaxActivating, Strong
+from vllm_scope.views.checks import expect, labels_of, numbers_of, texts_of
 from vllm_scope.views.document import View
 from vllm_scope.views.parts import Part, bars, legend, section, text
 from vllm_scope.views.strip import TokenStrip
@@ -84,19 +85,22 @@ def feature_page(
         title, intro: plain text; `intro` is a list of paragraphs.
 
     Raises:
-        SpecError: a number that is not of a feature, or no feature is active.
+        SpecError: `found` is no table, a number that is not of a feature, or no feature is active.
     """
-    labels = labels or {}
+    expect(
+        isinstance(found, MaxActivating), "found", found,
+        "a MaxActivating, such as load_max_activating(path) returns",
+    )  # fmt: skip
+    expect(callable(decode), "decode", decode, "a function, such as lambda i: decode([i])")
+    labels, paragraphs = labels_of(labels), texts_of(intro, "intro")
+    is_count = isinstance(strongest, int) and strongest >= 1
+    expect(is_count, "strongest", strongest, "a whole number, at least 1")
     if features is None:
         often = np.argsort(-found.num_active, kind="stable")[:MOST_FEATURES]
         named = [i for i in labels if 0 <= i < found.num_features]
         features = list(dict.fromkeys([*named, *often[found.num_active[often] > 0].tolist()]))
-    for index in features:
-        if not 0 <= index < found.num_features:
-            raise SpecError(
-                f"features has {shown(index)}; the SAE has features 0 to "
-                f"{found.num_features - 1:,}."
-            )
+    there = range(found.num_features)
+    features = numbers_of(features, "features", there, f"the SAE has features 0 to {there[-1]:,}")
     if not features:
         raise SpecError("no feature is active at any token; there is nothing to show.")
     facts = (
@@ -110,7 +114,7 @@ def feature_page(
         )
     texts: dict[int, str] = {}
     some = [_feature(found, i, labels.get(i, ""), strongest, decode, texts) for i in features]
-    return FeaturePage(title, [*intro, facts], some)
+    return FeaturePage(title, [*paragraphs, facts], some)
 
 
 def _feature(

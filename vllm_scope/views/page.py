@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from vllm_scope.errors import SpecError
 from vllm_scope.views import parts
+from vllm_scope.views.checks import expect, texts_of
 from vllm_scope.views.document import View
 from vllm_scope.views.parts import Part
 from vllm_scope.views.strip import TokenStrip, score_legend
@@ -50,13 +51,17 @@ def token_page(
         strips: in their order; or heading -> the strips below it.
 
     Raises:
-        SpecError: there is no strip, or their thresholds differ.
+        SpecError: there is no strip, something that is no strip, or their thresholds differ.
     """
     groups = strips if isinstance(strips, Mapping) else {"": strips}
+    for group in groups.values():
+        is_list = isinstance(group, Sequence)
+        is_so = is_list and all(isinstance(one, TokenStrip) for one in group)
+        expect(is_so, "strips", strips, "a list of what token_strip returns, or heading -> list")
     thresholds = {strip.threshold for group in groups.values() for strip in group}
     if len(thresholds) != 1:
         raise SpecError(
             f"the strips have {len(thresholds)} thresholds; a page has one legend, so pass at "
             "least one strip, and strips of one threshold."
         )
-    return TokenPage(title, groups, intro)
+    return TokenPage(title, groups, texts_of(intro, "intro"))

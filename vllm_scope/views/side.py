@@ -12,6 +12,7 @@ from difflib import SequenceMatcher
 import numpy as np
 
 from vllm_scope.errors import SpecError
+from vllm_scope.views.checks import expect, texts_of
 from vllm_scope.views.document import Picture
 from vllm_scope.views.parts import Part, side, text
 from vllm_scope.views.strip import TokenStrip, score_legend, token_strip
@@ -31,12 +32,10 @@ def side_by_side(
         names: of the two.
 
     Raises:
-        SpecError: as token_strip, or the thresholds differ.
+        SpecError: a list that has not texts alone, the thresholds differ, or not two names.
     """
-    strips = [
-        one if isinstance(one, TokenStrip) else token_strip(one, [np.nan] * len(one))
-        for one in (plain, other)
-    ]
+    expect(len(texts_of(names, "names")) == 2, "names", names, "a name for each of the two")
+    strips = [_strip_of(plain, "plain"), _strip_of(other, "other")]
     one, two = strips
     if one.threshold != two.threshold:
         raise SpecError(
@@ -61,3 +60,10 @@ def side_by_side(
     if any(np.isfinite(strip.scores).any() for strip in strips):
         about.append(score_legend(one.threshold, spread))
     return Picture(title, [*about, side(each)])
+
+
+def _strip_of(given: TokenStrip | Sequence[str], name: str) -> TokenStrip:
+    if isinstance(given, TokenStrip):
+        return given
+    texts = texts_of(given, name)
+    return token_strip(texts, [np.nan] * len(texts))

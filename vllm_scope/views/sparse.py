@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm_scope.errors import SpecError
+from vllm_scope.views.checks import expect, labels_of, numbers_of, texts_of
 from vllm_scope.views.document import Picture
 from vllm_scope.views.parts import Part, cell, grid, legend, text
 
@@ -30,10 +32,16 @@ def lens_grid(
         found: layer -> its tokens, such as `out.scope.lens["lens"]`.
         tokenizer: with `decode`, such as `llm.get_tokenizer()`; None shows token ids.
         tokens: the text of each token of prompt and answer, from position 0.
-        positions: which are shown; None: the first 64.
+        positions: which are shown, of those that are there; None: the first 64.
+
+    Raises:
+        SpecError: `found` is no lens, tokens are no texts, or the lens has none of the positions.
     """
+    is_lens = isinstance(found, Mapping) and all(hasattr(one, "top") for one in found.values())
+    expect(is_lens, "found", found, "layer -> tokens, such as out.scope.lens['lens']")
     known = {layer: set(one.positions.tolist()) for layer, one in found.items()}
     shown, facts = _chosen(set().union(*known.values()), positions)
+    texts = texts_of(tokens, "tokens")
 
     def text_of(token: int) -> str:
         return f"{token}" if tokenizer is None else repr(tokenizer.decode([token]))
@@ -47,7 +55,7 @@ def lens_grid(
         return cell(name, None if math.isnan(share) else round(share, 3), lines)
 
     cells = [[cell_at(layer, position) for layer in found] for position in shown]
-    names = [_name(position, tokens) for position in shown]
+    names = [_name(position, texts) for position in shown]
     table = grid(
         names, map(str, found), cells, ("position", "layer"),
         "The likeliest next token by position and layer", "words",
@@ -70,10 +78,18 @@ def feature_list(
         found: `SparseFeatures`, such as `out.scope.features["toy"]`.
         tokens: the text of each token of prompt and answer, from position 0.
         labels: a word or two about a feature, by its number.
-        positions: which are shown; None: the first 64.
+        positions: which are shown, of those that are there; None: the first 64.
         strongest: how many features of each.
+
+    Raises:
+        SpecError: `found` has no features, tokens are no texts, it has none of the positions, or
+            `strongest` is below 1.
     """
-    labels = labels or {}
+    is_sparse = hasattr(found, "tokens") and hasattr(found, "top")
+    expect(is_sparse, "found", found, "SparseFeatures, such as out.scope.features['toy']")
+    labels, texts = labels_of(labels), texts_of(tokens, "tokens")
+    is_count = isinstance(strongest, int) and strongest >= 1
+    expect(is_count, "strongest", strongest, "a whole number, at least 1")
     shown, facts = _chosen(set(found.tokens.tolist()), positions)
     top = [found.top(position)[:strongest] for position in shown]
     largest = max((value for some in top for _, value in some if math.isfinite(value)), default=0)
@@ -83,7 +99,7 @@ def feature_list(
         named = [(f"{i} {labels[i]}" if i in labels else f"{i}", value) for i, value in some]
         row = [cell(f"{name}: {value:.3g}", _part(value, largest)) for name, value in named]
         cells.append([*row, *[None] * (width - len(row))])
-    names = [_name(position, tokens) for position in shown]
+    names = [_name(position, texts) for position in shown]
     ranks = [f"{rank + 1}" for rank in range(width)]
     table = grid(names, ranks, cells, ("position", "rank"), repr(found), "words")
     scale = legend("0", f"{largest:.3g}", "a feature's value", up=True)
@@ -93,7 +109,11 @@ def feature_list(
 def _chosen(there: set[int], asked: Sequence[int] | None) -> tuple[list[int], list[Part]]:
     """The positions that are shown, and a paragraph if some are not."""
     if asked is not None:
-        return [position for position in asked if position in there], []
+        found = [position for position in numbers_of(asked, "positions") if position in there]
+        ends = f"are at positions {min(there)} to {max(there)}" if there else "are at no position"
+        if not found:
+            raise SpecError(f"positions has none of these tokens, which {ends}.")
+        return found, []
     every = sorted(there)
     if len(every) <= MOST_POSITIONS:
         return every, []
@@ -102,9 +122,8 @@ def _chosen(there: set[int], asked: Sequence[int] | None) -> tuple[list[int], li
     ]
 
 
-def _name(position: int, tokens: Sequence[str] | None) -> str:
-    known = tokens is not None and position < len(tokens)
-    return f"{position} {tokens[position]}" if tokens is not None and known else f"{position}"
+def _name(position: int, texts: Sequence[str]) -> str:
+    return f"{position} {texts[position]}" if position < len(texts) else f"{position}"
 
 
 def _part(value: float, largest: float) -> float | None:

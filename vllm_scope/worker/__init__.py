@@ -1,6 +1,8 @@
 """What a worker does around each forward. Does not import vLLM.
 
-plan.py        from a batch to the program of each row and its slots in the arena
+plan.py        from a batch to the program of each token
+planned.py     the requests with taps, as columns
+step_plan.py   the programs of a step's rows and their slots in the arena
 arena.py       a ring of rows in device memory
 drain.py       from the arena to host memory and labelled batches, on its own thread and stream
 packer.py      rows gathered, and worked on by heads, on their way out of the arena

@@ -1,9 +1,9 @@
 """Per-step plan: which batch rows get which program, and which arena slots.
 
-Owns:  the requests with taps, and the arithmetic from token positions to rows.
+Owns:  Planner, and the arithmetic from token positions to rows.
 Runs:  in every worker, before the forward. CPU only, no device sync.
 From:  program.compiler (per request), engine.worker.runners (StepBatch).
-To:    tap.tables (row -> program, slot), drain (labels of the rows).
+To:    step_plan (which puts the rows in order).
 
 Promise: a plan is a pure function of the requests and the batch. A step without such requests
 costs one dict test. Decode rows are planned by array arithmetic; only prompt tokens, and
@@ -14,105 +14,23 @@ msgspec.Structs (batch.labels says why).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from vllm_scope.batch.by_position import Ints
-from vllm_scope.batch.labels import Labels, StepBatch
+from vllm_scope.batch.labels import StepBatch
 from vllm_scope.errors import ScopeError
 from vllm_scope.graph.tap.tables import MOST_OWNERS, Tables
 from vllm_scope.program.compiled import Column
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.held import Held
-from vllm_scope.program.layout import Layout
 from vllm_scope.program.operations import NO_LOG, NO_PROGRAM, LogRange
+from vllm_scope.worker.planned import Holding, Requests, find_ids
+from vllm_scope.worker.step_plan import PlannedTokens, StepPlan, plan_of
 from vllm_scope.worker.walks import Walks
-
-
-class StepPlan(msgspec.Struct, frozen=True, eq=False):
-    """The programs of one step's rows, and their slots relative to the step's first.
-
-    Attributes:
-        rows: int64 [num_rows], batch rows with a program, ascending.
-        program_ids: int32 [num_rows].
-        owners: int32 [num_rows], the number under which a fault is reported; 0 for none.
-        offsets: int64 [num_rows], first slot of each row's token, from 0.
-        num_slots: of all rows, in the arena.
-        num_delivered: of all rows, encoded.
-        delivers: bool [num_rows], the rows that `labels` describe.
-        walks: rows whose gates have states, and their walks; None if there are none. The next
-            step has the same object if it has the same rows.
-    """
-
-    rows: Ints
-    program_ids: NDArray[np.int32]
-    owners: NDArray[np.int32]
-    offsets: Ints
-    num_slots: int
-    num_delivered: int
-    delivers: NDArray[np.bool_]
-    labels: Labels
-    optimistic: bool
-    walks: tuple[Ints, NDArray[np.int32]] | None = None
-
-
-class _Holding(NamedTuple):
-    """Programs that the tables hold for a request.
-
-    Attributes:
-        since: the first position that they are for: 0, or that of a change.
-        ids: int32 [len(held)], as `Tables.hold` returns them.
-    """
-
-    since: int
-    held: Held
-    ids: NDArray[np.int32]
-
-
-def _find(
-    program: RequestProgram, columns: Sequence[Column], holdings: Sequence[_Holding]
-) -> NDArray[np.int32] | None:
-    """The ids of a program's columns, [len(columns)]; None if not all of them are held together."""
-    for _, held, ids in holdings:
-        if program.made(held) and (at := held.find(columns)) is not None:
-            return ids[at]
-    return None
-
-
-@dataclass
-class _Requests:
-    """The requests as columns, so that a decode step is array arithmetic.
-
-    Attributes:
-        index_of: request -> its index in the columns.
-        first_fixed: from this position on, all tokens have the program id `generated`, if
-            `generated_fixed`.
-        held: index -> the programs that the request holds while it runs.
-    """
-
-    index_of: dict[str, int] = field(default_factory=dict)
-    free: list[int] = field(default_factory=list)
-    programs: dict[int, RequestProgram] = field(default_factory=dict)
-    key: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    first_fixed: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    owner: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
-    generated: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
-    generated_fixed: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
-    held: dict[int, list[_Holding]] = field(default_factory=dict)
-
-    def take(self) -> int:
-        if not self.free:
-            old = len(self.key)
-            new = max(64, 2 * old)
-            for name in ("key", "first_fixed", "owner", "generated", "generated_fixed"):
-                setattr(self, name, np.resize(getattr(self, name), new))
-            self.free = list(range(new - 1, old - 1, -1))
-        return self.free.pop()
 
 
 @dataclass
@@ -150,7 +68,7 @@ class Planner:
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
-        self._requests = _Requests()
+        self._requests = Requests()
         self._walks = Walks()
         #: Changes when a request comes or goes, or a stage of it begins.
         self._version = 0
@@ -223,23 +141,23 @@ class Planner:
         requests.programs[index] = whole
         known = requests.held[index]
         # What held from there on holds no more.
-        self._release([one for one in known if one.since >= first])
-        requests.held[index] = [one for one in known if one.since < first] + new
+        self._release(one for one in known if one.since >= first)
+        requests.held[index] = (*(one for one in known if one.since < first), *new)
         requests.first_fixed[index], requests.generated[index] = first, generated
 
     def _hold(
         self, since: int, program: RequestProgram, held: Held | None,
-        known: Sequence[_Holding] = (),
-    ) -> tuple[list[_Holding], int]:  # fmt: skip
+        known: Sequence[Holding] = (),
+    ) -> tuple[tuple[Holding, ...], int]:  # fmt: skip
         """Hold programs while a request runs, with that of all generated tokens, which may be known
         already: those that are new, and the id of all generated tokens."""
         # Frees programs that only the last step used.
         self._tables.begin_step()
-        new = [] if held is None else [_Holding(since, held, self._tables.hold(held))]
+        new = () if held is None else (Holding(since, held, self._tables.hold(held)),)
         if not program.generated_is_uniform:
             return new, NO_PROGRAM
         columns = [program.superset_column()]
-        found = _find(program, columns, (*known, *new))
+        found = find_ids(program, columns, (*known, *new))
         if found is None:
             held = program.held([columns[0].tobytes()])
             try:
@@ -247,10 +165,10 @@ class Planner:
             except Exception:
                 self._release(new)
                 raise
-            new.append(_Holding(since, held, found))
+            new = (*new, Holding(since, held, found))
         return new, int(found[0])
 
-    def _release(self, holdings: Iterable[_Holding]) -> None:
+    def _release(self, holdings: Iterable[Holding]) -> None:
         for one in holdings:
             self._tables.release_set(one.held)
 
@@ -278,17 +196,17 @@ class Planner:
         if index is None:
             return
         program, known = requests.programs[index].told(firsts), requests.held[index]
-        new: list[_Holding] = []
+        new: tuple[Holding, ...] = ()
         generated = NO_PROGRAM
         try:
             # Tokens before the last change may be computed again.
             for since, one in program.parts:
                 more, generated = self._hold(since, one, None, known)
-                new += more
+                new = (*new, *more)
         except Exception:
             self._release(new)
             raise
-        known += new
+        requests.held[index] = (*known, *new)
         requests.programs[index], requests.generated[index] = program, generated
         requests.first_fixed[index] = program.first_fixed
         self._version += 1
@@ -349,22 +267,24 @@ class Planner:
             index
         ]
 
-        parts = _Parts()
         easy = in_columns & (requests.generated[index] != NO_PROGRAM)
-        parts.add_columns(
-            index[easy], requests.generated[index[easy]],
-            first_row[easy], first_position[easy], count[easy],
-        )  # fmt: skip
+        parts = [
+            PlannedTokens.of_requests(
+                index[easy], requests.generated[index[easy]],
+                first_row[easy], first_position[easy], count[easy],
+            )
+        ]  # fmt: skip
         failures: list[tuple[str, ScopeError]] = []
         for i in np.flatnonzero(~in_columns):
             try:
                 ids = self._ids(
                     int(index[i]), int(first_position[i]), int(count[i]), batch.optimistic
                 )
-                parts.add_tokens(int(index[i]), ids, int(first_row[i]), int(first_position[i]))
+                row, position = int(first_row[i]), int(first_position[i])
+                parts.append(PlannedTokens.of_one(int(index[i]), ids, row, position))
             except ScopeError as error:
                 failures.append((batch.req_ids[int(reading[i])], error))
-        found = parts.build(requests, self._tables, batch.optimistic)
+        found = plan_of(parts, requests, self._tables, batch.optimistic)
         if found is not None and self._walks:
             found = replace(found, walks=self._walks.rows(index, first_row, count))
         if found is not None and in_columns.all() and not batch.optimistic and count.max() == 1:
@@ -384,78 +304,16 @@ class Planner:
                 columns, of_tokens = [one.superset_column()], np.zeros(length, np.int64)
             else:
                 columns, of_tokens = one.distinct_at(start, length)
-            ids = _find(one, columns, held)
+            ids = find_ids(one, columns, held)
             if ids is None:
                 ids = np.array([self._id_of(one, column, held) for column in columns], np.int32)
             found.append(ids[of_tokens])
         return found[0] if len(found) == 1 else np.concatenate(found)
 
-    def _id_of(self, program: RequestProgram, column: Column, held: Sequence[_Holding]) -> int:
+    def _id_of(self, program: RequestProgram, column: Column, held: Sequence[Holding]) -> int:
         """The id of one program, which is kept for this step if the request does not hold it."""
-        found = _find(program, [column], held)
+        found = find_ids(program, [column], held)
         if found is not None:
             return int(found[0])
         one = program.program(column)
         return NO_PROGRAM if one is None else self._tables.program_id(one)
-
-
-class _Parts:
-    """Collects the tokens of a step, then puts them in row order."""
-
-    def __init__(self) -> None:
-        #: (rows, positions, indices of the requests, program ids), [n] each.
-        self._parts: list[tuple[Ints, Ints, Ints, NDArray[np.int32]]] = []
-
-    def add_columns(
-        self, index: Ints, ids: NDArray[np.int32], row: Ints, position: Ints, count: Ints
-    ) -> None:
-        if index.size == 0:
-            return
-        if int(count.max()) > 1:
-            within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
-            index, ids = np.repeat(index, count), np.repeat(ids, count)
-            row, position = np.repeat(row, count) + within, np.repeat(position, count) + within
-        self._parts.append((row, position, index, ids))
-
-    def add_tokens(self, index: int, ids: NDArray[np.int32], row: int, position: int) -> None:
-        """Add a request's tokens, of consecutive rows and positions. Those without a program are
-        left out."""
-        at = np.flatnonzero(ids != NO_PROGRAM)
-        if at.size:
-            self._parts.append(
-                (row + at, position + at, np.full(len(at), index, np.int64), ids[at])
-            )
-
-    def build(self, requests: _Requests, tables: Tables, optimistic: bool) -> StepPlan | None:
-        if not self._parts:
-            return None
-        rows, positions, index, ids = map(np.concatenate, zip(*self._parts, strict=True))
-        if len(self._parts) > 1:
-            order = np.argsort(rows, kind="stable")
-            rows, positions, index, ids = rows[order], positions[order], index[order], ids[order]
-        owners, slots = requests.owner[index], tables.num_slots[ids]
-        ends = np.cumsum(slots)
-        delivers = slots > 0
-        rows_of, ids_of = rows, ids
-        if not delivers.all():
-            rows_of, ids_of = rows[delivers], ids[delivers]
-            positions, index = positions[delivers], index[delivers]
-        layout_of, layouts = _layouts(ids_of, tables)
-        labels = Labels(requests.key[index], positions, layout_of, layouts, rows_of)
-        size = int(ends[-1])
-        delivered = int(tables.num_delivered[ids].sum()) if labels.encodes else size
-        return StepPlan(
-            rows, ids, owners, ends - slots, size, delivered, delivers, labels, optimistic
-        )
-
-
-def _layouts(
-    ids: NDArray[np.int32], tables: Tables
-) -> tuple[NDArray[np.int32], tuple[Layout, ...]]:
-    """The index of each program's layout, int32 [n], and the distinct layouts."""
-    if len(ids) and (ids == ids[0]).all():  # the usual case
-        return np.zeros(len(ids), np.int32), (tables.layout_of(int(ids[0])),)
-    distinct, program_of = np.unique(ids, return_inverse=True)
-    places: dict[Layout, int] = {}
-    layout_of = [places.setdefault(tables.layout_of(int(i)), len(places)) for i in distinct]
-    return np.array(layout_of, np.int32)[program_of], tuple(places)

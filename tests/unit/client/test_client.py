@@ -23,7 +23,7 @@ from vllm_scope.client import (
     UnreachableError,
     Verdict,
 )
-from vllm_scope.client.answers import parse_scope
+from vllm_scope.client.parsing import parse_scope
 from vllm_scope.client.transport import Events
 from vllm_scope.control import Decided
 from vllm_scope.request.media import BINARY
@@ -204,12 +204,14 @@ def test_a_handle_is_fetched_and_its_file_deleted():
 def test_the_body_has_the_scope_the_options_and_the_model():
     server = Server(completions={"choices": []})
     server.client(base_url="http://x/v1/").complete(
-        ["a", "b"], Read("embed"), max_tokens=3, scope_tensors="handle", vllm_xargs={"other": 1}
-    )
+        ["a", "b"], Read("embed"), max_tokens=3, scope_tensors="handle", scope_more=1,
+        vllm_xargs={"other": 1},
+    )  # fmt: skip
     assert str(server.requests[-1].url) == "http://x/v1/completions"
     xargs = server.body["vllm_xargs"]
     assert json.loads(xargs.pop("scope"))["reads"][0]["site"] == "embed"
-    assert xargs == {"scope_tensors": "handle", "other": 1}
+    # The server refuses what it does not know of them.
+    assert xargs == {"scope_tensors": "handle", "scope_more": 1, "other": 1}
     assert server.body["model"] == "the-model"
     assert (server.body["prompt"], server.body["max_tokens"]) == (["a", "b"], 3)
 

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from vllm_scope import Ablate, Add, Spec, SpecError
+from vllm_scope.control import controller as module
 from vllm_scope.control.controller import MOST_WAITING, Change, Controller, Observation
 
 V = [1.0, 2.0]
@@ -273,3 +274,10 @@ def test_it_does_not_wait_on_its_engines_event_loop():
             controller.close(keep=True)
         engine.on_its_loop = False
     assert engine.get() is None
+
+
+def test_what_is_no_engine_is_refused(monkeypatch):
+    monkeypatch.setattr(module, "_finders", [])
+    one = Controller(lambda *_: None, {"calm": CALM}, bounds={"calm": (0.0, 1.0)})
+    with pytest.raises(SpecError, match=r"'llm' is no engine with vllm-scope; give a vllm.LLM"):
+        one.on("llm")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from vllm_scope import Add, Read, Spec
 from vllm_scope.core import news as module
 from vllm_scope.core.news import Entrant, Heard, StepNews, Told
+from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.ticket import Recipient
 
@@ -67,6 +68,9 @@ def test_a_worker_in_the_same_process_takes_the_spec_as_it_is():
     told, here, elsewhere = Told(), Heard(), Heard()
     asked, news = _asked(0, 1.0), StepNews()
     number = told.number_of(asked, news)
+    program = RequestProgram.compile(asked, SITES, frozenset(SITES.boundaries), 2, [5, 6])
+    held = news.held["r"] = program.held(program.columns(3))
+    assert (news.held, _send(news).held) == ({"r": held}, {})
     here.take(news)
     elsewhere.take(_send(news))
     assert here[number] is asked

@@ -34,7 +34,9 @@ from vllm_scope.engine.model import foreign_connector
 from vllm_scope.engine.params import TICKET
 from vllm_scope.program.block_keys import BlockKeys
 from vllm_scope.program.compiler import OVERSHOOT
+from vllm_scope.program.layout import Widths
 from vllm_scope.program.operations import Cost
+from vllm_scope.program.table_rows import OpList
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.ticket import Recipient, Ticket, travelling
@@ -55,7 +57,7 @@ def _core(most: Cost | None = None) -> CoreScope:
     made.num_stages = 1
     made.most = most or Cost(100, 100, 100)
     made.everywhere, made.connector = Resolved(), None
-    made.sums = SumsRoom(SITES, 1)
+    made.sums, made.widths = SumsRoom(SITES, 1), None
     return made
 
 
@@ -151,6 +153,22 @@ def test_requests_of_the_same_spec_share_what_it_means():
         assert found[0].asked is found[1].asked
     alone = [engine.enter(_request()) for _ in range(2)]
     assert alone[0].asked is alone[1].asked
+
+
+@pytest.mark.parametrize("widths", [Widths((16,)), None], ids=["in-this-process", "elsewhere"])
+def test_programs_for_a_worker_in_this_process_are_made_when_the_request_enters(
+    widths, monkeypatch
+):
+    made, original = [], OpList.at
+    monkeypatch.setattr(OpList, "at", lambda *args: made.append(args[2]) or original(*args))
+    engine = _core()
+    engine.widths = widths
+    edits = [Add(V, layer=0, scale=i + 1.0, tokens=[i]) for i in range(8)]
+    held = engine.enter(_request(*edits)).held
+    assert made == ([] if widths is None else [widths])
+    if widths is not None:  # the worker's thread makes none
+        assert held.rows(widths).num_ops == held.num_ops
+        assert made == [widths]
 
 
 def test_the_servers_edits_concern_plain_requests_too():

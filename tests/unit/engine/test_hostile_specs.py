@@ -19,7 +19,7 @@ import torch
 from tests.unit.engine.test_requests import Processor, State
 from vllm_scope import ScopeError
 from vllm_scope.batch.labels import StepBatch
-from vllm_scope.core.news import Heard, StepNews, Told
+from vllm_scope.core.news import Heard, StepNews, Told, packed_of
 from vllm_scope.core.registry import Registry
 from vllm_scope.engine.frontend import requests as frontend
 from vllm_scope.engine.frontend.connection import Connection, connections
@@ -29,20 +29,22 @@ from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.graph.tap.tables import FREE_PROGRAMS, HELD_OPS, HELD_PROGRAMS, Tables
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import Widths
+from vllm_scope.program.table_rows import OpList
 from vllm_scope.request.sites import Sites
 from vllm_scope.results.inbox import inbox
 from vllm_scope.worker.plan import Planner
 
 HIDDEN, LAYERS, PROMPT, MAX_TOKENS = 64, 8, 3000, 200
 SITES = Sites(LAYERS, HIDDEN, "float32", tuple(range(2 * LAYERS + 1)))
+WIDTHS = Widths((4 * HIDDEN,))
 LONGEST = 1 << 20
 NUM_SPECS = 1000
 #: Seconds of CPU: of one callback of the event loop; of one request's admission, on the thread that
-#: runs the model, for each 1,000 operations that it holds there, begun ones included.
+#: runs the model.
 MOST_OF_A_CALLBACK, MOST_OF_AN_ADMISSION = 0.005, 0.001
 #: A worker in another process than EngineCore's also unpacks and compiles the spec on that thread.
-#: The line is 1 ms there too, and it does not hold: of 181 requests 80 kept to it, and the slowest
-#: took 4.6 ms. This is not the line. It only shows that nothing takes much longer than that.
+#: The line is 1 ms there too, and it does not hold: of 181 requests 110 kept to it, and the slowest
+#: took 3.8 ms. This is not the line. It only shows that nothing takes much longer than that.
 NO_SLOWER_ELSEWHERE = 0.006
 
 
@@ -179,36 +181,53 @@ class Engine:
 def entered() -> tuple[list[Any], list[float], int]:
     """(the requests that entered, CPU seconds of the slowest callback of each, refusals)."""
     slowest, requests, refused = [], [], 0
-    run = asyncio.Handle._run
+    run, took = asyncio.Handle._run, [0.0]
 
     def timed(self: asyncio.Handle) -> None:
         began = time.thread_time()
         run(self)
-        slowest[-1] = max(slowest[-1], time.thread_time() - began)
+        took[0] = max(took[0], time.thread_time() - began)
+
+    async def add(engine: Engine, name: str, text: str) -> Any:
+        """The request; None if it is refused."""
+        params = SimpleNamespace(
+            extra_args={"scope": text}, n=1, max_tokens=MAX_TOKENS,
+            output_kind=SimpleNamespace(name="DELTA"),
+        )  # fmt: skip
+        try:
+            return await frontend._add_async(Engine.add_request, engine, name, "prompt", params)
+        except ScopeError:
+            return None
+        finally:
+            state: State | None = engine.output_processor.request_states.pop(name, None)
+            known = None if state is None else runs.of(state)
+            if known is not None:
+                inbox().forget(known.pending)
 
     async def all_of(texts: list[str]) -> None:
         nonlocal refused
         engine = Engine()
         for i, text in enumerate(texts):
-            params = SimpleNamespace(
-                extra_args={"scope": text}, n=1, max_tokens=MAX_TOKENS,
-                output_kind=SimpleNamespace(name="DELTA"),
-            )  # fmt: skip
-            slowest.append(0.0)
-            try:
-                task = frontend._add_async(Engine.add_request, engine, str(i), "prompt", params)
-                requests.append(await task)
-            except ScopeError:
+            each = []
+            # Other processes take the core's caches away.
+            while not each or (min(each) > MOST_OF_A_CALLBACK and len(each) < 5):
+                await asyncio.sleep(0)  # a callback of its own
+                took[0] = 0.0
+                request = await add(engine, f"{i}-{len(each)}", text)
+                await asyncio.sleep(0)
+                each.append(took[0])
+            slowest.append(min(each))
+            if request is None:
                 refused += 1
-            state: State | None = engine.output_processor.request_states.pop(str(i), None)
-            known = None if state is None else runs.of(state)
-            if known is not None:
-                inbox().forget(known.pending)
+            else:
+                requests.append(request)
 
     texts = specs()
+    gc.freeze()  # this process's many objects; vLLM's server does the same
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asyncio.Handle, "_run", timed)
         asyncio.run(all_of(texts))
+    gc.unfreeze()
     return requests, slowest, refused
 
 
@@ -217,32 +236,35 @@ def test_no_callback_of_the_event_loop_takes_long(entered):
     print(f"\n{len(requests)} entered, {refused} were refused; slowest {1e3 * max(slowest):.2f} ms")
     assert len(requests) > 50
     assert refused > 500
-    # Another process may take the core's caches away once.
-    assert sorted(slowest)[-3] < MOST_OF_A_CALLBACK, sorted(slowest)[-5:]
+    assert max(slowest) < MOST_OF_A_CALLBACK, sorted(slowest)[-5:]
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["in-one-process", "elsewhere"])
-def test_the_thread_that_runs_the_model_admits_each_quickly(entered, elsewhere):
+def test_the_thread_that_runs_the_model_admits_each_quickly(entered, elsewhere, monkeypatch):
     requests, _, _ = entered
     registry = Registry(SITES)
     tables = Tables(
-        SITES.boundaries, 16, HIDDEN, Widths((4 * HIDDEN,)), torch.device("cpu"), 64.0,
+        SITES.boundaries, 16, HIDDEN, WIDTHS, torch.device("cpu"), 64.0,
         HELD_PROGRAMS + FREE_PROGRAMS,
     )  # fmt: skip
     planner, here, took, over = Planner(tables), frozenset(SITES.boundaries), [], []
     gc.disable()  # of this process's many objects; vLLM freezes those of its processes
     for i, request in enumerate(requests):
         asked, _ = registry.resolve(ticket_of(request.sampling_params))
-        ids, columns, num_ops = [1] * PROMPT, (), 0
+        ids, columns, made = [1] * PROMPT, (), None
         # As in EngineCore, before the request is scheduled.
         whole = RequestProgram.compile(asked, SITES, here, PROMPT, ids)
         if asked.edits or asked.probes:
             columns = whole.columns(PROMPT + MAX_TOKENS)
-            num_ops = whole.held(columns).cost.ops if asked.edits else 0
+            made = whole.held(columns, packed_of(asked)[0].digest)
+            if asked.edits and not made.few:
+                made.rows(WIDTHS)
 
-        def admit(asked=asked, ids=ids, columns=columns, name=str(i)) -> float:
+        def admit(asked=asked, ids=ids, columns=columns, made=made, name=str(i)) -> float:
             told, heard, news = Told(), Heard(), StepNews()
             number = told.number_of(asked, news)
+            if made is not None:
+                news.held[name] = made
             if elsewhere:
                 news = pickle.loads(pickle.dumps(news))
             began = time.thread_time()
@@ -250,18 +272,21 @@ def test_the_thread_that_runs_the_model_admits_each_quickly(entered, elsewhere):
             program = RequestProgram.compile(heard[number], SITES, here, PROMPT, ids)
             held = None
             if program.has_vectors:
-                held = program.held(columns, heard.digest_of(number))
+                held = news.held.get(name) or program.held(columns, heard.digest_of(number))
             planner.add_request(name, int(name), program, held)
             tables._flush()
             found = time.thread_time() - began
             planner.finish_request(name)
             return found
 
+        # Without more work than to write what is made.
+        if not elsewhere:
+            monkeypatch.setattr(OpList, "at", lambda *args: pytest.fail("made by the thread"))
         # Other processes take the core's caches away.
         took.append(min(admit() for _ in range(5)))
-        most = NO_SLOWER_ELSEWHERE if elsewhere else MOST_OF_AN_ADMISSION * (1 + num_ops // 1000)
-        if took[-1] > most:
-            over.append((took[-1], num_ops))
+        monkeypatch.undo()
+        if took[-1] > (NO_SLOWER_ELSEWHERE if elsewhere else MOST_OF_AN_ADMISSION):
+            over.append((took[-1], 0 if made is None else made.num_ops))
     gc.enable()
     print(f"\nslowest admissions, ms: {[round(1e3 * x, 2) for x in sorted(took)[-5:]]}; "
           f"median {1e3 * sorted(took)[len(took) // 2]:.2f}; "
@@ -273,7 +298,7 @@ def test_the_thread_that_runs_the_model_plans_each_prompt_quickly(entered):
     requests, _, _ = entered
     registry, here, took = Registry(SITES), frozenset(SITES.boundaries), []
     tables = Tables(
-        SITES.boundaries, PROMPT, HIDDEN, Widths((4 * HIDDEN,)), torch.device("cpu"), 64.0,
+        SITES.boundaries, PROMPT, HIDDEN, WIDTHS, torch.device("cpu"), 64.0,
         HELD_PROGRAMS + FREE_PROGRAMS,
     )  # fmt: skip
     planner, ids = Planner(tables), [1] * PROMPT

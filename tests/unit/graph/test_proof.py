@@ -300,3 +300,28 @@ def test_a_router_runs_once_and_returns_rows_of_the_models_dtype(dtype, times, w
     found = find_faults(anatomy, {}, watch, torch.float32).wrong_sites
     expected = {} if words is None else {"router_logits": f"the router of {words}"}
     assert found == expected
+
+
+@pytest.mark.parametrize("keys", [4, 8], ids=["as-configured", "repeated"])
+def test_rows_inside_the_attention_are_as_wide_as_configured(keys):
+    class Attention(nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return torch.zeros_like(query)
+
+    class Calling(Part):
+        def forward(self, x: Tensor) -> Tensor:
+            # As vLLM's Transformers backend calls it: hooks do not run.
+            attention.forward(torch.zeros(2, 2, 4), torch.zeros(2, keys), value=torch.zeros(2, 4))
+            return super().forward(x)
+
+    attention, model = Attention(), Model(SumLayer)
+    model.layers["1"].mlp = Calling(1.0)
+    layers = {int(number): layer for number, layer in model.layers.items()}
+    anatomy = Anatomy(layers, NUM_LAYERS, SUM, "layers", attention={1: attention})
+    with torch.inference_mode(), Watch(anatomy) as watch:
+        model()
+    assert "forward" not in vars(attention)
+    sizes = {"q": 8, "k": 4, "v": 4, "z": 8}
+    found = find_faults(anatomy, {}, watch, torch.float32, sizes).wrong_sites
+    words = "its rows at layer 1 have 8 numbers, and 4 by the model's configuration"
+    assert found == ({} if keys == 4 else {"k": words})

@@ -18,7 +18,7 @@ import torch
 from tests.unit.roads import SITES
 from vllm_scope import Moments, Probe, Read, Spec, SpecError, scope
 from vllm_scope.batch.by_position import Part
-from vllm_scope.client.answers import parse_scope
+from vllm_scope.client.parsing import parse_scope
 from vllm_scope.engine.frontend.connection import connections
 from vllm_scope.engine.http import serving as http
 from vllm_scope.errors import CapacityError

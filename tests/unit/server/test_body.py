@@ -15,8 +15,8 @@ from fastapi.testclient import TestClient
 
 from vllm_scope import ScopeError
 from vllm_scope.batch.sparse import SparseRows
-from vllm_scope.client.answers import parse_scope
 from vllm_scope.client.frames import Frame, Frames
+from vllm_scope.client.parsing import parse_scope
 from vllm_scope.errors import FileError
 from vllm_scope.request.media import BINARY
 from vllm_scope.results.budget import asking

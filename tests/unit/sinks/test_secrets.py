@@ -54,9 +54,9 @@ def test_a_wrong_configuration_is_logged_without_its_values(body):
 def test_vllms_log_of_its_arguments_has_no_token(caplog, monkeypatch):
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_scope.engine import plugin
+    from vllm_scope.engine import plugin, wrapping
 
-    startup = plugin.startup_module()
+    (startup, *_) = wrapping.owners("redact_sensitive_args")
     monkeypatch.setattr(startup, "redact_sensitive_args", startup.redact_sensitive_args)
     monkeypatch.setattr(startup.logger, "level", logging.INFO)
     plugin.wrap_log()

@@ -34,6 +34,7 @@ from vllm_scope.graph.tap.tables import capacity
 from vllm_scope.program.block_keys import BlockKeys
 from vllm_scope.program.compiler import OVERSHOOT, RequestProgram
 from vllm_scope.program.held import Held
+from vllm_scope.program.layout import Widths
 from vllm_scope.program.lens_rows import num_lens_rows
 from vllm_scope.program.operations import Cost, LogRange
 from vllm_scope.request.resolve_edits import check_stages
@@ -66,6 +67,12 @@ class CoreScope:
         self.everywhere = global_reads(config, self.sites)
         self.policies = config.policy_configs()
         self.most = capacity(self.sites.vector_size, config.vectors_mib)
+        #: Of the worker in this process, which uploads the table rows that are made here; None if
+        #: workers run elsewhere.
+        self.widths: Widths | None = None
+        if vllm_config.parallel_config.distributed_executor_backend == "uni":
+            itemsize = vllm_config.model_config.dtype.itemsize
+            self.widths = Widths.of(self.sites.row_sizes, itemsize)
 
     def learn(self, replies: Iterable[Described]) -> None:
         """Take what the workers found out about the model when it was loaded: where it changes the
@@ -146,7 +153,7 @@ class CoreScope:
         columns = program.columns(len(ids) + max_tokens + OVERSHOOT)
         if not vectors:
             return None, columns, Cost()
-        held, reserve = program.held(columns), Cost()
+        held, reserve = program.held(columns, packed_of(asked)[0].digest), Cost()
         if asked.policy is not None and asked.scaled:
             most = self.policies[asked.policy.name].options.most_changes
             reserve = program.cost_of_change(columns) * most
@@ -156,6 +163,8 @@ class CoreScope:
                 f"with the server's edits the request takes {cost}; this engine has "
                 f"{self.most}. Edit or probe fewer places, or send it again when they are gone."
             )
+        if self.widths is not None and not held.few:
+            held.rows(self.widths)  # here, and not on the thread that launches the model
         return held, columns, reserve
 
     def check_edits(self, text: str | None) -> None:

@@ -204,6 +204,8 @@ def _schedule(
                 _log_of(self, new.req_id, known.logged),
                 *kept_of(self, request, known.asked, new.num_computed_tokens),
             )  # fmt: skip
+            if known.held is not None:
+                news.held[new.req_id] = known.held
     # With Model Runner V2 they are among the new ones.
     for req_id in (*output.scheduled_cached_reqs.resumed_req_ids, *news.entrants):
         known = entered(self.requests[req_id])

@@ -1,6 +1,7 @@
 """In vLLM's front-end: requests in, results out.
 
 connection.py   what the workers can read, asked once, and the check of a spec against it
+checks.py       what a request may ask of an engine
 requests.py     seams on LLMEngine and AsyncLLM: a request's spec, checked and opened
 ahead.py        vectors that travel to EngineCore once, before the requests that use them
 prepared.py     the check of a large request, outside the event loop

@@ -1,7 +1,6 @@
 """What an engine can do, asked once; and the check of a request against it.
 
-Owns:  Connection, how it is made (every worker gets the address of this process's inbox), and
-       the checks of a spec against it.
+Owns:  Connection, and how it is made: every worker gets the address of this process's inbox.
 Runs:  in the front-end: when the first request with a spec comes, and for each such request.
 To:    prepared, requests.
 
@@ -14,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,19 +23,23 @@ import numpy as np
 from vllm_scope.config import ScopeConfig
 from vllm_scope.control.policy_options import Loaded, checked
 from vllm_scope.engine.beside import Beside
+from vllm_scope.engine.frontend.checks import (
+    actions_of,
+    check_lenses,
+    check_room,
+    check_sinks,
+    check_tokens,
+)
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import AsyncLLM, Engine, LLMEngine
 from vllm_scope.engine.worker.replies import Connected, Module
 from vllm_scope.engine.worker.sizes import Limits
-from vllm_scope.errors import ScopeError, SpecError, shown
-from vllm_scope.program.compiler import OVERSHOOT, RequestProgram
-from vllm_scope.program.lens_rows import num_lens_rows
-from vllm_scope.request.actions import MEMORY
+from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.heads import Strongest
 from vllm_scope.request.resolve_edits import check_stages
 from vllm_scope.request.resolved import Resolved, Vectors
-from vllm_scope.request.selectors import Ids, Selector, Tokens
+from vllm_scope.request.selectors import Ids
 from vllm_scope.request.sites import Place, Sites
 from vllm_scope.request.spec import Meanings, Spec
 from vllm_scope.results.inbox import inbox
@@ -155,17 +158,18 @@ class Connection:
             SpecError: a token that it cannot have, more than this engine could ever hold,
                 or a destination that the operator did not set up.
         """
-        _check_tokens(asked, ids, max(len(ids) + max_tokens - 2, len(ids) - 1), self.limits)
+        check_tokens(asked, ids, max(len(ids) + max_tokens - 2, len(ids) - 1), self.limits)
         most_changes = 0
         if asked.policy is not None:
             most_changes = checked(asked.policy, self.policies).most_changes
         # If actions are for whole phases, their room does not depend on the prompt.
         alike = asked.uniform and not asked.num_states and len(ids) > 0
         if not alike or asked.__dict__.get("_has_room") is not self.limits:
-            _check_room(asked, ids, max_tokens, self, most_changes if asked.scaled else 0)
+            most = most_changes if asked.scaled else 0
+            check_room(asked, ids, max_tokens, self.sites, self.limits, most)
             if alike:
                 asked.__dict__["_has_room"] = self.limits
-        _check_sinks(asked, self)
+        check_sinks(asked, self.sinks)
         if asked.watched and self.num_stages > 1:
             one = asked.watched[0]
             does = "stops its request" if one.stops else "is the first stage of another probe"
@@ -175,14 +179,14 @@ class Connection:
                 "pipeline_parallel_size 1."
             )
         check_stages(asked, self.num_stages)
-        for where, one in _actions(asked, "features"):
+        for where, one in actions_of(asked, "features"):
             place = one.cells[0].place
             if one.lens is not None and place.boundary in self.no_lens:
                 raise SpecError(
                     f"{where}.layers has {place.layer}, where this engine cannot apply its model's "
                     f"lens: {self.no_lens[place.boundary]}."
                 )
-        _check_lenses(asked, ids, max_tokens, self.lens_rows)
+        check_lenses(asked, ids, max_tokens, self.lens_rows)
         if not self.encodes and any(
             type(cell.bank) is Strongest for one in asked.features for cell in one.cells
         ):
@@ -309,140 +313,3 @@ def needs_connection(engine: Engine) -> bool:
         late = known.generation != inbox().generation
         return bool(late and time.monotonic() >= known.retry_at)
     return config_of(engine.vllm_config) is not None
-
-
-# What a request may ask
-
-
-#: Fields of a Resolved whose actions may name a sink.
-_TAKEN = ("reads", "probes", "features")
-
-
-def _check_sinks(asked: Resolved, connection: Connection) -> None:
-    """Raises SpecError for a destination that the operator did not set up, or that does not take
-    what goes there."""
-    for name in _TAKEN:
-        for where, action in _actions(asked, name):
-            if action.to == MEMORY:
-                continue
-            if action.to not in connection.sinks:
-                there = ", ".join([MEMORY, *connection.sinks])
-                raise SpecError(
-                    f"{where}.to is {shown(action.to)}; this engine has {there}. Its "
-                    "operator sets up others in additional_config['scope'].sinks."
-                )
-            takes = connection.sinks[action.to]
-            # A sink that takes scores takes what a lens tells.
-            is_lens = name == "features" and action.lens is not None
-            if ("probes" if is_lens else name) not in takes:
-                what = "tokens of a lens" if is_lens else name
-                kinds = " and ".join(kind for kind in takes if kind in _TAKEN)
-                raise SpecError(
-                    f"{where}.to is {shown(action.to)}, which takes {kinds}, not "
-                    f"{what}; let them go to memory, or to a plugin that takes them."
-                )
-            some = name == "features" and action.whole_sae is None
-            if some and "some features" not in takes:
-                raise SpecError(
-                    f"{where}.to is {shown(action.to)}, which takes all features of an SAE; leave "
-                    "out indices and threshold, or let it go to memory."
-                )
-            if asked.edits and "edits" not in takes:
-                raise SpecError(
-                    f"{where}.to is {shown(action.to)}, which takes nothing of a request with "
-                    "edits, because rows behind an edit are not the model's own; leave out the "
-                    "edits, or let it go to memory."
-                )
-
-
-def _actions(asked: Resolved, name: str) -> Iterator[tuple[str, Any]]:
-    """The path that the caller typed, and the action, of one field of a Resolved."""
-    for i, action in enumerate(getattr(asked, name)):
-        lens = getattr(action, "lens", None)
-        # Of several layers, an edit is one for each layer, and so is a lens.
-        i = action.number if name == "edits" else i
-        yield (f"{name}[{i}]" if lens is None else f"lens[{lens[1]}]"), action
-
-
-def _check_tokens(asked: Resolved, ids: Ids, last: int, limits: Limits) -> None:
-    """Raises SpecError if a selector cannot mean a token of this request."""
-    for name in ("reads", "probes", "edits", "features", "moments"):
-        checked: set[Selector] = set()
-        for path, action in _actions(asked, name):
-            if action.tokens in checked:
-                continue
-            checked.add(action.tokens)
-            where = f"{path}.tokens"
-            action.tokens.check(len(ids), last, where)
-            if name != "edits":
-                continue
-            action.tokens.check_decided(len(ids), ids, last, where)
-            positions = {p + len(ids) if p < 0 else p for p in action.positions}
-            if len(positions) < len(action.positions):
-                raise SpecError(f"{path}.positions names a position twice.")
-            if limits.optimistic and sum(p >= len(ids) for p in positions) > 1:
-                raise SpecError(
-                    f"{path}.positions has several generated tokens, and this engine decodes "
-                    "speculatively: which position a row has is not known when it is replaced. "
-                    "Replace tokens of the prompt, or start without speculation."
-                )
-            if limits.optimistic and not action.tokens.uniform:
-                tokens = Tokens.running(np.arange(len(ids), last + 1), len(ids), ids)
-                chosen = action.tokens.select(tokens).certain
-                if chosen.any() and not chosen.all():
-                    raise SpecError(
-                        f"{where} picks some of the generated tokens, and this engine decodes "
-                        "speculatively: which position a row has is not known when it is "
-                        "edited. Take all of them, or start without speculation."
-                    )
-
-
-def _check_lenses(asked: Resolved, ids: Ids, max_tokens: int, most: int) -> None:
-    """Raises SpecError if the request's lenses are of more rows than one request may have."""
-    rows = num_lens_rows(asked, ids, max_tokens)
-    if rows > most:
-        raise SpecError(
-            f"the lenses of the request are of {rows:,} rows (tokens x layers, with max_tokens "
-            f"{max_tokens:,}); this engine takes at most {most:,} "
-            "(additional_config['scope'].lens_rows). Name fewer tokens or layers, or give a "
-            "smaller max_tokens."
-        )
-
-
-def _check_room(
-    asked: Resolved, ids: Ids, max_tokens: int, connection: Connection, most_changes: int
-) -> None:
-    """Raises SpecError for a request that this engine could never hold.
-
-    Args:
-        most_changes: how often its policy may change scales.
-    """
-    sites, limits = connection.sites, connection.limits
-    encodes = any(read.encoding for read in asked.reads)
-    if asked.edits or asked.banked or asked.moments or len(asked.reads) > 1 or encodes:
-        program = RequestProgram.compile(asked, sites, frozenset(sites.boundaries), len(ids), ids)
-        columns = program.columns(len(ids) + max_tokens + OVERSHOOT, drafts=False)
-        every = *columns, *program.superset_columns()
-        held = program.held(every)
-        delivered = held if limits.optimistic else program.held(columns)
-        excess = limits.excess(*delivered.layouts)
-        if excess is not None:
-            raise SpecError(
-                f"the request delivers too much at once ({excess}); read fewer layers or "
-                "features, or start the engine with a larger additional_config['scope'].arena_mib."
-            )
-        states = asked.num_states * (max_tokens + OVERSHOOT)
-        if states > limits.states:
-            raise SpecError(
-                f"the states of the request's gates take {states:,} places for {max_tokens:,} "
-                f"tokens; this engine has {limits.states:,}. Ask for fewer tokens, or raise "
-                "additional_config['scope'].states_mib."
-            )
-        cost = held.cost
-        if most_changes:
-            cost += program.cost_of_change(every) * most_changes
-        if (program.has_vectors or asked.banked) and not cost.fits(limits.capacity):
-            raise SpecError(
-                f"the request takes {cost}; this engine has {limits.capacity}. Edit or probe fewer "
-                "places, or raise additional_config['scope'].vectors_mib."
-            )

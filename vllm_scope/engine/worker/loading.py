@@ -83,7 +83,7 @@ def load_taps(
     dtype = vllm_config.model_config.dtype
     captured = vllm_config.compilation_config.cudagraph_capture_sizes or [0]
     sizes = Sizes(
-        Widths(tuple(size * dtype.itemsize for size in sites.row_sizes)),
+        Widths.of(sites.row_sizes, dtype.itemsize),
         sites.boundaries,
         int(vllm_config.scheduler_config.max_num_batched_tokens),
         max(captured),

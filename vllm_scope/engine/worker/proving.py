@@ -28,7 +28,7 @@ from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.graph.anatomy.proof import Findings, find_faults
 from vllm_scope.graph.anatomy.tapped import norm_of, refused_site
 from vllm_scope.graph.anatomy.watched import Watch
-from vllm_scope.request.sites import Place, Sites
+from vllm_scope.request.sites import ATTENTION_SITES, Place, Sites
 
 logger = logging.getLogger("vllm.vllm_scope")
 
@@ -97,7 +97,8 @@ def _findings(
     try:
         with set_current_vllm_config(config), _uncompiled(runner), watch:
             runners.dummy_forward(runner, version, lambda: None, num_tokens)
-        return find_faults(anatomy, _middles(anatomy, sites), watch, config.model_config.dtype)
+        middles, dtype = _middles(anatomy, sites), config.model_config.dtype
+        return find_faults(anatomy, middles, watch, dtype, _attention_sizes(anatomy, sites))
     except CompatError:
         raise
     except Exception:  # the model may be right
@@ -106,6 +107,15 @@ def _findings(
             "and was not compared with numbers.", exc_info=True,
         )  # fmt: skip
         return None
+
+
+def _attention_sizes(anatomy: Anatomy, sites: Sites) -> dict[str, int]:
+    """Site inside the attention -> numbers of a row, of those with a tap here."""
+    return {
+        site: sites.row_size(site)
+        for site in ATTENTION_SITES
+        if any(Place(site, number).boundary in sites.boundaries for number in anatomy.attention)
+    }
 
 
 def _middles(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:

@@ -14,7 +14,7 @@ from torch import nn
 from vllm_scope.engine.vllm_types import VllmConfig
 from vllm_scope.errors import ConfigError
 from vllm_scope.graph.anatomy.layers import Anatomy
-from vllm_scope.request.sites import ROUTER_SITE, Place, Sites
+from vllm_scope.request.sites import ROUTER_SITE, SITES, Place, Sites
 
 #: Names of the router in a model's layers.
 _NAMES = ("gate", "router", "router_gate")
@@ -29,7 +29,11 @@ def num_experts_of(vllm_config: VllmConfig) -> int:
     """
     found = int(vllm_config.model_config.get_num_experts())
     if found < 1:
-        raise ConfigError(f"{_NAMED}, and this model has no experts. Leave the site out.")
+        others = ", ".join(site for site in SITES if site != ROUTER_SITE)
+        raise ConfigError(
+            f"{_NAMED}, and this model has no experts. Leave the site out; others are {others}. "
+            "'vllm-scope doctor MODEL' says which of them this model has."
+        )
     return found
 
 

@@ -24,7 +24,8 @@ from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.layout import SLOT_BYTES, Widths
 from vllm_scope.transport.ring import Lease
 from vllm_scope.worker.arena import Arena, Region
-from vllm_scope.worker.plan import Planner, StepPlan
+from vllm_scope.worker.plan import Planner
+from vllm_scope.worker.step_plan import StepPlan
 
 logger = logging.getLogger("vllm.vllm_scope")
 

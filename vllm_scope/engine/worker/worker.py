@@ -50,6 +50,7 @@ from vllm_scope.engine.worker.unembedding import check_lens, lens_of
 from vllm_scope.errors import CapacityError, CompatError, ConfigError, ScopeError
 from vllm_scope.graph.tap import op
 from vllm_scope.program.compiler import RequestProgram
+from vllm_scope.program.held import Held
 from vllm_scope.request.heads import LENS, LensKey
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Place
@@ -256,10 +257,16 @@ class ScopeWorker:
             # V2 sends a preempted request again; what it has read stays valid.
             if entrant is not None and request.req_id not in self._entered:
                 self._entered.add(request.req_id)
-                self._add_request(request, entrant)
+                self._add_request(request, entrant, news.held.get(request.req_id))
         self._heard.forget(news)
 
-    def _add_request(self, request: NewRequestData, entrant: Entrant) -> None:
+    def _add_request(
+        self, request: NewRequestData, entrant: Entrant, made: Held | None = None
+    ) -> None:
+        """
+        Args:
+            made: the programs that it holds, if EngineCore runs in this process.
+        """
         assert self._planner is not None
         recipient, vectors = entrant.recipient, True
         # Server-wide edits and global sinks also apply to requests without a recipient.
@@ -298,7 +305,10 @@ class ScopeWorker:
             if key != NOBODY or not program.empty:
                 held = None
                 if program.has_vectors:
-                    held = program.held(entrant.columns, self._heard.digest_of(entrant.spec))
+                    held = made
+                    # EngineCore's programs deliver. Without room to deliver, these do not.
+                    if held is None or not program.made(held):
+                        held = program.held(entrant.columns, self._heard.digest_of(entrant.spec))
                 self._planner.add_request(request.req_id, key, program, held, entrant.logged)
                 assert self._scaling is not None
                 drains = key != NOBODY and self._delivery is not None

@@ -12,15 +12,18 @@ The anatomy is read from source. The recorded rows show where the stream is, ind
 4. resid_post = resid_mid + mlp_out.
 5. What the last layer leaves is what the norm behind the layers gets.
 6. A router runs once, and returns rows of the model's dtype.
+7. Rows of q, k, v and z are as wide as the model's configuration says.
 3 and 4 are of layers that return (hidden, residual). What a norm gets is `hidden`, or its sum with
 `residual` if the norm returns that sum. Rows that are not finite show nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ from torch import Tensor, nn
 from vllm_scope.errors import CompatError
 from vllm_scope.graph.anatomy.convention import Convention
 from vllm_scope.graph.anatomy.layers import Anatomy
+from vllm_scope.graph.anatomy.tapped import fits
 from vllm_scope.graph.anatomy.watched import LayerCall, NormCall, Watch
 from vllm_scope.request.sites import ROUTER_SITE
 
@@ -55,14 +59,16 @@ class Findings:
 
 
 def find_faults(
-    anatomy: Anatomy, middles: Mapping[int, nn.Module], watch: Watch, dtype: torch.dtype
-) -> Findings:
+    anatomy: Anatomy, middles: Mapping[int, nn.Module], watch: Watch, dtype: torch.dtype,
+    sizes: Mapping[str, int] = MappingProxyType({}),
+) -> Findings:  # fmt: skip
     """Compare the rows of a recorded forward.
 
     Args:
         middles: layer number -> the norm before its MLP, of layers where equalities 3 and 4 are
             asked for.
         dtype: the model's.
+        sizes: site inside the attention -> numbers of a row, of those that are tapped.
 
     Raises:
         CompatError: a layer did not run once, or the stream is not where the convention says.
@@ -76,6 +82,8 @@ def find_faults(
         faults.compare()
         for number, rows in watch.routed.items():
             faults.check_router(number, rows, dtype)
+        for number, given in watch.attended.items():
+            faults.check_attention(number, given, sizes)
     else:
         faults.untold["what layers get, as none ran"] = list(calls)
     untold = {what: tuple(layers) for what, layers in faults.untold.items()}
@@ -126,6 +134,17 @@ class _Faults:
         if len(found) == 1:
             words = f"returned rows of {found[0]}, and rows here are of {dtype}"
         self.wrong_sites.setdefault(ROUTER_SITE, f"the router of layer {number} {words}")
+
+    def check_attention(
+        self, number: int, given: Mapping[str, object], sizes: Mapping[str, int]
+    ) -> None:
+        for site, size in sizes.items():
+            rows = given.get(site)
+            if isinstance(rows, Tensor) and not fits(rows, size):
+                self.wrong_sites.setdefault(
+                    site, f"its rows at layer {number} have {math.prod(rows.shape[1:]):,} numbers, "
+                    f"and {size:,} by the model's configuration",
+                )  # fmt: skip
 
     def _compare_branches(self, number: int, entry: Tensor | None, left: Tensor) -> None:
         norm, call = self.middles[number], self.layers[number]

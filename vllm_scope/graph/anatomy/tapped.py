@@ -166,7 +166,7 @@ def tap_rows(
     """
     dtype = module.scope_arena.dtype
     width = size if split is None else split.part
-    if rows is None or not _fits(rows, width) or rows.dtype != dtype:
+    if rows is None or not fits(rows, width) or rows.dtype != dtype:
         came = "nothing" if rows is None else f"rows of {tuple(rows.shape[1:])} {rows.dtype}"
         raise CompatError(f"a tap is given {came}, not rows of {width} {dtype}")
     if rows.stride(-1) != 1:
@@ -181,7 +181,8 @@ def tap_rows(
     return split.own(whole).view(rows.shape)
 
 
-def _fits(rows: Tensor, size: int) -> bool:
+def fits(rows: Tensor, size: int) -> bool:
+    """True if the rows have so many numbers each."""
     # Some models carry a batch dimension of one (Transformers backend).
     batched = rows.shape[-1] == size and rows.dim() == 3 and rows.shape[0] == 1
     return batched or math.prod(rows.shape[1:]) == size

@@ -59,90 +59,132 @@ class LayerCall:
 
 
 class Watch:
-    """Records what a model's layers and norms get and return while it is entered.
+    """Records a model's forward while it is entered, with one recorder for each kind of module.
 
     Attributes:
         layers: layer number -> its call, in the order of layers.
         norms: norm -> its calls: the layers' own, and the one behind them.
         routed: layer number -> what its router returned, of `Anatomy.routers`.
+        attended: layer number -> site -> the rows that its attention is called with or returns, of
+            `Anatomy.attention`.
     """
 
     def __init__(self, anatomy: Anatomy) -> None:
-        self._anatomy = anatomy
+        self._anatomy, self._hooks = anatomy, ExitStack()
         self.layers = {number: LayerCall() for number in sorted(anatomy.layers)}
         self.norms: dict[nn.Module, list[NormCall]] = defaultdict(list)
         self.routed: dict[int, list[object]] = {number: [] for number in sorted(anatomy.routers)}
-        self._handles = ExitStack()
+        self.attended: dict[int, dict[str, object]] = {n: {} for n in sorted(anatomy.attention)}
 
     def __enter__(self) -> Self:
-        norms = [] if self._anatomy.norm_here is None else [self._anatomy.norm_here]
-        for number, layer in self._anatomy.layers.items():
-            names = list(inspect.signature(type(layer).forward).parameters)[1:]
-            self._before(layer, partial(self._enter, number, names))
-            self._after(layer, partial(self._leave, number))
-            for name, child in layer.named_children():
-                self._before(child, partial(self._enter_child, number))
-                norms += [child] if is_norm(name) else []
-        for number, router in self._anatomy.routers.items():
-            self._after(router, partial(self._leave_router, number))
+        anatomy, hooks = self._anatomy, self._hooks
+        norms = [] if anatomy.norm_here is None else [anatomy.norm_here]
+        for number, layer in anatomy.layers.items():
+            _LayerRecorder(self.layers[number], number == min(self.layers)).hook(layer, hooks)
+            norms += [child for name, child in layer.named_children() if is_norm(name)]
         for norm in dict.fromkeys(norms):
-            self._before(norm, self._enter_norm)
-            self._after(norm, self._leave_norm)
+            _NormRecorder(self.norms, norm).hook(hooks)
+        for number, router in anatomy.routers.items():
+            _after(router, partial(_record_router, self.routed[number]), hooks)
+        for number, module in anatomy.attention.items():
+            _record_attention(module, self.attended[number], hooks)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        self._handles.close()
+        self._hooks.close()
 
-    def _before(self, module: nn.Module, hook: Callable[..., Any]) -> None:
-        self._handles.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
-    def _after(self, module: nn.Module, hook: Callable[..., Any]) -> None:
-        self._handles.callback(module.register_forward_hook(hook).remove)
+def _before(module: nn.Module, hook: Callable[..., Any], hooks: ExitStack) -> None:
+    hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+
+def _after(module: nn.Module, hook: Callable[..., Any], hooks: ExitStack) -> None:
+    hooks.callback(module.register_forward_hook(hook).remove)
+
+
+@dataclass
+class _LayerRecorder:
+    """Records one layer. `is_first`: random rows replace those that it gets."""
+
+    call: LayerCall
+    is_first: bool
+
+    def hook(self, layer: nn.Module, hooks: ExitStack) -> None:
+        names = list(inspect.signature(type(layer).forward).parameters)[1:]
+        _before(layer, partial(self._enter, names), hooks)
+        _after(layer, self._leave, hooks)
+        for child in layer.children():
+            _before(child, self._enter_child, hooks)
 
     def _enter(
-        self, number: int, names: list[str], module: nn.Module, args: _Args, kwargs: _Kwargs
+        self, names: list[str], module: nn.Module, args: _Args, kwargs: _Kwargs
     ) -> tuple[_Args, _Kwargs]:
-        call = self.layers[number]
-        call.calls += 1
+        self.call.calls += 1
         given = dict(zip(names, args, strict=False)) | kwargs
         hidden, residual = given.get("hidden_states"), given.get("residual")
         if hidden is None:  # by another name
             hidden = next(iter(_floats(given.values())), None)
-        changed = _noise(hidden, residual) if number == min(self.layers) else {}
+        changed = _noise(hidden, residual) if self.is_first else {}
         hidden, residual = (changed.get(id(x), x) for x in (hidden, residual))
         if isinstance(hidden, Tensor):
-            call.given = hidden.clone(), residual.clone() if isinstance(residual, Tensor) else None
+            other = residual.clone() if isinstance(residual, Tensor) else None
+            self.call.given = hidden.clone(), other
         return (
             tuple(changed.get(id(x), x) for x in args),
             {name: changed.get(id(x), x) for name, x in kwargs.items()},
         )
 
-    def _enter_child(self, number: int, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
-        call = self.layers[number]
-        if call.first is None:
-            call.first = module
+    def _enter_child(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
+        if self.call.first is None:
+            self.call.first = module
 
-    def _leave(self, number: int, module: nn.Module, args: _Args, out: object) -> None:
+    def _leave(self, module: nn.Module, args: _Args, out: object) -> None:
         # Copies: the next norm may write to these tensors.
-        self.layers[number].returned = (
+        self.call.returned = (
             tuple(map(_copied, out)) if isinstance(out, tuple | list) else _copied(out)
         )
 
-    def _leave_router(self, number: int, module: nn.Module, args: _Args, out: object) -> None:
-        self.routed[number].append(out[0] if isinstance(out, tuple) else out)
 
-    def _enter_norm(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
+@dataclass
+class _NormRecorder:
+    """Records one norm. A norm that does not run has no entry in `norms`."""
+
+    norms: dict[nn.Module, list[NormCall]]
+    norm: nn.Module
+
+    def hook(self, hooks: ExitStack) -> None:
+        _before(self.norm, self._enter, hooks)
+        _after(self.norm, self._leave, hooks)
+
+    def _enter(self, module: nn.Module, args: _Args, kwargs: _Kwargs) -> None:
         hidden, residual = (*map(_copied, _floats((*args, *kwargs.values()))), None, None)[:2]
         if isinstance(hidden, Tensor):
             other = residual if isinstance(residual, Tensor) else None
-            self.norms[module].append(NormCall(hidden, other))
+            self.norms[self.norm].append(NormCall(hidden, other))
 
-    def _leave_norm(self, module: nn.Module, args: _Args, out: object) -> None:
+    def _leave(self, module: nn.Module, args: _Args, out: object) -> None:
         if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Tensor):
-            self.norms[module][-1].second = out[1].clone()
+            self.norms[self.norm][-1].second = out[1].clone()
+
+
+def _record_router(found: list[object], module: nn.Module, args: _Args, out: object) -> None:
+    found.append(out[0] if isinstance(out, tuple) else out)
+
+
+def _record_attention(module: nn.Module, found: dict[str, object], hooks: ExitStack) -> None:
+    # vLLM's Transformers backend calls `forward` itself, where hooks do not run.
+    original = module.forward
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found.update(q=query, k=key, v=value)
+        out = found["z"] = original(query, key, value, *args, **kwargs)
+        return out
+
+    module.forward = forward
+    hooks.callback(lambda: module.__dict__.pop("forward", None))
 
 
 def _floats(values: Iterable[object]) -> list[Tensor]:

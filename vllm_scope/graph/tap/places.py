@@ -1,6 +1,6 @@
 """Which content each row of a device table has.
 
-Owns:  Places.
+Owns:  Places, and FreePlaces (for contents that are not looked up).
 Runs:  in every worker, on its main thread; writes nothing to the device.
 """
 
@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 Content = TypeVar("Content", bound=Hashable)
 
@@ -100,3 +103,24 @@ class Places(Generic[Content]):
         del self._idle[number]
         del self._numbers[self._contents.pop(number)]
         self._free.append(number)
+
+
+class FreePlaces:
+    """The places that nothing has taken. Thousands are taken by one request, so they are an array.
+
+    Attributes:
+        count: how many they are.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = np.arange(count - 1, -1, -1, dtype=np.int32)
+        self.count = count
+
+    def take(self, count: int) -> NDArray[np.int32]:
+        """Some free places, [count]. The caller has looked whether there are so many."""
+        self.count -= count
+        return self._free[self.count : self.count + count].copy()
+
+    def give_back(self, places: NDArray[np.int32]) -> None:
+        self._free[self.count : self.count + len(places)] = places
+        self.count += len(places)

@@ -44,7 +44,7 @@ from vllm_scope.graph.tap.definition import (
     WORD_IN_TAP,
     WORDS_PER_SLOT,
 )
-from vllm_scope.graph.tap.places import Places
+from vllm_scope.graph.tap.places import FreePlaces, Places
 from vllm_scope.graph.tap.staging import Staging
 from vllm_scope.graph.tap.states import NUM_WALK_COLUMNS
 from vllm_scope.program.held import Held
@@ -156,7 +156,7 @@ class _HeldSet:
 
     ids: NDArray[np.int32]
     numbers: list[int] = field(default_factory=list)
-    ops: list[int] = field(default_factory=list)
+    ops: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     vectors: list[int] = field(default_factory=list)
     single: list[int] = field(default_factory=list)
     holders: int = 0
@@ -233,19 +233,20 @@ class Tables:
         self._sets: dict[Held, _HeldSet] = {}
         #: Program id -> the set that it is of, and its index there.
         self._set_at: dict[int, tuple[Held, int]] = {}
-        self._free_ops = list(range(num_ops - 1, -1, -1))
-        self._ops_of: dict[int, list[int]] = {}
+        self._free_ops = FreePlaces(num_ops)
+        self._ops_of: dict[int, NDArray[np.int32]] = {}
         self._last_used = np.full(num_programs, -1, np.int64)
         self._step = 0
         #: Program id -> arena slots of a token.
         self.num_slots = np.zeros(num_programs, np.int64)
         #: Program id -> slots of a token once its rows are encoded.
         self.num_delivered = np.zeros(num_programs, np.int64)
-        #: The same as on the device, and the places there that are not up to date.
+        #: The same as on the device, and which places there are not up to date.
         self._host_programs = np.full((num_programs, num_taps), -1, np.int32)
         self._host_ops = np.zeros((num_ops, NUM_COLUMNS), np.int32)
-        self._pending_programs: set[int] = set()
-        self._pending_ops: set[int] = set()
+        self._stale_programs = np.zeros(num_programs, bool)
+        self._stale_ops = np.zeros(num_ops, bool)
+        self._is_stale = False
         self._pending_vectors: dict[int, NDArray[np.float32]] = {}
         self._staging, self._walk_staging = Staging(self.tokens), Staging(self.walks)
         self._rows_written = 0
@@ -332,7 +333,7 @@ class Tables:
         except Exception:
             self._vector_places.release_all(vectors)
             raise
-        numbers, ops = self._programs.take(len(exists)), self._take_ops(rows.num_ops)
+        numbers, ops = self._programs.take(len(exists)), self._free_ops.take(rows.num_ops)
         ids = np.full(len(rows.exists), NO_PROGRAM, np.int32)
         ids[exists] = numbers
         of_columns = ids[rows.index]
@@ -343,22 +344,22 @@ class Tables:
         return _HeldSet(of_columns, numbers, ops, vectors)
 
     def _write_rows(
-        self, rows: TableRows, ids: NDArray[np.int32], numbers: list[int], ops: list[int],
-        vectors: list[int],
+        self, rows: TableRows, ids: NDArray[np.int32], numbers: list[int],
+        ops: NDArray[np.int32], vectors: list[int],
     ) -> None:  # fmt: skip
         # The last one stands for none.
-        op_at, vector_at = np.array([*ops, -1], np.int32), np.array([*vectors, -1], np.int32)
+        op_at, vector_at = np.append(ops, np.int32(-1)), np.array([*vectors, -1], np.int32)
         table = np.zeros((len(ops), NUM_COLUMNS), np.int32)
         table[:, _FIXED] = rows.fixed
         table[:, WORD : WORD_IN_TAP + 1] = rows.words
         table[:, VECTOR] = vector_at[rows.vector]
         table[:, NEXT] = op_at[rows.following]
-        self._host_ops[op_at[:-1]] = table
-        self._pending_ops.update(ops)
+        self._host_ops[ops] = table
+        self._stale_ops[ops] = True
         self._host_programs[numbers] = -1
         taps = self._taps_of[rows.head_boundary]
         self._host_programs[ids[rows.head_program], taps] = op_at[rows.heads]
-        self._pending_programs.update(numbers)
+        self._stale_programs[numbers] = self._is_stale = True
         self.num_slots[numbers] = rows.num_slots[rows.exists]
         self.num_delivered[numbers] = rows.num_delivered[rows.exists]
 
@@ -374,7 +375,7 @@ class Tables:
         for number in known.numbers:
             del self._set_at[number]
         self._programs.give_back(known.numbers)
-        self._free_ops += known.ops
+        self._free_ops.give_back(known.ops)
         self._vector_places.release_all(known.vectors)
 
     def release(self, program_id: int) -> None:
@@ -416,7 +417,7 @@ class Tables:
     def _make_room(self, num_programs: int, num_ops: int) -> None:
         """Drop programs that nobody holds and that this step does not use, until there is room."""
         programs = self._programs
-        while programs.num_free < num_programs or len(self._free_ops) < num_ops:
+        while programs.num_free < num_programs or self._free_ops.count < num_ops:
             idle = next((i for i in programs.idle() if self._last_used[i] != self._step), None)
             if idle is None:
                 raise CapacityError(
@@ -424,11 +425,6 @@ class Tables:
                     "finished, or give requests the same reads."
                 )
             self._drop(idle)
-
-    def _take_ops(self, count: int) -> list[int]:
-        first = len(self._free_ops) - count
-        taken, self._free_ops[first:] = self._free_ops[first:], []
-        return taken
 
     def _place(self, program: Program) -> int:
         self._make_room(1, program.num_ops)
@@ -440,15 +436,15 @@ class Tables:
 
     def _drop(self, program_id: int) -> None:
         self._programs.drop(program_id)
-        self._free_ops += self._ops_of.pop(program_id)
+        self._free_ops.give_back(self._ops_of.pop(program_id))
 
     def _write(
         self, program_id: int, program: Program, numbers: list[list[tuple[int, ...]]]
     ) -> None:
         entry = self._host_programs[program_id]
         entry[:] = -1
-        taken = self._take_ops(program.num_ops)
-        free, rows = iter(taken), []
+        taken = self._free_ops.take(program.num_ops)
+        free, rows = iter(taken.tolist()), []
         words = _words_of(program.layout, self._widths)
         for (boundary, ops), numbers_here in zip(program.taps, numbers, strict=True):
             following = -1
@@ -461,11 +457,11 @@ class Tables:
                 ))  # fmt: skip
                 following = at
             entry[self._tap_of[boundary]] = following
-        if taken:
+        if rows:
             self._host_ops[taken] = rows
         self._ops_of[program_id] = taken
-        self._pending_ops.update(taken)
-        self._pending_programs.add(program_id)
+        self._stale_ops[taken] = True
+        self._stale_programs[program_id] = self._is_stale = True
         self.num_slots[program_id] = words.num_slots
         self.num_delivered[program_id] = words.num_delivered
 
@@ -475,24 +471,26 @@ class Tables:
             vectors = self._pending_vectors
             self._send(self.vectors, np.array(list(vectors)), np.array(list(vectors.values())))
             self._pending_vectors.clear()
-        for table, host, pending in (
-            (self.ops, self._host_ops, self._pending_ops),
-            (self.programs, self._host_programs, self._pending_programs),
+        for table, host, stale in (
+            (self.ops, self._host_ops, self._stale_ops),
+            (self.programs, self._host_programs, self._stale_programs),
         ):
-            if pending:
-                places = np.fromiter(pending, np.int64, len(pending))
+            places = np.flatnonzero(stale)
+            if places.size:
                 self._send(table, places, host[places])
-            pending.clear()
+                stale[places] = False
+        self._is_stale = False
 
     def _send(self, table: Tensor, places: NDArray[np.int64], rows: np.ndarray) -> None:
-        index = torch.from_numpy(places)
-        values = torch.as_tensor(rows, dtype=table.dtype)
-        if table.is_cuda:
-            # A copy from pageable memory would wait for the whole stream.
-            index = index.pin_memory().to(self._device, non_blocking=True)
-            values = values.pin_memory().to(self._device, non_blocking=True)
-        table.index_copy_(0, index, values)
         self.num_uploads += 1
+        if not table.is_cuda:
+            # torch's threads would take longer to start than this copy takes.
+            table.numpy()[places] = rows
+            return
+        # A copy from pageable memory would wait for the whole stream.
+        index = torch.from_numpy(places).pin_memory().to(self._device, non_blocking=True)
+        values = torch.as_tensor(rows, dtype=table.dtype).pin_memory()
+        table.index_copy_(0, index, values.to(self._device, non_blocking=True))
 
     # Steps
 
@@ -514,7 +512,7 @@ class Tables:
             slots: first slot of each row's token.
             to_host: True if the slots are in host memory, not in the arena.
         """
-        if self._pending_programs:
+        if self._is_stale:
             self._flush()
         buffer = self._staging.next()
         if buffer.holds is not program_ids or buffer.to_host != to_host:

@@ -1,0 +1,64 @@
+"""The functions of views refuse a wrong argument in one sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.browser import samples
+from vllm_scope.errors import SpecError
+from vllm_scope.views import (
+    attention_map,
+    feature_list,
+    feature_page,
+    lens_grid,
+    side_by_side,
+    token_page,
+    token_strip,
+)
+
+WEIGHTS, STRIP = samples.attention(), token_strip(["a", "b"], [0.0, 1.0])
+FEATURES, LENS = samples.features(), samples.lens()
+
+
+@pytest.mark.parametrize(
+    ("show", "given", "options", "sentence"),
+    [
+        (attention_map, [[["a"]]], {}, r"found is \[\[\['a'\]\]\]; it is a result with q and k"),
+        (attention_map, object(), {}, "found is <object object at .*>; it is a result"),
+        (attention_map, WEIGHTS, {"heads": 1}, "heads is 1; it is a list of whole numbers"),
+        (attention_map, WEIGHTS, {"heads": ["1"]}, r"heads is \['1'\]; it is a list of whole"),
+        (attention_map, WEIGHTS, {"tokens": "abcdef"}, "tokens is 'abcdef'; it is a list of texts"),
+        (attention_map, WEIGHTS, {"tokens": [1]}, r"tokens is \[1\]; it is a list of texts"),
+        (lens_grid, {"lens": LENS}, {}, r"found is \{'lens': .*; it is layer -> tokens"),
+        (lens_grid, LENS, {"positions": [-1]}, r"positions has none of these tokens, which are at"),
+        (lens_grid, LENS, {"positions": 3}, "positions is 3; it is a list of whole numbers"),
+        (lens_grid, LENS, {"tokens": "text"}, "tokens is 'text'; it is a list of texts"),
+        (feature_list, {"toy": FEATURES}, {}, r"found is \{'toy': .*; it is SparseFeatures"),
+        (feature_list, FEATURES, {"positions": [999]}, "positions has none of these tokens"),
+        (feature_list, FEATURES, {"labels": ["x"]}, r"labels is \['x'\]; it is number -> text"),
+        (feature_list, FEATURES, {"strongest": 0}, "strongest is 0; it is a whole number"),
+        (side_by_side, STRIP, {"other": "text"}, "other is 'text'; it is a list of texts"),
+        (side_by_side, STRIP, {"other": 7}, "other is 7; it is a list of texts"),
+        (side_by_side, STRIP, {"other": STRIP, "names": "ab"}, "names is 'ab'; it is a list of"),
+        (side_by_side, STRIP, {"other": STRIP, "names": ["a"]}, "a name for each of the two"),
+        (token_page, "title", {"strips": STRIP}, "strips is TokenStrip.*; it is a list of what"),
+        (token_page, "title", {"strips": {"x": ["a"]}}, "it is a list of what token_strip returns"),
+        (token_page, "t", {"strips": [STRIP], "intro": "x"}, "intro is 'x'; it is a list of texts"),
+        (feature_page, FEATURES, {"decode": str}, "found is .*; it is a MaxActivating"),
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_is_refused_in_one_sentence(show, given, options, sentence):
+    with pytest.raises(SpecError, match=sentence):
+        show(given, **options)
+
+
+def test_a_page_of_features_says_what_is_wrong():
+    table = samples.max_activating()
+    for options, sentence in (
+        ({"decode": "x"}, "decode is 'x'; it is a function"),
+        ({"features": [-1]}, "features has -1; the SAE has features 0 to"),
+        ({"features": 3}, "features is 3; it is a list of whole numbers"),
+        ({"labels": ["x"]}, "labels is"),
+    ):
+        with pytest.raises(SpecError, match=sentence):
+            feature_page(table, **({"decode": str} | options))

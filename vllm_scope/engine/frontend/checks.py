@@ -1,0 +1,156 @@
+"""What a request may ask of an engine: its tokens, its destinations, its lenses, and its room.
+
+Owns:  `check_tokens`, `check_sinks`, `check_lenses`, `check_room`.
+Runs:  in the front-end, for each request with a spec.
+To:    connection.
+
+Promise: each error begins with the path that the caller typed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from vllm_scope.engine.worker.sizes import Limits
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.program.compiler import OVERSHOOT, RequestProgram
+from vllm_scope.program.lens_rows import num_lens_rows
+from vllm_scope.request.actions import MEMORY
+from vllm_scope.request.resolved import Resolved
+from vllm_scope.request.selectors import Ids, Selector, Tokens
+from vllm_scope.request.sites import Sites
+
+#: Fields of a Resolved whose actions may name a sink.
+_TAKEN = ("reads", "probes", "features")
+
+
+def check_sinks(asked: Resolved, sinks: Mapping[str, Collection[str]]) -> None:
+    """Raises SpecError for a destination that the operator did not set up, or that does not take
+    what goes there."""
+    for name in _TAKEN:
+        for where, action in actions_of(asked, name):
+            if action.to == MEMORY:
+                continue
+            if action.to not in sinks:
+                there = ", ".join([MEMORY, *sinks])
+                raise SpecError(
+                    f"{where}.to is {shown(action.to)}; this engine has {there}. Its "
+                    "operator sets up others in additional_config['scope'].sinks."
+                )
+            takes = sinks[action.to]
+            # A sink that takes scores takes what a lens tells.
+            is_lens = name == "features" and action.lens is not None
+            if ("probes" if is_lens else name) not in takes:
+                what = "tokens of a lens" if is_lens else name
+                kinds = " and ".join(kind for kind in takes if kind in _TAKEN)
+                raise SpecError(
+                    f"{where}.to is {shown(action.to)}, which takes {kinds}, not "
+                    f"{what}; let them go to memory, or to a plugin that takes them."
+                )
+            some = name == "features" and action.whole_sae is None
+            if some and "some features" not in takes:
+                raise SpecError(
+                    f"{where}.to is {shown(action.to)}, which takes all features of an SAE; leave "
+                    "out indices and threshold, or let it go to memory."
+                )
+            if asked.edits and "edits" not in takes:
+                raise SpecError(
+                    f"{where}.to is {shown(action.to)}, which takes nothing of a request with "
+                    "edits, because rows behind an edit are not the model's own; leave out the "
+                    "edits, or let it go to memory."
+                )
+
+
+def actions_of(asked: Resolved, name: str) -> Iterator[tuple[str, Any]]:
+    """The path that the caller typed, and the action, of one field of a Resolved."""
+    for i, action in enumerate(getattr(asked, name)):
+        lens = getattr(action, "lens", None)
+        # Of several layers, an edit is one for each layer, and so is a lens.
+        i = action.number if name == "edits" else i
+        yield (f"{name}[{i}]" if lens is None else f"lens[{lens[1]}]"), action
+
+
+def check_tokens(asked: Resolved, ids: Ids, last: int, limits: Limits) -> None:
+    """Raises SpecError if a selector cannot mean a token of this request."""
+    for name in ("reads", "probes", "edits", "features", "moments"):
+        checked: set[Selector] = set()
+        for path, action in actions_of(asked, name):
+            if action.tokens in checked:
+                continue
+            checked.add(action.tokens)
+            where = f"{path}.tokens"
+            action.tokens.check(len(ids), last, where)
+            if name != "edits":
+                continue
+            action.tokens.check_decided(len(ids), ids, last, where)
+            positions = {p + len(ids) if p < 0 else p for p in action.positions}
+            if len(positions) < len(action.positions):
+                raise SpecError(f"{path}.positions names a position twice.")
+            if limits.optimistic and sum(p >= len(ids) for p in positions) > 1:
+                raise SpecError(
+                    f"{path}.positions has several generated tokens, and this engine decodes "
+                    "speculatively: which position a row has is not known when it is replaced. "
+                    "Replace tokens of the prompt, or start without speculation."
+                )
+            if limits.optimistic and not action.tokens.uniform:
+                tokens = Tokens.running(np.arange(len(ids), last + 1), len(ids), ids)
+                chosen = action.tokens.select(tokens).certain
+                if chosen.any() and not chosen.all():
+                    raise SpecError(
+                        f"{where} picks some of the generated tokens, and this engine decodes "
+                        "speculatively: which position a row has is not known when it is "
+                        "edited. Take all of them, or start without speculation."
+                    )
+
+
+def check_lenses(asked: Resolved, ids: Ids, max_tokens: int, most: int) -> None:
+    """Raises SpecError if the request's lenses are of more rows than one request may have."""
+    rows = num_lens_rows(asked, ids, max_tokens)
+    if rows > most:
+        raise SpecError(
+            f"the lenses of the request are of {rows:,} rows (tokens x layers, with max_tokens "
+            f"{max_tokens:,}); this engine takes at most {most:,} "
+            "(additional_config['scope'].lens_rows). Name fewer tokens or layers, or give a "
+            "smaller max_tokens."
+        )
+
+
+def check_room(
+    asked: Resolved, ids: Ids, max_tokens: int, sites: Sites, limits: Limits, most_changes: int
+) -> None:
+    """Raises SpecError for a request that this engine could never hold.
+
+    Args:
+        most_changes: how often its policy may change scales.
+    """
+    encodes = any(read.encoding for read in asked.reads)
+    if asked.edits or asked.banked or asked.moments or len(asked.reads) > 1 or encodes:
+        program = RequestProgram.compile(asked, sites, frozenset(sites.boundaries), len(ids), ids)
+        columns = program.columns(len(ids) + max_tokens + OVERSHOOT, drafts=False)
+        every = *columns, *program.superset_columns()
+        held = program.held(every)
+        delivered = held if limits.optimistic else program.held(columns)
+        excess = limits.excess(*delivered.layouts)
+        if excess is not None:
+            raise SpecError(
+                f"the request delivers too much at once ({excess}); read fewer layers or "
+                "features, or start the engine with a larger additional_config['scope'].arena_mib."
+            )
+        states = asked.num_states * (max_tokens + OVERSHOOT)
+        if states > limits.states:
+            raise SpecError(
+                f"the states of the request's gates take {states:,} places for {max_tokens:,} "
+                f"tokens; this engine has {limits.states:,}. Ask for fewer tokens, or raise "
+                "additional_config['scope'].states_mib."
+            )
+        cost = held.cost
+        if most_changes:
+            cost += program.cost_of_change(every) * most_changes
+        if (program.has_vectors or asked.banked) and not cost.fits(limits.capacity):
+            raise SpecError(
+                f"the request takes {cost}; this engine has {limits.capacity}. Edit or probe fewer "
+                "places, or raise additional_config['scope'].vectors_mib."
+            )

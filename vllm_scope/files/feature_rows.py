@@ -1,0 +1,40 @@
+"""Features as the rows of a stream, as the files of a sink hold them.
+
+Owns:  SUFFIX, `stored_features` and `features_in`.
+Runs:  wherever rows are written (`stored_features`); anywhere for the rest.
+To:    sinks.filesystem (writes), captured (reads).
+
+In a file the features called NAME are the stream `NAME.features`. Its rows are float32 [n,
+2 * places]: first the features' numbers, with -1 in a place without a feature, then their values.
+float32 holds every whole number up to 2^24 = 16,777,216.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_scope.batch.sparse import SparseRows
+from vllm_scope.codecs import make_codec
+from vllm_scope.codecs.packed import EncodedRows, Packing
+
+#: What follows the name of the features in the name of their stream.
+SUFFIX = ".features"
+
+
+def stored_features(indices: Tensor, values: Tensor) -> EncodedRows:
+    """Features as rows that a file keeps as they are, whatever the codec of other rows.
+
+    Args:
+        indices: int32 [n, places]; -1 in a place without a feature.
+        values: float32 [n, places].
+    """
+    rows = torch.cat([indices.float(), values], dim=1)
+    packing = Packing(make_codec("none", rows.shape[1], torch.float32))
+    return EncodedRows(packing.codec, packing.pack(rows))
+
+
+def features_in(rows: Tensor) -> SparseRows:
+    """The features of rows that `stored_features` made."""
+    places = rows.shape[1] // 2
+    return SparseRows(rows[:, :places].to(torch.int32), rows[:, places:])

@@ -1,0 +1,120 @@
+"""The programs and slots of one step's rows, put together from the tokens of its requests.
+
+Owns:  StepPlan; PlannedTokens, some tokens of a step with their programs; `plan_of`.
+Runs:  in every worker, before the forward. CPU only, no device sync.
+From:  plan (which tokens get which program).   To: tap.tables (row -> program, slot), drain
+       (labels of the rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_scope.batch.by_position import Ints
+from vllm_scope.batch.labels import Labels
+from vllm_scope.graph.tap.tables import Tables
+from vllm_scope.program.layout import Layout
+from vllm_scope.program.operations import NO_PROGRAM
+from vllm_scope.worker.planned import Requests
+
+
+class StepPlan(msgspec.Struct, frozen=True, eq=False):
+    """The programs of one step's rows, and their slots relative to the step's first.
+
+    Attributes:
+        rows: int64 [num_rows], batch rows with a program, ascending.
+        program_ids: int32 [num_rows].
+        owners: int32 [num_rows], the number under which a fault is reported; 0 for none.
+        offsets: int64 [num_rows], first slot of each row's token, from 0.
+        num_slots: of all rows, in the arena.
+        num_delivered: of all rows, encoded.
+        delivers: bool [num_rows], the rows that `labels` describe.
+        walks: rows whose gates have states, and their walks; None if there are none. The next
+            step has the same object if it has the same rows.
+    """
+
+    rows: Ints
+    program_ids: NDArray[np.int32]
+    owners: NDArray[np.int32]
+    offsets: Ints
+    num_slots: int
+    num_delivered: int
+    delivers: NDArray[np.bool_]
+    labels: Labels
+    optimistic: bool
+    walks: tuple[Ints, NDArray[np.int32]] | None = None
+
+
+class PlannedTokens(NamedTuple):
+    """Some tokens of a step, [n] each: their rows, positions, the indices of their requests, and
+    their program ids."""
+
+    rows: Ints
+    positions: Ints
+    requests: Ints
+    ids: NDArray[np.int32]
+
+    @staticmethod
+    def of_requests(
+        index: Ints, ids: NDArray[np.int32], row: Ints, position: Ints, count: Ints
+    ) -> PlannedTokens:
+        """All tokens of some requests, each of which has one program for all of them.
+
+        Args:
+            row, position: of the first token of each.
+            count: how many it has.
+        """
+        if index.size and int(count.max()) > 1:
+            within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+            index, ids = np.repeat(index, count), np.repeat(ids, count)
+            row, position = np.repeat(row, count) + within, np.repeat(position, count) + within
+        return PlannedTokens(row, position, index, ids)
+
+    @staticmethod
+    def of_one(index: int, ids: NDArray[np.int32], row: int, position: int) -> PlannedTokens:
+        """A request's tokens, of consecutive rows and positions. Those without a program are left
+        out."""
+        at = np.flatnonzero(ids != NO_PROGRAM)
+        return PlannedTokens(row + at, position + at, np.full(len(at), index, np.int64), ids[at])
+
+
+def plan_of(
+    parts: Sequence[PlannedTokens], requests: Requests, tables: Tables, optimistic: bool
+) -> StepPlan | None:
+    """The plan of these tokens, in the order of rows; None without tokens."""
+    given = [part for part in parts if part.rows.size]
+    if not given:
+        return None
+    rows, positions, index, ids = map(np.concatenate, zip(*given, strict=True))
+    if len(given) > 1:
+        order = np.argsort(rows, kind="stable")
+        rows, positions, index, ids = rows[order], positions[order], index[order], ids[order]
+    owners, slots = requests.owner[index], tables.num_slots[ids]
+    ends = np.cumsum(slots)
+    delivers = slots > 0
+    rows_of, ids_of = rows, ids
+    if not delivers.all():
+        rows_of, ids_of = rows[delivers], ids[delivers]
+        positions, index = positions[delivers], index[delivers]
+    layout_of, layouts = _layouts(ids_of, tables)
+    labels = Labels(requests.key[index], positions, layout_of, layouts, rows_of)
+    size = int(ends[-1])
+    delivered = int(tables.num_delivered[ids].sum()) if labels.encodes else size
+    return StepPlan(rows, ids, owners, ends - slots, size, delivered, delivers, labels, optimistic)
+
+
+def _layouts(
+    ids: NDArray[np.int32], tables: Tables
+) -> tuple[NDArray[np.int32], tuple[Layout, ...]]:
+    """The index of each program's layout, int32 [n], and the distinct layouts."""
+    if len(ids) and (ids == ids[0]).all():  # the usual case
+        return np.zeros(len(ids), np.int32), (tables.layout_of(int(ids[0])),)
+    distinct, program_of = np.unique(ids, return_inverse=True)
+    places: dict[Layout, int] = {}
+    layout_of = [places.setdefault(tables.layout_of(int(i)), len(places)) for i in distinct]
+    return np.array(layout_of, np.int32)[program_of], tuple(places)
