@@ -8,6 +8,7 @@ import torch
 from tests.unit.saes.test_max_activating import documents, table, unique
 from vllm_scope.batch.sparse import SparseRows
 from vllm_scope.compat.vllm_lens.attention import compute_attention_weights
+from vllm_scope.control.activity import OUTCOMES, Activity, Ring, State, Tally
 from vllm_scope.results.features import SparseFeatures
 from vllm_scope.results.lens import LensTokens, TopTokens
 from vllm_scope.saes.max_activating import MaxActivating
@@ -80,3 +81,28 @@ def attention(num_positions: int = 6) -> torch.Tensor:
 
 def max_activating() -> MaxActivating:
     return table(unique(documents(7)))
+
+
+#: When `activity` was told, and the largest values of the requests that its first monitor scored.
+NOW_S = 1_800_000_007.0
+VALUES = [0.1, 0.1, 0.2, 0.3, 0.45, 0.5, 0.55, 0.7, 0.7, 0.9]
+
+
+def activity(name: str = "risky", request_id: str = "cmpl-7") -> Activity:
+    """Of a monitor above 0.5 that scores a request each 20 s, the last one now; and of one that
+    has scored nothing."""
+    clock = iter([NOW_S - 20 * i for i in reversed(range(len(VALUES)))])
+    tally = Tally(0.5, NOW_S - 600, clock=lambda: next(clock))
+    for i, value in enumerate(VALUES):
+        verdict = (3 + i, value) if value > 0.5 else None
+        tally.add(value, f"{request_id}-{i}", 0, verdict)
+    escalations = dict(zip(OUTCOMES, (2, 1, 0, 1), strict=True))
+    found = {
+        name: tally.found("resid_post", "escalate", [2, 5], None, escalations),
+        f"{name}, later": Tally(0.9).found("embed", "flag", [], name, {}),
+    }
+    sinks = {"memory": {"bytes": 1000}, "filesystem": {"rows": 12, "drops": 5, "errors": 1}}
+    state = State(
+        3, 2, 3 << 20, 64 << 20, 1, 2 << 20, 8 << 20, [Ring(4 << 20, 1 << 20, 7.4)], sinks
+    )
+    return Activity(NOW_S, found, state)

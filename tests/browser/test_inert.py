@@ -19,6 +19,7 @@ from vllm_scope.views import (
     feature_list,
     feature_page,
     lens_grid,
+    monitor_page,
     side_by_side,
     token_page,
     token_strip,
@@ -77,6 +78,7 @@ VIEWS: dict[str, View] = {
         features(), lambda i: HOSTILE[i], title=BAD, intro=[BAD], labels=dict(enumerate(HOSTILE))
     ),
     "harvest": harvest(),
+    "monitors": monitor_page(samples.activity(BAD, BAD), title=BAD),
 }  # fmt: skip
 
 

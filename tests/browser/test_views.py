@@ -17,18 +17,21 @@ from vllm_scope.views import (
     feature_list,
     feature_page,
     lens_grid,
+    monitor_page,
     side_by_side,
     token_page,
     token_strip,
 )
 from vllm_scope.views.document import View
+from vllm_scope.views.monitors import time_of
 
 CELLS = """return [...document.querySelectorAll("tbody tr")].map(row =>
   [...row.cells].map(cell => cell.textContent))"""
 TOKENS = "return [...document.querySelectorAll('.tokens .text')].map(t => t.textContent)"
 PARTS = """return [...document.querySelectorAll(arguments[0])].map(item =>
   item.classList.contains("scored") ? Number(item.style.getPropertyValue("--p")) : null)"""
-TITLES = "return [...document.querySelectorAll(arguments[0])].map(item => item.title)"
+SAID = """return [...document.querySelectorAll(arguments[0])].map(item =>
+  item.getAttribute("aria-label"))"""
 BOXES = """return [...document.querySelectorAll(arguments[0])].map(item =>
   item.getBoundingClientRect())"""
 MARKED = """return [...document.querySelectorAll(".tokens .t")].flatMap((item, i) =>
@@ -232,20 +235,96 @@ def test_features_open_and_their_bars_are_the_histogram(shown):
     for section, index in enumerate([3, 5]):
         edges, counts = found.histogram(index)
         bars = f"details:nth-of-type({section + 1}) .bars i"
-        titles = browser.run(TITLES, bars)
         filled = np.flatnonzero(counts)[-1] + 1
-        assert titles == [
+        assert browser.run(SAID, bars) == [
             f"{edges[i]:.4g} to {edges[i + 1]:.4g}: {counts[i]} tokens" for i in range(filled)
         ]
         heights = [box["height"] for box in browser.run(BOXES, bars)]
         wanted = counts[:filled] / counts.max() * max(heights)
         assert heights == pytest.approx(wanted.tolist(), abs=0.5)
         assert max(heights) > 70
-    assert [name for role, name in browser.spoken() if role == "image"] == [
+    lists = [name for role, name in browser.spoken() if role == "listbox"]
+    assert [name for name in lists if name.startswith("Values")] == [
         f"Values above 0 at {found.num_active[i]:,} tokens; the fullest bar has "
         f"{found.histogram(i)[1].max():,} tokens"
         for i in (3, 5)
     ]
+
+
+def test_a_monitors_scores_are_shown_with_the_threshold_between_them(shown):
+    activity = samples.activity()
+    browser = shown(monitor_page(activity))
+    values, bars = samples.VALUES, "details:first-of-type figure:first-of-type .bars"
+    width = activity.monitors["risky"].histogram.width
+    said, boxes = browser.run(SAID, f"{bars} i"), browser.run(BOXES, f"{bars} i")
+    ranges = [tuple(map(float, one.split(":")[0].split(" to "))) for one in said]
+    counts = [sum(low < value <= low + width for value in values) for low, _ in ranges]
+    assert [int(one.split(": ")[1].split()[0]) for one in said] == counts
+    assert sum(counts) == len(values)
+    heights = [count / max(counts) * 80 for count in counts]
+    assert [box["height"] for box in boxes] == pytest.approx(heights, abs=0.5)
+    (line,) = browser.run(BOXES, f"{bars} .mark")
+    assert line["height"] > 70
+    for (low, high), box in zip(ranges, boxes, strict=True):
+        assert low >= 0.5 or high <= 0.5
+        assert box["left"] >= line["right"] if low >= 0.5 else box["right"] <= line["left"]
+    colours = browser.run(COLOURS, f"{bars} i")
+    for (low, _), colour in zip(ranges, colours, strict=True):
+        assert colour == colours[-1 if low >= 0.5 else 0]
+    assert colours[0] != colours[-1]
+    spoken = browser.spoken()
+    assert ("listbox", "Largest value of 10 requests: 4 above the threshold 0.5") in spoken
+    browser.press("Tab", "Tab", "Tab", "End")
+    assert browser.run(TOLD) == said[-1]
+    browser.press("ArrowLeft")
+    assert browser.run(TOLD) == said[-2]
+
+
+COLOURS = """return [...document.querySelectorAll(arguments[0])].map(item =>
+  getComputedStyle(item).getPropertyValue("--above"))"""
+
+
+def test_a_monitors_counts_verdicts_and_the_plugins_state_are_in_tables(shown):
+    activity = samples.activity()
+    browser = shown(monitor_page(activity))
+    tables = browser.run(
+        """return [...document.querySelectorAll("table")].map(table => [...table.tBodies[0].rows]
+        .map(row => [...row.cells].map(cell => cell.textContent)))"""
+    )
+    overview, verdicts, plugin, sinks = tables
+    now = samples.NOW_S
+    minute = (now // 5 - 11) * 5
+    requests = sum(now - 20 * i >= minute // 5 * 5 for i in range(10)) / (now - minute)
+    assert overview == [
+        ["risky", "escalate", "0.5", "10", "4", "40.0%", f"{requests:.3g}", f"{requests:.3g}",
+         "2", "1", "0", "1"],
+        ["risky, later", "flag", "0.9", "0", "0", "-", "0", "0", "", "", "", ""],
+    ]  # fmt: skip
+    assert verdicts == [
+        ["08:00:07", "cmpl-7-9", "0", "12", "0.9", "escalate"],
+        ["07:59:47", "cmpl-7-8", "0", "11", "0.7", "escalate"],
+        ["07:59:27", "cmpl-7-7", "0", "10", "0.7", "escalate"],
+        ["07:59:07", "cmpl-7-6", "0", "9", "0.55", "escalate"],
+    ]
+    assert plugin == [
+        ["running requests that read, probe or edit", "3"],
+        ["requests whose rows are awaited", "2"],
+        ["rows and scores held", "3.0 of 64.0 MiB"],
+        ["files that wait", "1, 2.0 of 8.0 MiB"],
+        ["ring of worker 0", "25.0%, 1.0 of 4.0 MiB, waited 7 ms"],
+    ]
+    assert [row[:5] for row in sinks] == [
+        ["memory", "", "1,000", "", ""], ["filesystem", "12", "", "5", "1"],
+    ]  # fmt: skip
+    each = browser.run(SAID, "details:first-of-type figure:nth-of-type(2) .bars i")
+    filled = [one for one in each if ": 0 requests" not in one]
+    assert len(each) == 60
+    assert filled == [
+        f"{time_of(begin)} to {time_of(begin + 10)}: 1 requests, {int(value > 0.5)} verdicts"
+        for i, value in enumerate(samples.VALUES)
+        for begin in [(now - 20 * (9 - i)) // 10 * 10]
+    ]
+    assert "No score yet." in browser.run("return document.body.innerText")
 
 
 CONTRASTS = """

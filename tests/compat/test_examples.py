@@ -90,6 +90,7 @@ def test_requests_leave_files(llm, monkeypatch, tmp_path):
         "docs/editing.md",
         "docs/control.md",
         "docs/probes.md",
+        "docs/monitors.md",
         "docs/features.md",
         "docs/harvest.md",
         "docs/analysis.md",

@@ -19,6 +19,7 @@ from tests.engine.test_edits import params
 from tests.engine.test_verdicts import PROMPT, record
 from vllm_scope import ConfigError, Probe, Read, SpecError, set_monitors
 from vllm_scope.engine.core import entry
+from vllm_scope.engine.monitors import activity_of
 from vllm_scope.engine.params import TICKET
 
 WEIGHT = numbers(1, 128)
@@ -205,6 +206,11 @@ def test_an_address_is_told_of_verdicts_and_one_that_hangs_delays_nothing(llama,
             "monitor": "outside", "request_id": output.request_id, "completion": 0,
             "position": verdict.position, "value": verdict.value,
         }  # fmt: skip
+        found = activity_of(llm.llm_engine.vllm_config)["outside"]
+        assert (found.action, found.requests, found.verdicts) == ("escalate", 1, 1)
+        (flagged,) = found.recent
+        assert (flagged.request_id, flagged.position) == (output.request_id, verdict.position)
+        assert flagged.value == pytest.approx(verdict.value)
         _Hook.hangs = 3.0
         try:
             started = time.monotonic()
@@ -212,4 +218,7 @@ def test_an_address_is_told_of_verdicts_and_one_that_hangs_delays_nothing(llama,
             assert time.monotonic() - started < 2.5
         finally:
             _Hook.hangs = 0.0
+        escalations = activity_of(llm.llm_engine.vllm_config)["outside"].escalations
+        assert sum(escalations.values()) == 21
+        assert escalations["waiting"] > 0
     server.shutdown()

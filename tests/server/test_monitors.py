@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.browser.browser import MISSING, browsing
 from tests.server.conftest import ADMIN_KEY, API_KEY
-from vllm_scope import Probe, scope
+from vllm_scope import Probe, Read, scope
 from vllm_scope.cli import app
+from vllm_scope.control.activity import MOST_RANGES, MOST_VERDICTS
 
 ADMIN = {"X-Scope-Admin-Key": ADMIN_KEY}
 WEIGHT = np.random.default_rng(0).normal(size=256).tolist()
@@ -146,12 +148,149 @@ def test_metrics_count_them_and_the_command_shows_them(http, server):
     keys = {"VLLM_API_KEY": API_KEY, "VLLM_SCOPE_ADMIN_KEY": ADMIN_KEY, "COLUMNS": "200"}
     done = CliRunner().invoke(app, ["monitor", server.url, "--once"], env=keys)
     assert done.exit_code == 0, done.output
-    _, heading, low, place, escalations = done.output.splitlines()
-    (count,) = re.findall(r'monitor_score_count{monitor="low"} (\d+)', text)
-    assert low.split()[:5] == ["low", "flag", count, count, "100.0%"]
-    assert place.split() == ["resid_post", "2", "above", "-1e+30"]
-    assert "-1 to 2" in heading
-    assert "█" in low
-    assert escalations == "escalations: 0 sent, 0 failed, 0 dropped"
+    heading, low, place, escalations, *told = done.output.splitlines()
+    assert heading.split() == ["monitor", "action", "requests", "verdicts", "flagged", "scores"]
+    assert low.split()[:5] == ["low", "flag", "1", "1", "100.0%"], "since it was set"
+    assert "█" in low.split("│")[1]
+    assert place.split()[:4] == ["resid_post", "2", "above", "-1e+30"]
+    assert escalations == "escalations: 0 sent, 0 failed, 0 dropped, 0 waiting"
+    assert re.match(r"verdict at \S+ UTC: low, \S+ at position 0, flag, cmpl-", told[0])
+    assert any(line.startswith("plugin: ") for line in told)
     refused = CliRunner().invoke(app, ["monitor", server.url], env=keys | {"VLLM_API_KEY": "x"})
     assert (refused.exit_code, "HTTP 401" in refused.output) == (1, True)
+
+
+# What they found
+
+
+@pytest.fixture
+def half(http, client):
+    """A monitor above whose threshold is half of some prompts; the prompts, and their values."""
+    prompts = [f"{i} The capital of Ritova is" for i in range(12)]
+    probe = Probe(WEIGHT, layer=2, name="mine", aggregate="max")
+    outs = [client.complete(prompt, probe, max_tokens=1, temperature=0) for prompt in prompts]
+    values = np.array([out.scope.aggregates["mine"][-1] for out in outs], np.float64)
+    low, high = np.sort(values)[5:7]
+    assert high - low > 1e-3
+    threshold = round(float(low + high) / 2, 5)
+    return FLAG | {"threshold": threshold}, prompts, values
+
+
+def activity(http):
+    response = http.get("/v1/scope/monitors/activity", headers=ADMIN)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def metric(http, name, **labels):
+    text = http.get("/metrics").text
+    told = ",".join(f'{key}="{value}"' for key, value in labels.items())
+    found = re.findall(rf"^vllm_scope_{name}{{{re.escape(told)}}} (\S+)", text, re.M)
+    return float(found[0]) if found else 0.0
+
+
+def test_what_monitors_found_is_what_metrics_count(http, client, server, half):
+    monitor, prompts, values = half
+    put(http, {"half": monitor, "later": FLAG | {"after": "half"}})
+    ids = []
+    for prompt in prompts:
+        body = BODY | {"prompt": prompt, "temperature": 0, "max_tokens": 1}
+        ids.append(http.post("/v1/completions", json=body).json()["id"])
+    above = values > monitor["threshold"]
+    found = activity(http)["monitors"]["half"]
+    assert (found["requests"], found["verdicts"]) == (12, 6)
+    assert found["requests"] == metric(http, "monitor_score_count", monitor="half")
+    assert found["verdicts"] == metric(http, "monitor_verdicts_total", monitor="half")
+    histogram = found["histogram"]
+    for i, count in enumerate(histogram["counts"]):
+        k = histogram["first"] + i
+        low, high = (monitor["threshold"] + (k + j) * histogram["width"] for j in (0, 1))
+        assert count == ((values > low) & (values <= high)).sum()
+    assert sum(histogram["counts"]) == 12
+    flagged = [id for id, is_above in zip(ids, above, strict=True) if is_above]
+    told = [one["request_id"] for one in found["recent"]]
+    assert [one[: len(id)] for one, id in zip(told, flagged[::-1], strict=True)] == flagged[::-1]
+    assert sum(one["requests"] for one in found["slices"]) == 12
+    # A monitor that stays goes on; one that changes begins again, and so do its later stages.
+    put(http, {"half": monitor, "new": FLAG, "later": FLAG | {"after": "half"}})
+    again = activity(http)["monitors"]
+    assert (again["half"]["requests"], again["new"]["requests"]) == (12, 0)
+    assert [again[name]["since_s"] == found["since_s"] for name in ("half", "later")] == [True] * 2
+    put(http, {"half": monitor | {"bias": 1.0}, "later": FLAG | {"after": "half"}})
+    changed = activity(http)["monitors"]
+    assert [changed[name]["since_s"] > found["since_s"] for name in ("half", "later")] == [True] * 2
+    assert (changed["half"]["requests"], changed["half"]["recent"]) == (0, [])
+    assert metric(http, "monitor_score_count", monitor="half") == 12, "those of Prometheus go on"
+
+
+def test_a_flood_of_verdicts_stays_bounded(http):
+    put(http, {"flood": FLAG})
+    for _ in range(3):
+        body = BODY | {"n": 32, "max_tokens": 1, "temperature": 1}
+        assert http.post("/v1/completions", json=body).status_code == 200
+    found = activity(http)["monitors"]["flood"]
+    assert (found["requests"], found["verdicts"]) == (96, 96)
+    assert metric(http, "monitor_verdicts_total", monitor="flood") == 96
+    assert len(found["recent"]) == MOST_VERDICTS
+    assert len(found["histogram"]["counts"]) <= MOST_RANGES
+    assert "Ritova" not in json.dumps(found)
+
+
+def test_the_plugins_state_is_what_the_other_routes_tell(http, client, server):
+    put(http, {"low": FLAG})
+    client.complete("The capital", Read("embed", to="filesystem"), max_tokens=2)
+    kept = client.complete("The capital", Read("embed"), max_tokens=2)
+    assert kept.scope.status == "complete"
+    load, state = server.at_rest(), activity(http)["state"]
+    assert {name: state[name] for name in load} == load
+    assert state["rows_most_bytes"] == 64 << 20
+    (ring,) = state["rings"]
+    assert 0 <= ring["used_bytes"] < ring["num_bytes"]
+    assert state["sinks"]["filesystem"]["rows"] > 0
+    assert state["sinks"]["filesystem"]["drops"] == metric(
+        http, "sink_drops_total", sink="filesystem"
+    )
+
+
+@pytest.mark.parametrize("path", ["activity", "view"])
+def test_nobody_but_the_operator_is_told(path, http, server):
+    put(http, {"low": FLAG})
+    url = f"/v1/scope/monitors/{path}"
+    assert http.get(url).status_code == 401
+    assert http.get(url, headers={"X-Scope-Admin-Key": "wrong"}).status_code == 403
+    with server.http(None) as nobody:
+        assert nobody.get(url, headers=ADMIN).status_code == 401
+        page = nobody.get("/scope/monitors")
+    assert page.status_code == 200
+    assert "low" not in re.findall(r'vllm-scope-data">(.*?)</script>', page.text)[0]
+
+
+@pytest.mark.skipif(bool(MISSING), reason="no page can be looked at without chromium")
+def test_the_page_of_the_server_shows_it(http, server, tmp_path):
+    put(http, {"low": FLAG, "high": FLAG | {"threshold": 1e30}})
+    cells = """return [...document.querySelectorAll("main > figure:first-of-type tbody tr")].map(
+      row => [...row.cells].slice(0, 6).map(cell => cell.textContent))"""
+    with browsing(tmp_path) as browser:
+        browser.forget()
+        browser.load(f"{server.url}/scope/monitors")
+        browser.press("Tab", *API_KEY, "Tab", *ADMIN_KEY, "Enter")
+        browser.until("return document.querySelectorAll('main details').length == 2")
+        assert browser.run(cells)[0] == ["low", "flag", "-1e+30", "0", "0", "-"]
+        (answer,) = [http.post("/v1/completions", json=BODY).json()]
+        browser.until("return document.querySelector('main').textContent.includes('cmpl-')")
+        assert browser.run(cells) == [
+            ["low", "flag", "-1e+30", "1", "1", "100.0%"],
+            ["high", "flag", "1e+30", "1", "0", "0.0%"],
+        ]
+        assert browser.run("return document.body.textContent").count(answer["id"]) == 1
+        asked = set(browser.requests())
+        assert asked == {f"{server.url}{path}" for path in ("/scope/monitors",
+                         "/v1/scope/monitors/view")}  # fmt: skip
+    done = CliRunner().invoke(
+        app, ["monitor", server.url, "--page", str(tmp_path / "page.html")],
+        env={"VLLM_API_KEY": API_KEY, "VLLM_SCOPE_ADMIN_KEY": ADMIN_KEY},
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert answer["id"] in page
+    assert ADMIN_KEY not in page

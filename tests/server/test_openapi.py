@@ -38,7 +38,7 @@ def operations(server):
 @pytest.mark.parametrize("mode", GenerationMode)
 def test_every_route_does_what_its_description_says(mode, operations):
     """With what it allows, and with what it does not."""
-    assert len(operations) == 22
+    assert len(operations) == 24
     checks = CHECKS + ([negative_data_rejection] if mode is GenerationMode.NEGATIVE else [])
     for operation in operations:
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -306,6 +307,18 @@ def test_monitors_that_one_process_has_set_hold_in_all(several):
         out = one.complete(TEXT, max_tokens=2)
         return set(out.raw["choices"][0].get("scope", {"verdicts": {}})["verdicts"])
 
+    def check_activity(names):
+        """Every process tells of the requests of both, once it has heard of them."""
+        end = time.monotonic() + 60
+        for one in clients(several, 8):
+            while True:
+                found = one.activity().monitors
+                assert set(found) == set(names)
+                if all((each.requests, each.verdicts) == (16, 16) for each in found.values()):
+                    break
+                assert time.monotonic() < end, found
+            assert all(len(each.recent) == 16 for each in found.values())
+
     def counted():
         with several.http() as http:
             metrics = http.get("/metrics").text
@@ -317,6 +330,7 @@ def test_monitors_that_one_process_has_set_hold_in_all(several):
             assert [flagged(one) for one in clients(several, 16)] == [
                 {f"monitor/{name}" for name in names}
             ] * 16
+            check_activity(names)
         assert counted() == ["16.0"], "one page has the sum of both processes"
         with ThreadPoolExecutor(6) as threads:
             list(threads.map(put, [[f"at-once-{i}"] for i in range(6)]))

@@ -53,7 +53,7 @@ LISTED = {
     """,
     "vllm_scope.views": """
         FeaturePage Picture TokenPage TokenStrip attention_map feature_list feature_page lens_grid
-        side_by_side token_page token_strip
+        monitor_page side_by_side token_page token_strip
     """,
 }
 #: Module -> the names that the docs and the examples import from it, beside those above.

@@ -220,15 +220,17 @@ def monitor(
     url: Annotated[str, typer.Argument(envvar="VLLM_SCOPE_URL", help="Of the server.")] = _LOCAL,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one table, and end.")] = False,
+    page: Annotated[Path | None, typer.Option(help="A .html file to write, and end.")] = None,
     api_key: ApiKey = None,
     admin_key: Annotated[
         str | None, typer.Option(envvar="VLLM_SCOPE_ADMIN_KEY", help="The operator's key.")
     ] = None,
 ) -> None:
-    """Show a server's monitors, and what they have counted since the server's start.
+    """Show a server's monitors, and what they have found since they were set.
 
     On a terminal the table is refreshed until Ctrl-C. In a pipe it is printed once.
+    The server's /scope/monitors shows the same in a browser.
     """
     from vllm_scope.cli.monitor import monitor as run
 
-    run(url, api_key, admin_key, interval, once)
+    run(url, api_key, admin_key, interval, once, page)

@@ -1,6 +1,6 @@
-"""`vllm-scope monitor`: a server's monitors and what they have counted, as a live table.
+"""`vllm-scope monitor`: a server's monitors and what they have found, as a live table or a page.
 
-What a monitor is comes from /v1/scope/monitors, the counts from /metrics (sinks.metrics).
+The figures are those of /v1/scope/monitors/activity, which the operator's page shows too.
 """
 
 from __future__ import annotations
@@ -8,91 +8,42 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from vllm_scope.cli.remote import printable
+from vllm_scope.control.activity import OUTCOMES, Activity, Flagged, Found, State
 from vllm_scope.errors import ScopeError
+from vllm_scope.views.monitors import fill, mib, monitor_page, share, time_of
 
 if TYPE_CHECKING:
     from vllm_scope.client import ScopeClient
-    from vllm_scope.client.calls import Flow, Response
 
 #: For an answer; the server counts, and computes nothing.
 _TIMEOUT_S = 30.0
 _BARS = " ▁▂▃▄▅▆▇█"
-#: A narrower console gets half as many bars.
+#: A narrower console gets a quarter as many bars; a wider one half as many as there are ranges.
 _WIDE = 100
-_OUTCOMES = ("sent", "failed", "dropped")
-
-
-class Monitor(msgspec.Struct):
-    """A monitor as the server tells it."""
-
-    site: str
-    threshold: float
-    action: str
-    layers: list[int] = []
-    after: str | None = None
-
-
-@dataclass
-class Counts:
-    """What a server has counted of one monitor since it started.
-
-    Attributes:
-        up_to: upper edge of a range of scores -> requests whose score is not above it; inf: all.
-        verdicts: requests above the threshold.
-    """
-
-    up_to: dict[float, int] = field(default_factory=dict)
-    verdicts: int = 0
-
-    @property
-    def requests(self) -> int:
-        return self.up_to.get(math.inf, 0)
-
-    def bins(self) -> list[tuple[float, int]]:
-        """(lower edge, requests) of each range, in order."""
-        found, low, below = [], -math.inf, 0
-        for edge in sorted(self.up_to):
-            found.append((low, self.up_to[edge] - below))
-            low, below = edge, self.up_to[edge]
-        return found
-
-
-@dataclass
-class Look:
-    """One look at a server.
-
-    Attributes:
-        counts: name of a monitor -> its counts. Monitors that were replaced are still there.
-        escalations: outcome -> how many.
-        at: monotonic seconds.
-    """
-
-    monitors: Mapping[str, Monitor]
-    counts: Mapping[str, Counts]
-    escalations: Mapping[str, int]
-    at: float
+#: Verdicts that are listed, of all monitors together.
+_MOST_VERDICTS = 5
 
 
 def monitor(
-    url: str, api_key: str | None, admin_key: str | None, interval: float, once: bool
-) -> None:
+    url: str, api_key: str | None, admin_key: str | None, interval: float, once: bool,
+    page: Path | None = None,
+) -> None:  # fmt: skip
     """Show a server's monitors until Ctrl-C; one table if `once`, or if stdout is no terminal.
 
     Args:
         interval: seconds between two looks.
+        page: a .html file to write instead.
     """
     console = Console()
     try:
@@ -105,39 +56,41 @@ def monitor(
                     f"{url} has no monitors; PUT /v1/scope/monitors sets them, or "
                     "additional_config['scope'].monitors at start."
                 )
-            if once or not console.is_terminal or console.is_dumb_terminal:
-                console.print(view(found, None, console.width))
-                return
-            with suppress(KeyboardInterrupt):
-                _follow(client, url, console, found, interval)
+            if page is not None:
+                monitor_page(found, f"Monitors of {url}").save(page)
+            elif once or not console.is_terminal or console.is_dumb_terminal:
+                console.print(view(found, console.width))
+            else:
+                with suppress(KeyboardInterrupt):
+                    _follow(client, url, console, found, interval)
     except (ImportError, ScopeError, OSError) as error:
         console.print(Text(str(error) or type(error).__name__, "red"), soft_wrap=True)
         sys.exit(1)
 
 
-def _follow(client: ScopeClient, url: str, console: Console, found: Look, interval: float) -> None:
-    last = None
+def _follow(
+    client: ScopeClient, url: str, console: Console, found: Activity, interval: float
+) -> None:
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            live.update(view(found, last, console.width), refresh=True)
+            live.update(view(found, console.width), refresh=True)
             time.sleep(interval)
-            last, found = found, look(client, url)
+            found = look(client, url)
 
 
 # What the server says
 
 
-def look(client: ScopeClient, url: str) -> Look:
+def look(client: ScopeClient, url: str) -> Activity:
     """Ask a server.
 
     Raises:
         ScopeError: it does not answer, has no scope, or keeps its monitors from this caller.
     """
     from vllm_scope.client import ServerError
-    from vllm_scope.client.parsing import converted
 
     try:
-        told = client.monitors()
+        return client.activity()
     except ServerError as error:
         if error.status in (401, 403):
             said = str(error).rstrip(".")
@@ -145,15 +98,6 @@ def look(client: ScopeClient, url: str) -> Look:
         if error.status == 404:
             _explain(client, url)
         raise
-    monitors = converted(told, dict[str, Monitor], "list of monitors")
-    text = client._run(_get("/metrics")).content.decode("utf-8", "replace")
-    return Look(monitors, *counted(text), time.monotonic())
-
-
-def _get(path: str) -> Flow[Response]:
-    from vllm_scope.client.calls import Call
-
-    return (yield Call("GET", path)).checked()
 
 
 def _explain(client: ScopeClient, url: str) -> None:
@@ -171,44 +115,13 @@ def _explain(client: ScopeClient, url: str) -> None:
         )
 
 
-def counted(text: str) -> tuple[dict[str, Counts], dict[str, int]]:
-    """What /metrics says: counts by monitor, and escalations by outcome.
-
-    Raises:
-        ScopeError: it is not the text of Prometheus, or there is no parser for it.
-    """
-    try:
-        from prometheus_client.parser import text_string_to_metric_families
-    except ImportError:
-        raise ScopeError(
-            "monitor needs prometheus_client: pip install prometheus_client."
-        ) from None
-    counts: dict[str, Counts] = defaultdict(Counts)
-    escalations: dict[str, int] = {}
-    try:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                match sample.name.removeprefix("vllm_scope_monitor_"):
-                    case "score_bucket":
-                        up_to = counts[sample.labels["monitor"]].up_to
-                        up_to[float(sample.labels["le"])] = int(sample.value)
-                    case "verdicts_total":
-                        counts[sample.labels["monitor"]].verdicts = int(sample.value)
-                    case "escalations_total":
-                        escalations[sample.labels["outcome"]] = int(sample.value)
-    except ValueError as error:
-        raise ScopeError(f"the server's /metrics is not the text of Prometheus: {error}.") from None
-    return dict(counts), escalations
-
-
 # What is shown
 
 
-def view(found: Look, last: Look | None, width: int) -> RenderableType:
-    """Two lines for each monitor, and a line about escalations.
+def view(found: Activity, width: int) -> RenderableType:
+    """Two lines for each monitor; what became of verdicts, the last ones, and the plugin's state.
 
     Args:
-        last: an earlier look; None for no column about the time since then.
         width: of the console, in characters.
     """
     if not found.monitors:
@@ -216,54 +129,83 @@ def view(found: Look, last: Look | None, width: int) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("monitor", overflow="fold")
     table.add_column("action", no_wrap=True)
-    since = [] if last is None else [f"last\n{found.at - last.at:.1f} s"]
-    for heading in ("requests", "verdicts", "flagged", *since):
+    for heading in ("requests", "verdicts", "flagged"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column(_heading(found.counts), no_wrap=True)
-    for name, told in found.monitors.items():
-        now = found.counts.get(name, Counts())
-        before = None if last is None else last.counts.get(name, Counts())
-        step = 1 if width >= _WIDE else 2
-        table.add_row(*_cells(name, told, now, before), bars(now.bins(), told.threshold, step))
-    counts = (f"{found.escalations.get(outcome, 0)} {outcome}" for outcome in _OUTCOMES)
-    return Group(table, Text(f"escalations: {', '.join(counts)}"))
+    table.add_column("scores", no_wrap=True)
+    for name, one in found.monitors.items():
+        table.add_row(*_cells(name, one, found.at_s), bars(one, 2 if width >= _WIDE else 4))
+    told = [_escalations(found.monitors), *_verdicts(found.monitors), *_state(found.state)]
+    return Group(table, *(Text(printable(line)) for line in told))
 
 
-def _heading(counts: Mapping[str, Counts]) -> str:
-    edges = sorted({edge for each in counts.values() for edge in each.up_to} - {math.inf})
-    return f"scores\n{edges[0]:g} to {edges[-1]:g}" if edges else "scores"
-
-
-def _cells(name: str, told: Monitor, now: Counts, before: Counts | None) -> list[Text]:
-    place = " ".join([told.site, ", ".join(map(str, told.layers))])
-    place += "" if told.after is None else f"\n  after {told.after}"
+def _cells(name: str, one: Found, now_s: float) -> list[Text]:
+    place = " ".join([one.site, ", ".join(map(str, one.layers))])
+    place += "" if one.after is None else f"\n  after {one.after}"
+    requests_s, verdicts_s = one.rates(now_s)
     cells = [
-        f"{name}\n  {place}", f"{told.action}\nabove {told.threshold:g}",
-        f"{now.requests:,}", f"{now.verdicts:,}",
-        f"{now.verdicts / now.requests:.1%}" if now.requests else "-",
+        f"{name}\n  {place}", f"{one.action}\nabove {one.threshold:g}",
+        f"{one.requests:,}\n{requests_s:.2f}/s", f"{one.verdicts:,}\n{verdicts_s:.2f}/s",
+        share(one),
     ]  # fmt: skip
-    if before is not None:
-        new = now.verdicts - before.verdicts, now.requests - before.requests
-        # Fewer than before: the server was started again.
-        cells.append(f"{new[0]:,} of {new[1]:,}" if min(new) >= 0 else "-")
     return [Text(printable(cell)) for cell in cells]
 
 
-def bars(bins: Sequence[tuple[float, int]], threshold: float, step: int) -> Text:
-    """A bar for each range of scores, red above the threshold.
+def bars(one: Found, step: int) -> Text:
+    """A bar for some ranges of scores, the threshold, and red bars above it; below them where they
+    begin and end.
 
     Args:
-        bins: (lower edge, requests) of each range.
-        step: of so many ranges one bar is made. The first and the last range, which have no end,
-            stay alone.
+        step: ranges of which one bar is made. None of them lies on both sides of the threshold.
     """
-    inner = [bins[i : i + step] for i in range(1, len(bins) - 1, step)]
-    groups = [group for group in (bins[:1], *inner, bins[1:][-1:]) if group]
-    heights = [sum(count for _, count in group) for group in groups]
-    most, text = max(heights, default=0) or 1, Text()
-    for group, height in zip(groups, heights, strict=True):
-        text.append(
-            _BARS[math.ceil(height / most * (len(_BARS) - 1))],
-            "red" if group[0][0] >= threshold else "",
-        )
-    return text
+    histogram, text = one.histogram, Text()
+    if not histogram.counts:
+        return Text("-")
+    groups: dict[int, int] = {-1: 0, 0: 0}
+    for i, count in enumerate(histogram.counts, histogram.first):
+        groups[i // step] = groups.get(i // step, 0) + count
+    first, last, most = min(groups), max(groups), max(groups.values())
+    for i in range(first, last + 1):
+        height = math.ceil(groups.get(i, 0) / most * (len(_BARS) - 1))
+        text.append("│" if i == 0 else "")
+        text.append(_BARS[height], "red" if i >= 0 else "")
+    low, high = (one.threshold + i * step * histogram.width for i in (first, last + 1))
+    return text.append(f"\n{low:.3g} to {high:.3g}")
+
+
+def _escalations(monitors: Mapping[str, Found]) -> str:
+    counts = (
+        f"{sum(one.escalations.get(outcome, 0) for one in monitors.values())} {outcome}"
+        for outcome in OUTCOMES
+    )
+    return f"escalations: {', '.join(counts)}"
+
+
+def _verdicts(monitors: Mapping[str, Found]) -> list[str]:
+    every = [(name, verdict) for name, one in monitors.items() for verdict in one.recent]
+    last = sorted(every, key=lambda pair: -pair[1].time_s)[:_MOST_VERDICTS]
+    return [
+        f"verdict at {time_of(verdict.time_s)} UTC: {name}, {_score(verdict)} at position "
+        f"{verdict.position}, {monitors[name].action}, {verdict.request_id}"
+        for name, verdict in last
+    ]
+
+
+def _score(verdict: Flagged) -> str:
+    return "not finite" if verdict.value is None else f"{verdict.value:.4g}"
+
+
+def _state(state: State) -> Sequence[str]:
+    told = [
+        f"plugin: {state.requests:,} requests, {state.pending:,} pending, rows "
+        f"{mib(state.rows_bytes, state.rows_most_bytes)}, {state.results:,} files "
+        f"{mib(state.results_bytes, state.results_most_bytes)}"
+    ]
+    if state.rings:
+        told.append(f"rings: {', '.join(map(fill, state.rings))} full")
+    told += [
+        f"sink {name}: {counters.get('drops', 0):,.0f} rows dropped, "
+        f"{counters.get('errors', 0):,.0f} errors"
+        for name, counters in state.sinks.items()
+        if "drops" in counters
+    ]
+    return told

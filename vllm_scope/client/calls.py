@@ -25,6 +25,7 @@ from vllm_scope.client import parsing
 from vllm_scope.client.answers import Choice, Chunk, Completion, ScopeData
 from vllm_scope.client.frames import Frame
 from vllm_scope.client.parsing import T, converted
+from vllm_scope.control.activity import Activity
 from vllm_scope.errors import CapacityError, ScopeError, SpecError, shown
 from vllm_scope.request.actions import Action, Moments
 from vllm_scope.request.media import BINARY
@@ -309,6 +310,13 @@ class Calls(Generic[StreamT]):
     def set_monitors(self, monitors: Mapping[str, object]) -> Flow[Json]:
         """Replace all monitors; {} ends them. Needs the operator's key."""
         return self._json(Call("PUT", "/v1/scope/monitors", {"monitors": monitors}, admin=True))
+
+    @Method
+    def activity(self) -> Flow[Activity]:
+        """What each monitor has found since it was set, and what the plugin holds. Needs the
+        operator's key."""
+        told = yield from self._json(Call("GET", "/v1/scope/monitors/activity", admin=True))
+        return converted(told, Activity, "activity of monitors")
 
     # Flows
 

@@ -3,6 +3,7 @@
 policy.py          what a policy is, and what it decides about a request's later tokens
 policy_options.py  the operator's options of policies, and their plugins
 running.py         one request under a policy
+activity.py        what monitors have found since they were set, in bounded memory
 controller.py      server-wide edits that follow what monitors find, with rate and bounds
 """
 

@@ -1,10 +1,10 @@
 """Monitors: an operator's probes on every request.
 
-Owns:  Monitor, `monitors_of`, `set_monitors`, `share` (with other API servers), `listen`, and the
-       translator that adds monitors to requests.
+Owns:  Monitor, `monitors_of`, `set_monitors`, `share` (with other API servers), `activity_of`,
+       `listen`, and the translator that adds monitors to requests.
 Runs:  in the front-end, for each request; in workers at load, to check what the engine starts with.
-From:  config (`monitors`), server.shared.   To: frontend.translators, sinks.metrics,
-       webhook, controller.
+From:  config (`monitors`), server.shared, server.peers.   To: frontend.translators, judge,
+       controller.
 
 A monitor is a probe with a threshold. In a request it is called `monitor/NAME`.
 
@@ -16,24 +16,25 @@ from __future__ import annotations
 
 import json
 import threading
+import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from dataclasses import field as field_of
 from typing import Any
 
+import msgspec
+
 from vllm_scope.config import KEY
+from vllm_scope.control.activity import Found, Tally, joined
 from vllm_scope.control.controller import Observation
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.frontend import ahead, translators
 from vllm_scope.engine.frontend.connection import connect_sync, connections, needs_connection
 from vllm_scope.engine.frontend.prepared import NO_TAPS
+from vllm_scope.engine.judge import Judge, tallied
 from vllm_scope.engine.seams import config_of
-from vllm_scope.engine.vllm_types import (
-    CompletionOutput,
-    Engine,
-    LLMEngine,
-    RequestOutput,
-    VllmConfig,
-)
+from vllm_scope.engine.vllm_types import Engine, LLMEngine, VllmConfig
 from vllm_scope.engine.webhook import Webhook
 from vllm_scope.errors import ConfigError, SpecError, shown
 from vllm_scope.request.actions import Module, Probe, action_from_json
@@ -42,8 +43,8 @@ from vllm_scope.request.actions.probing import MONITOR
 from vllm_scope.request.cascade import check_cascades
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.spec import Spec, check_stopping
+from vllm_scope.server.peers import Peers
 from vllm_scope.server.shared import Shared
-from vllm_scope.sinks.metrics import count_verdict
 from vllm_scope.vectors.probe_weights import from_safetensors
 
 #: What a monitor may do when its value is above the threshold.
@@ -57,12 +58,19 @@ class Monitor:
 
     Attributes:
         probe: its name begins with MONITOR, its action is "flag" or "stop".
+        tally: what it found since it was set.
         webhook: is told of each verdict; None if nobody is.
     """
 
     name: str
     probe: Probe
+    tally: Tally = field_of(compare=False)
     webhook: Webhook | None = None
+
+    @property
+    def action(self) -> str:
+        """One of ACTIONS."""
+        return self.probe.action if self.webhook is None else "escalate"
 
 
 def parse(name: str, body: object) -> Monitor:
@@ -104,7 +112,9 @@ def parse(name: str, body: object) -> Monitor:
     probe = action_from_json(Probe, fields, where)
     if isinstance(probe.weight, Module):
         raise SpecError(f"{where}.weight names a module; give the numbers, or a file.")
-    return Monitor(name, probe, None if url is None else Webhook.parse(url, f"{where}.url"))
+    webhook = None if url is None else Webhook.parse(url, f"{where}.url")
+    assert probe.threshold is not None
+    return Monitor(name, probe, Tally(probe.threshold), webhook)
 
 
 def parse_all(bodies: object) -> tuple[Monitor, ...]:
@@ -176,12 +186,43 @@ def told(vllm_config: VllmConfig) -> dict[str, dict[str, object]]:
     for monitor in monitors_of(vllm_config):
         body = monitor.probe.to_json()
         shown_fields = ("site", "layers", "activation", "aggregate", "threshold", "tokens")
-        action = "escalate" if monitor.webhook is not None else monitor.probe.action
         kept = {field: body[field] for field in shown_fields if field in body}
         if monitor.probe.after is not None:
             kept["after"] = monitor.probe.after.removeprefix(MONITOR)
-        found[monitor.name] = kept | {"action": action}
+        found[monitor.name] = kept | {"action": monitor.action}
     return found
+
+
+def _since(monitors: tuple[Monitor, ...], before: tuple[Monitor, ...]) -> dict[str, float]:
+    """Name -> when the monitor was set: now, unless one before is the same, with all its stages."""
+    now, new = time.time(), {monitor.name: monitor for monitor in monitors}
+    old = {monitor.name: monitor for monitor in before}
+
+    def same(name: str) -> bool:
+        one, other = new[name], old.get(name)
+        if other is None or one.webhook or other.webhook:
+            return False
+        first = one.probe.after
+        alike = one.probe.to_json() == other.probe.to_json()
+        return alike and (first is None or same(first.removeprefix(MONITOR)))
+
+    return {name: old[name].tally.since_s if same(name) else now for name in new}
+
+
+def _put(
+    vllm_config: VllmConfig, monitors: tuple[Monitor, ...], since: Mapping[str, float]
+) -> None:
+    """Hold monitors; those that were set before go on with what they have counted."""
+    old = {monitor.name: monitor for monitor in _monitors.of(vllm_config) or ()}
+
+    def held(one: Monitor) -> Monitor:
+        other, since_s = old.get(one.name), since[one.name]
+        if other is not None and other.tally.since_s == since_s:
+            return other
+        assert one.probe.threshold is not None
+        return replace(one, tally=Tally(one.probe.threshold, since_s))
+
+    _monitors.put(vllm_config, tuple(map(held, monitors)))
 
 
 def monitors_of(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
@@ -189,7 +230,8 @@ def monitors_of(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
     if (shared := _shared(vllm_config)) is not None:
         with _learning:
             if (text := shared.news()) is not None:
-                _monitors.put(vllm_config, parse_all(json.loads(text)))
+                told = json.loads(text)
+                _put(vllm_config, parse_all(told["monitors"]), told["since"])
     found = _monitors.of(vllm_config)
     if found is not None:
         return found
@@ -223,11 +265,12 @@ def set_monitors(engine: Engine, bodies: object, sites: Sites) -> None:
                 )
     monitors = parse_all(bodies)
     check(monitors, sites, engine.vllm_config.parallel_config.pipeline_parallel_size)
+    since = _since(monitors, monitors_of(engine.vllm_config))
     if (shared := _shared(engine.vllm_config)) is None:
-        _monitors.put(engine.vllm_config, monitors)
+        _put(engine.vllm_config, monitors, since)
         return
-    with _learning:
-        shared.set(json.dumps(bodies).encode())  # `monitors_of` reads it here too
+    with _learning:  # `monitors_of` reads it here too
+        shared.set(json.dumps({"monitors": bodies, "since": since}).encode())
 
 
 def set_on(engine: LLMEngine, bodies: object) -> None:
@@ -239,6 +282,42 @@ def set_on(engine: LLMEngine, bodies: object) -> None:
         raise SpecError(NO_TAPS)
     set_monitors(engine, bodies, connection.sites)
     ahead.send(engine, monitors_of(engine.vllm_config))
+
+
+# What they found
+
+#: An engine's VllmConfig -> what the server's other processes have counted.
+_peers: Beside[Peers] = Beside()
+
+
+def _peers_of(vllm_config: VllmConfig) -> Peers | None:
+    """None if this is the server's only process."""
+    if (shared := _shared(vllm_config)) is None:
+        return None
+    if (known := _peers.of(vllm_config)) is not None:
+        return known
+    config = weakref.ref(vllm_config)
+
+    def text() -> bytes:
+        found = config()
+        return msgspec.json.encode({} if found is None else tallied(monitors_of(found)))
+
+    return _peers.put(vllm_config, Peers(shared.folder, text))
+
+
+def activity_of(vllm_config: VllmConfig) -> dict[str, Found]:
+    """Name -> what a monitor has found, in all API server processes. What another process has
+    counted may be a second old."""
+    own = tallied(monitors_of(vllm_config))
+    peers = _peers_of(vllm_config)
+    texts = [] if peers is None else peers.others()
+    others = [msgspec.json.decode(text, type=dict[str, Found]) for text in texts]
+    return {
+        name: joined(
+            [found, *(o[name] for o in others if name in o and o[name].since_s == found.since_s)]
+        )
+        for name, found in own.items()
+    }
 
 
 # Who is told
@@ -266,7 +345,9 @@ def listen(vllm_config: VllmConfig, tell: Callable[[Observation], None] | None) 
 
 def _everywhere(vllm_config: VllmConfig) -> Mapping[str, object] | None:
     monitors = monitors_of(vllm_config)
-    return {_KEY: (monitors, _listeners.of(vllm_config))} if monitors else None
+    if not monitors:
+        return None
+    return {_KEY: (monitors, _listeners.of(vllm_config), _peers_of(vllm_config))}
 
 
 #: No caller's key: it has a space, and it is not registered as one.
@@ -275,54 +356,10 @@ _KEY = "scope monitors"
 
 def _translate(values: Mapping[str, object], sites: Sites) -> translators.Translation:
     found: Any = values[_KEY]
-    monitors, tell = found
+    monitors, tell, peers = found
     return translators.Translation(
-        tuple(monitor.probe for monitor in monitors), _Judge(monitors, tell).told
+        tuple(monitor.probe for monitor in monitors), Judge(monitors, tell, peers).told
     )
-
-
-class _Judge:
-    """Counts the verdicts of one request, and tells webhooks and the engine's controller."""
-
-    def __init__(
-        self, monitors: tuple[Monitor, ...], tell: Callable[[Observation], None] | None
-    ) -> None:
-        self._monitors, self._tell = monitors, tell
-        #: Completions that have been counted.
-        self._counted: set[int] = set()
-
-    def told(self, output: RequestOutput, completion: CompletionOutput) -> None:
-        """Called with each snapshot. A score of a running request is looked at when it ends, so
-        that a step's cost does not grow with the tokens so far."""
-        if completion.finish_reason is None or completion.index in self._counted:
-            return
-        self._counted.add(completion.index)
-        result: Any = completion.scope
-        verdicts = result.verdicts
-        for monitor in self._monitors:
-            name, called = monitor.name, monitor.probe.name
-            if monitor.probe.after is not None and called not in result.begun:
-                continue  # a later stage counts the requests for which it began
-            found = result.scores if monitor.probe.aggregate is None else result.aggregates
-            values, verdict = found[called], verdicts.get(called)
-            count_verdict(name, float(values.max()) if len(values) else None, verdict is not None)
-            if self._tell is not None and len(values):
-                at = int(values.argmax()) if monitor.probe.aggregate is None else -1
-                self._tell(
-                    Observation(
-                        output.request_id, name, float(values[at]),
-                        int(result.scores.positions(called)[at]), verdict is not None,
-                        completion.index,
-                    )
-                )  # fmt: skip
-            if verdict is not None and monitor.webhook is not None:
-                monitor.webhook.tell(
-                    {
-                        "monitor": name, "request_id": output.request_id,
-                        "completion": completion.index, "position": verdict.position,
-                        "value": verdict.value,
-                    }
-                )  # fmt: skip
 
 
 def register() -> None:

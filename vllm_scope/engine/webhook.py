@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Mapping
 from functools import cached_property
 
+from vllm_scope.control.activity import OUTCOMES
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.sinks.metrics import count_escalation
 
@@ -36,6 +37,8 @@ class Webhook:
     def __init__(self, url: str) -> None:
         self.url = url
         self._waiting: queue.Queue[bytes] = queue.Queue(MOST_WAITING)
+        #: Dropped on the event loop, the others on the thread: no key has two writers.
+        self._ended = dict.fromkeys(OUTCOMES, 0)
 
     def __deepcopy__(self, memo: object) -> Webhook:
         # vLLM copies SamplingParams, which hold it until the request enters.
@@ -48,13 +51,22 @@ class Webhook:
             raise SpecError(f"{where} is {shown(url)}; it is a URL of http or https.")
         return Webhook(url)
 
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """What became of the verdicts so far (control.activity.OUTCOMES)."""
+        return self._ended | {"waiting": self._waiting.unfinished_tasks}
+
+    def _count(self, outcome: str) -> None:
+        self._ended[outcome] += 1
+        count_escalation(outcome)
+
     def tell(self, body: Mapping[str, object]) -> None:
         """Send a JSON object, later. Never blocks."""
         assert self._thread.daemon
         try:
             self._waiting.put_nowait(json.dumps(body).encode())
         except queue.Full:
-            count_escalation("dropped")
+            self._count("dropped")
 
     @cached_property
     def _thread(self) -> threading.Thread:
@@ -69,8 +81,9 @@ class Webhook:
             request = urllib.request.Request(self.url, body, headers)
             try:
                 with urllib.request.urlopen(request, timeout=TIMEOUT_S):
-                    count_escalation("sent")
+                    self._count("sent")
             except Exception as error:
                 # urllib raises OSError, and HTTPException for malformed answers.
-                count_escalation("failed")
+                self._count("failed")
                 logger.warning("vllm-scope: a webhook failed: %s", type(error).__name__)
+            self._waiting.task_done()

@@ -200,6 +200,11 @@ def num_pending() -> int:
     return 0 if _inbox is None else len(_inbox)
 
 
+def num_bytes_held() -> int:
+    """Bytes of rows and scores of this process's running requests; 0 offline, where none counts."""
+    return 0 if _budget is None else _budget.num_bytes
+
+
 def inbox() -> Inbox:
     """This process's inbox, opened at its first use."""
     global _inbox

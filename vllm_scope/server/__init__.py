@@ -13,9 +13,11 @@ store.py     results that are too large for an answer: files with an expiry time
 faces.py     what faces register: words of requests, fields of answers, routes
 routes.py    /v1/scope
 sweeps.py    /v1/scope/sweeps
+pages.py     the operator's page, which shows live what monitors do
 access.py    who may use a route, and what a route can ask of the engine
 changes.py   one operator's change at a time, in all processes of a server
 shared.py    the monitors that one process has set, for the others
+peers.py     what monitors have found in each process, for the others
 edits.py     server-wide edits, as they are sent and shown
 schemas.py   what the routes take and give, for OpenAPI
 settings.py  limits and the operator's key, from the environment

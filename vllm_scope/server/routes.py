@@ -1,6 +1,6 @@
 """`/v1/scope`: what the model can be asked, results to fetch, and operators' changes.
 
-Owns:  the routes, and `attach`, which adds them, that of sweeps and compat's to an app.
+Owns:  the routes, and `attach`, which adds them, those of sweeps and pages and compat's to an app.
 Runs:  in each API server process, behind vLLM's authentication: if vLLM has an API key, every
        route needs it.
 
@@ -25,7 +25,7 @@ from vllm_scope import __version__
 from vllm_scope.request.actions import MAX_NAME
 from vllm_scope.request.media import BINARY
 from vllm_scope.request.sites import MODEL_SITES, SITES, Place
-from vllm_scope.server import edits, faces, schemas, sweeps
+from vllm_scope.server import edits, faces, pages, schemas, sweeps
 from vllm_scope.server.access import (
     Engine,
     RefusalError,
@@ -64,7 +64,7 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
     store = Store(settings.results_dir, run, settings.results_bytes, settings.results_ttl_s)
     app.state.scope = ScopeState(settings, store, engine, Changes(store.folder))
     limits = dict.fromkeys(_COMPLETIONS, settings.body_bytes)
-    reading, changing = [_reading, sweeps.router], [(_changing, admin)]
+    reading, changing = [_reading, sweeps.router], [(_changing, admin), (pages.data, admin)]
     for face in faces.registered():
         reading += face.reading
         changing += [(r, admin_or_bearer if face.bearer else admin) for r in face.changing]
@@ -78,6 +78,7 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
         app.include_router(router, responses=errors(400, 404))
     if settings.admin_key is None:
         return
+    app.include_router(pages.page)
     for router, guard in changing:
         app.include_router(
             router, dependencies=[Depends(guard)], responses=errors(400, 401, 403, 413, 503)

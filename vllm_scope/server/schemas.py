@@ -144,6 +144,12 @@ class Monitors(BaseModel):
     )
 
 
+class ViewData(BaseModel):
+    """A view, from which a page draws."""
+
+    parts: list[dict[str, object]] = Field(description="As in vllm_scope/views/parts.py.")
+
+
 class Edits(BaseModel):
     """Edits for every request from now on."""
 

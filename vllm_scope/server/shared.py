@@ -26,17 +26,20 @@ class Shared:
 
     Args:
         folder: returns the folder, and makes it.
+
+    Attributes:
+        folder: the same.
     """
 
     def __init__(self, folder: Callable[[], Path]) -> None:
-        self._folder = folder
+        self.folder = folder
         self._path = folder() / "monitors"
         #: When the text was set that `news` returned last.
         self._seen = 0
 
     def set(self, text: bytes) -> None:
         """Replace the text. Raises OSError if it cannot be written; the earlier text stays."""
-        part = self._folder() / f"monitors.{os.getpid()}"
+        part = self.folder() / f"monitors.{os.getpid()}"
         part.write_bytes(text)
         # The file system's own time is the same for changes within some milliseconds.
         os.utime(part, ns=(0, time.time_ns()))

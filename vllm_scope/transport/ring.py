@@ -150,6 +150,10 @@ class HostRing(SpanRing[Lease]):
         self.wait_ms = 0.0
         self._lock = threading.Lock()
 
+    def num_used(self) -> int:
+        """Slots of leases that are not released. Call it where `acquire` is called."""
+        return sum(lease.stop - lease.start for lease in self._spans if not lease.free)
+
     def add_reader(self) -> int:
         """Reserve a counter for one more reader, and set it to zero.
 

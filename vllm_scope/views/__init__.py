@@ -8,9 +8,11 @@ sparse.py        likeliest tokens by layer and position; strongest features of e
 attention.py     attention patterns of heads
 result.py        a result at a glance
 feature_page.py  features: their strongest tokens, histograms and densities
+monitors.py      what a server's monitors find, and what the plugin holds
 harvest.py       counts and figures of a harvest
 parts.py         the JSON of which every view is made
 scope.js         draws the JSON, in a notebook and in a file; scope.css is its style
+live.js          a page that its server fills, again and again
 static.py        draws it without a script
 checks.py        what the functions refuse
 document.py      what all share: the notebook's output, the widget, the file
@@ -26,6 +28,7 @@ Nothing is loaded from elsewhere, and no text of a model or of a user becomes ma
 from vllm_scope.views.attention import attention_map
 from vllm_scope.views.document import Picture
 from vllm_scope.views.feature_page import FeaturePage, feature_page
+from vllm_scope.views.monitors import monitor_page
 from vllm_scope.views.page import TokenPage, token_page
 from vllm_scope.views.side import side_by_side
 from vllm_scope.views.sparse import feature_list, lens_grid
@@ -33,5 +36,5 @@ from vllm_scope.views.strip import TokenStrip, token_strip
 
 __all__ = [
     "FeaturePage", "Picture", "TokenPage", "TokenStrip", "attention_map", "feature_list",
-    "feature_page", "lens_grid", "side_by_side", "token_page", "token_strip",
+    "feature_page", "lens_grid", "monitor_page", "side_by_side", "token_page", "token_strip",
 ]  # fmt: skip

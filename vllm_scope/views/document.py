@@ -1,10 +1,10 @@
 """What all views share: how a notebook and a file show the parts.
 
-Owns:  View, and Picture, a view that is no more than its parts.
-To:    every view.
+Owns:  View; Picture, a view that is no more than its parts; `live_page`, which a server fills.
+To:    every view; server.pages.
 
 Promise: no address, and no script but scope.js. A saved page forbids every other script by the hash
-of this one, and every load.
+of this one, and every load. A live page has live.js too, and may ask its own server alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
@@ -28,15 +28,14 @@ from vllm_scope.views.static import html_of
 if TYPE_CHECKING:
     from vllm_scope.views.widget import ScopeWidget
 
-#: The module and the style of all views.
-MODULE, STYLE = (Path(__file__).with_name(f"scope.{end}") for end in ("js", "css"))
+#: The module and the style of all views; what a live page has beside the module.
+MODULE, STYLE, LIVE = map(Path(__file__).with_name, ("scope.js", "scope.css", "live.js"))
 
 _PAGE: Final = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; \
-style-src 'unsafe-inline'; script-src 'sha256-{digest}'">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>{style}</style>
@@ -52,10 +51,48 @@ style-src 'unsafe-inline'; script-src 'sha256-{digest}'">
 
 
 @cache
-def _script() -> tuple[str, str]:
+def _script(live: bool) -> tuple[str, str]:
     """The script of a page, and the base64 of its SHA-256."""
-    script = f"\n{MODULE.read_text(encoding='utf-8')}\ndrawPage();\n"
+    modules = [MODULE, LIVE] if live else [MODULE]
+    texts = [path.read_text(encoding="utf-8") for path in modules]
+    script = "\n".join(["", *texts, "drawLivePage();\n" if live else "drawPage();\n"])
     return script, b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _page(title: str, data: Mapping[str, object], live: bool = False) -> str:
+    """The HTML of a whole page that draws the data."""
+    # No "<" in the data: nothing in it ends the script element.
+    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    return _PAGE.format(
+        title=escape(visible(title)), style=STYLE.read_text(encoding="utf-8"), data=text,
+        script=_script(live)[0], policy=_policy(live),
+    )  # fmt: skip
+
+
+def _policy(live: bool) -> str:
+    """A page's content security policy. A live page may ask the server that it came from."""
+    own = "; connect-src 'self'; form-action 'none'; base-uri 'none'" if live else ""
+    digest = _script(live)[1]
+    return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'{own}"
+
+
+def live_page(title: str, address: str, every_s: float) -> tuple[str, dict[str, str]]:
+    """A page that asks its reader for keys and its server for a view's data, and draws them again
+    and again. It has no data of its own.
+
+    Args:
+        address: of the data, relative to the page.
+        every_s: seconds from an answer to the next question.
+
+    Returns:
+        The HTML, and the headers that it is sent with.
+    """
+    headers = {
+        "Content-Security-Policy": f"{_policy(live=True)}; frame-ancestors 'none'",
+        "Cache-Control": "no-store", "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }  # fmt: skip
+    return _page(title, {"live": address, "every_s": every_s}, live=True), headers
 
 
 class View(ABC):
@@ -93,13 +130,7 @@ class View(ABC):
 
     def page(self) -> str:
         """The HTML of a whole page."""
-        script, digest = _script()
-        # No "<" in the data: nothing in it ends the script element.
-        data = json.dumps(self.data(), allow_nan=False).replace("<", "\\u003c")
-        return _PAGE.format(
-            title=escape(visible(self.heading())), style=STYLE.read_text(encoding="utf-8"),
-            data=data, script=script, digest=digest,
-        )  # fmt: skip
+        return _page(self.heading(), self.data())
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it as a whole page, in UTF-8. A file that is there is replaced.

@@ -19,7 +19,7 @@ from vllm_scope.errors import SpecError
 from vllm_scope.saes.max_activating import MaxActivating, Strong
 from vllm_scope.views.checks import expect, labels_of, numbers_of, texts_of
 from vllm_scope.views.document import View
-from vllm_scope.views.parts import Part, bars, legend, section, text
+from vllm_scope.views.parts import Part, bar, bars, legend, section, text
 from vllm_scope.views.strip import TokenStrip
 
 #: Features of a page whose reader names none, and tokens of each that are shown.
@@ -159,7 +159,7 @@ def _histogram(one: _Feature) -> Part:
     num_bars = int(np.flatnonzero(one.counts).max(initial=0)) + 1
     most = int(one.counts.max())
     each = [
-        (count / most, f"{one.edges[i]:.4g} to {one.edges[i + 1]:.4g}: {count} tokens")
+        bar(count / most, f"{one.edges[i]:.4g} to {one.edges[i + 1]:.4g}: {count} tokens")
         for i, count in enumerate(one.counts[:num_bars].tolist())
     ]
     said = f"Values above 0 at {one.num_active:,} tokens; the fullest bar has {most:,} tokens"

@@ -120,10 +120,32 @@ def section(title: str, name: str, facts: str, parts: Sequence[Part], id: str, o
     }  # fmt: skip
 
 
-def bars(each: Iterable[tuple[float, str]], said: str, caption: str) -> Part:
-    """A histogram: of each bar its height, 0 to 1, and what it is."""
-    shown = [{"part": round(part, 4), "said": words} for part, words in each]
-    return {"kind": "bars", "bars": shown, "said": said, "caption": caption}
+def bar(height: float, said: str, above: float = 1.0) -> Part:
+    """A bar of a histogram.
+
+    Args:
+        height: 0 to 1. What is not 0 is seen, however small it is.
+        said: what it counts, as text.
+        above: the part of it, 0 to 1, that has the colour of what is above a threshold.
+    """
+    part = max(round(height, 4), 1e-4) if height > 0 else 0
+    return {"part": part, "said": line(said), "above": round(above, 3)}
+
+
+def bars(
+    each: Sequence[Part], said: str, caption: str, mark: tuple[int, str] | None = None
+) -> Part:
+    """A histogram.
+
+    Args:
+        said: what it is, for a screen reader.
+        mark: the index of a bar before which a line is drawn, and what the line is.
+    """
+    shown = {"at": mark[0], "said": line(mark[1])} if mark is not None else None
+    return {
+        "kind": "bars", "bars": list(each), "said": line(said), "caption": line(caption),
+        "mark": shown,
+    }  # fmt: skip
 
 
 def choice(label: str, options: Iterable[tuple[str, Sequence[Part]]]) -> Part:

@@ -225,15 +225,21 @@ function section(part, at) {
   return made;
 }
 
-function bars(part) {
-  const each = part.bars.map(({ part: height, said }) => {
-    const bar = element("i", { title: said });
-    bar.style.setProperty("--p", height);
-    return bar;
+function bars(part, at) {
+  const row = part.bars.map(({ part: height, above, said }) => {
+    const item = element("i", { role: "option", "aria-label": said });
+    item.style.setProperty("--p", height);
+    item.style.setProperty("--above", above);
+    return { item, said };
   });
-  return element("figure", {},
-    element("div", { class: "bars", role: "img", "aria-label": part.said }, ...each),
-    element("figcaption", {}, part.caption));
+  const inside = row.map(({ item }) => item);
+  if (part.mark) inside.splice(part.mark.at, 0,
+    element("b", { class: "mark", title: part.mark.said, "aria-hidden": "true" }));
+  const list = element("div", { class: "bars", role: "listbox", "aria-label": part.said,
+    "aria-orientation": "horizontal" }, ...inside);
+  const figure = element("figure", {}, list, element("figcaption", {}, part.caption));
+  navigable(figure, row.length ? [row] : [], at, () => null);
+  return figure;
 }
 
 /** One of several, of which a list is chosen from. */

@@ -1,28 +1,29 @@
-"""`vllm-scope monitor`: a real server's monitors and /metrics, as a table."""
+"""`vllm-scope monitor`: what a server tells of its monitors, as a table and as a page."""
 
 from __future__ import annotations
 
 import io
 import json
-import math
 import re
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import msgspec
+import numpy as np
 import pytest
-from prometheus_client import generate_latest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.unit.views.reading import data_of
 from vllm_scope.cli import app
-from vllm_scope.cli.monitor import Counts, Look, Monitor, bars, counted, view
-from vllm_scope.sinks.metrics import count_escalation, count_verdict
+from vllm_scope.cli.monitor import bars, view
+from vllm_scope.control.activity import Activity, Ring, State, Tally
 
-RISKY = {"site": "resid_post", "layers": [2, 5], "threshold": 0.8, "action": "stop"}
-EMBED = {"site": "embed", "threshold": -1.5, "action": "escalate", "tokens": "prompt"}
-MONITORS, INFO = "/v1/scope/monitors", "/v1/scope"
+RISKY = ("resid_post", "stop", [2, 5], None)
+ACTIVITY, INFO = "/v1/scope/monitors/activity", "/v1/scope"
+SINKS = {"memory": {"bytes": 10}, "filesystem": {"rows": 12, "drops": 5, "errors": 1}}
+RING = Ring(4 << 20, 1 << 20, 7.0)
+STATE = State(3, 2, 3 << 20, 64 << 20, 1, 2 << 20, 8 << 20, [RING], SINKS)
 
 
 class _Answers(BaseHTTPRequestHandler):
@@ -50,11 +51,17 @@ def served():
     server.server_close()
 
 
-def saying(monitors, info=None):
+def saying(tallies, info=None, now_s=1000.0):
+    """Name -> (what the monitor is, its tally, its escalations); None: there are no such routes."""
+
     def says(path):
-        if path == "/metrics":
-            return 200, generate_latest()
-        found = {MONITORS: monitors, INFO: info}.get(path)
+        if path == ACTIVITY and tallies is not None:
+            found = {
+                name: tally.found(*what, escalations)
+                for name, (what, tally, escalations) in tallies.items()
+            }
+            return 200, msgspec.json.encode(Activity(now_s, found, STATE))
+        found = info if path == INFO else None
         return (404, {"detail": "Not Found"}) if found is None else (200, found)
 
     return says
@@ -67,59 +74,83 @@ def run(*arguments, ok=True, **env):
     return done.stdout
 
 
-def test_a_pipe_gets_one_table_of_what_the_registry_has_counted(served):
+def tally_of(*values, threshold=0.8, since_s=0.0, at_s=990.0):
+    tally = Tally(threshold, since_s, clock=lambda: at_s)
+    for i, value in enumerate(values):
+        tally.add(value, f"cmpl-{i}\x1b", 0, (i, value) if value > threshold else None)
+    return tally
+
+
+def test_a_pipe_gets_one_table_of_what_the_server_tells(served):
     name = "[bold]risky[/]\x1b"
-    for value in (-3.0, 0.45, 0.45, 0.85):
-        count_verdict(name, value, value > 0.8)
-    count_verdict(name, None, False)  # nothing was scored
-    count_escalation("sent")
-    (_, escalations) = counted(generate_latest().decode())
-    served.says = saying({name: RISKY, "unseen": EMBED})
+    tally = tally_of(-3.0, 0.45, 0.45, 0.85)
+    tally.add(None)  # nothing was scored
+    told = {"sent": 1, "failed": 2, "dropped": 3, "waiting": 4}
+    later = ("embed", "escalate", [], "[bold]risky"), tally_of(threshold=-1.5), told
+    served.says = saying({name: (RISKY, tally, {}), "unseen": later})
     table = run(served.url, VLLM_SCOPE_ADMIN_KEY="operator")
-    assert served.came == [(MONITORS, "operator"), ("/metrics", None)]
-    top, heading, risky, place, unseen, embed, told = table.splitlines()
-    assert top.split() == ["scores"]
-    assert heading.split()[:5] == ["monitor", "action", "requests", "verdicts", "flagged"]
-    assert heading.rstrip().endswith(" -1 to 2")
+    assert served.came == [(ACTIVITY, "operator")]
+    heading, risky, place, unseen, embed, after, *told = table.splitlines()
+    assert heading.split() == ["monitor", "action", "requests", "verdicts", "flagged", "scores"]
     assert risky.split()[:5] == ["[bold]risky[/]\\x1b", "stop", "4", "1", "25.0%"]
-    drawn = risky[heading.index("-1 to 2") :].rstrip()
-    assert drawn == "▄" + " " * 14 + "█" + " " * 3 + "▄", "at -inf, above 0.4, above 0.8"
-    assert place.split() == ["resid_post", "2,", "5", "above", "0.8"]
-    assert unseen.split() == ["unseen", "escalate", "0", "0", "-"]
-    assert embed.split() == ["embed", "above", "-1.5"]
-    assert told == (
-        f"escalations: {escalations['sent']} sent, {escalations.get('failed', 0)} failed, "
-        f"{escalations.get('dropped', 0)} dropped"
-    )
+    drawn = risky[heading.index("scores") :].rstrip()
+    # Ranges of 1/8, two to a bar: -3.0 is the 31st below, 0.45 the third, 0.85 the first above.
+    assert drawn == "▄" + " " * 13 + "█" + " " + "│▄"
+    assert place.split() == [
+        "resid_post", "2,", "5", "above", "0.8", "0.07/s", "0.02/s", "-3.2", "to", "1.05",
+    ]  # fmt: skip
+    assert unseen.split() == ["unseen", "escalate", "0", "0", "-", "-"]
+    assert embed.split() == ["embed", "above", "-1.5", "0.00/s", "0.00/s"]
+    assert after.split() == ["after", "[bold]risky"]
+    assert told == [
+        "escalations: 1 sent, 2 failed, 3 dropped, 4 waiting",
+        f"verdict at 00:16:30 UTC: {name[:-1]}\\x1b, 0.85 at position 3, stop, cmpl-3\\x1b",
+        "plugin: 3 requests, 2 pending, rows 3.0 of 64.0 MiB, 1 files 2.0 of 8.0 MiB",
+        "rings: 25.0% full",
+        "sink filesystem: 5 rows dropped, 1 errors",
+    ]
 
 
-def test_a_terminal_shows_what_the_last_interval_added_until_the_server_is_gone(served):
-    plain = saying({"live": RISKY})
-    count_verdict("live", 0.1, False)
+def test_a_terminal_shows_what_is_new_until_the_server_is_gone(served):
+    tally = tally_of(0.1)
+    plain = saying({"live": (RISKY, tally, {})})
 
     def says(path):
-        looks = sum(came == "/metrics" for came, _ in served.came)
-        if path == MONITORS and looks == 2:
+        looks = sum(came == ACTIVITY for came, _ in served.came)
+        if looks == 3:
             return 500, {"error": {"message": "the engine is dead"}}
-        if path == "/metrics" and looks == 2:
+        if looks == 2:
             for value in (0.9, 0.9, 0.2):
-                count_verdict("live", value, value > 0.8)
+                tally.add(value, "r", 0, (0, value) if value > 0.8 else None)
         return plain(path)
 
     served.says = says
     shown = run(served.url, "--interval", "0.1", ok=False, FORCE_COLOR="1", TERM="xterm")
     assert "\x1b[31m" in shown, "no bar is red"
     plain_text = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", shown)
-    assert re.search(r"last +scores +\n.* 0\.\d s -1 to 2", plain_text)
-    assert re.search(r"live .* 4 +2 +50.0% +2 of 3 ", plain_text)
+    assert re.search(r"live .* 1 +0 +0.0% ", plain_text)
+    assert re.search(r"live .* 4 +2 +50.0% ", plain_text)
     assert "HTTP 500: the engine is dead" in shown
 
 
 def test_once_ends_on_a_terminal_too(served):
-    served.says = saying({"live": RISKY})
+    served.says = saying({"live": (RISKY, tally_of(0.1), {})})
     done = run(served.url, "--once", FORCE_COLOR="1", TERM="xterm")
     assert "resid_post 2, 5" in done
-    assert "last" not in done
+    assert len(served.came) == 1
+
+
+def test_a_page_is_written_instead(served, tmp_path):
+    name = "<script>risky"
+    served.says = saying({name: (RISKY, tally_of(0.1, 0.9), {})})
+    assert run(served.url, "--page", str(tmp_path / "page.html")) == ""
+    data = data_of((tmp_path / "page.html").read_text(encoding="utf-8"))
+    (section,) = [part for part in data["parts"] if part["kind"] == "section"]
+    assert (section["title"], section["facts"]) == (
+        name, "2 requests, 1 verdicts since the start",
+    )  # fmt: skip
+    told = run(served.url, "--page", str(tmp_path / "page.txt"), ok=False)
+    assert "a page's name ends in .html" in told
 
 
 @pytest.mark.parametrize(
@@ -129,9 +160,8 @@ def test_once_ends_on_a_terminal_too(served):
         (saying(None), "has no scope: HTTP 404: Not Found"),
         (saying(None, {"operator": False}), "start it with VLLM_SCOPE_ADMIN_KEY."),
         (lambda path: (401, {"error": "Unauthorized"}), "401: Unauthorized; give the keys with"),
-        (saying({"a": {"site": "embed"}}), "list of monitors has an unknown form"),
-        (saying([]), "answer has an unknown form"),
-        (lambda path: (200, {"a": RISKY}), "/metrics is not the text of Prometheus"),
+        (lambda path: (200, {"monitors": {}}), "activity of monitors has an unknown form"),
+        (lambda path: (200, []), "answer has an unknown form"),
         (lambda path: (200, b"<html>"), "the answer is no JSON"),
     ],
 )
@@ -149,51 +179,26 @@ def test_a_server_that_is_not_there_is_one_sentence(served):
     assert len(told.splitlines()) == 1
 
 
-def test_without_prometheus_the_command_names_it(served):
-    served.says = saying({"a": RISKY})
-    code = (
-        "import sys; sys.modules['prometheus_client.parser'] = None; "
-        f"from vllm_scope.cli import app; app(['monitor', {served.url!r}])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout.strip() == "monitor needs prometheus_client: pip install prometheus_client."
-
-
-def test_a_later_stage_is_shown_with_its_first_one():
-    told = {"sure": Monitor("resid_post", 0.5, "stop", [1, 2], after="[bold]risky\x1b")}
-    console = Console(width=200, file=io.StringIO())
-    console.print(view(Look(told, {}, {}, 0.0), None, 200))
-    lines = console.file.getvalue().splitlines()
-    assert [line.split()[0] for line in lines[-4:]] == [
-        "sure",
-        "resid_post",
-        "after",
-        "escalations:",
-    ]
-    assert lines[-2].split() == ["after", "[bold]risky\\x1b"]
-
-
 def test_a_narrow_console_shows_every_column():
-    told = {"a" * 30: Monitor("resid_post", 0.5, "escalate", [1, 2])}
-    counts = {"a" * 30: Counts({-1.0: 0, 0.0: 1, 1.0: 10_000_000, math.inf: 10_000_000}, 2)}
-    found = Look(told, counts, {}, 2.0)
+    tally = tally_of(*[0.1] * 20, 0.9, -5.0, at_s=999.0)
+    found = {"a" * 30: tally.found("resid_post", "escalate", [1, 2], None, {})}
     console = Console(width=80, file=io.StringIO())
-    console.print(view(found, Look(told, {}, {}, 0.0), 80))
+    console.print(view(Activity(1000.0, found, STATE), 80))
     shown = console.file.getvalue()
-    assert "2 of 10,000,000" in shown
+    assert "0.40/s" in shown
     assert "…" not in shown
-    empty = view(Look({}, {}, {}, 0.0), None, 80)
-    assert str(empty) == "There are no monitors now."
+    assert str(view(Activity(1000.0, {}, STATE), 80)) == "There are no monitors now."
 
 
-def test_bars_add_up_neighbours_and_keep_the_ranges_without_an_end_alone():
-    counts = Counts({-1.0: 8, 0.0: 8, 1.0: 12, 2.0: 12, 3.0: 12, math.inf: 13})
-    bins = counts.bins()
-    assert bins == [(-math.inf, 8), (-1.0, 0), (0.0, 4), (1.0, 0), (2.0, 0), (3.0, 1)]
-    assert counts.requests == 13
-    assert bars(bins, 1.0, 1).plain == "█ ▄  ▁"
-    two = bars(bins, 1.0, 2)
-    assert two.plain == "█▄ ▁"
-    assert [(span.start, span.end) for span in two.spans] == [(2, 3), (3, 4)]
-    assert bars([], 1.0, 2).plain == ""
+@pytest.mark.parametrize("step", [1, 2, 4])
+def test_no_bar_lies_on_both_sides_of_the_threshold(step):
+    values = np.random.default_rng(0).normal(size=300).tolist()
+    found = tally_of(*values, threshold=0.3).found(*RISKY, {})
+    text = bars(found, step)
+    drawn, ends = text.plain.split("\n")
+    assert drawn.count("│") == 1
+    assert len(drawn) <= 64 / step + 1
+    (low, high) = map(float, ends.split(" to "))
+    assert low < min(values) < max(values) <= high
+    red = [drawn[span.start : span.end] for span in text.spans]
+    assert "".join(red) == drawn.split("│")[1]

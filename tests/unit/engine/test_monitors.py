@@ -1,15 +1,20 @@
-"""Monitors of several API servers: a file tells each process what another has set."""
+"""Monitors of several API servers: a file tells each process what another has set, and files tell
+what each has counted. What became of verdicts for a webhook."""
 
 from __future__ import annotations
 
 import asyncio
+import queue
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
 
 from tests.unit.engine.test_connection import SITES
 from vllm_scope.core.registry import Registry
-from vllm_scope.engine import monitors
+from vllm_scope.engine import monitors, webhook
 from vllm_scope.engine.frontend.connection import connections
 from vllm_scope.engine.http.calls import EngineCalls
 from vllm_scope.server.changes import NoTurnError
@@ -87,3 +92,94 @@ def test_what_cannot_be_written_is_not_set(file, monkeypatch):
     with pytest.raises(NoTurnError, match=r"No space left on device.*VLLM_SCOPE_RESULTS_DIR"):
         put(engine, {"two": FLAG})
     assert names(engine) == ["one"]
+
+
+def tally_of(engine, name):
+    (found,) = (one.tally for one in monitors.monitors_of(engine.vllm_config) if one.name == name)
+    return found
+
+
+def requests(engine):
+    found = monitors.activity_of(engine.vllm_config)
+    return {name: one.requests for name, one in found.items()}
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_counts_begin_again_when_a_monitor_changes_and_only_then(file, num_processes):
+    engine = engine_of(num_processes)
+    later = FLAG | {"after": "one"}
+    put(engine, {"one": FLAG, "later": later, "other": FLAG})
+    for name in ("one", "later", "other"):
+        tally_of(engine, name).add(1.0)
+    put(engine, {"one": FLAG, "later": later, "new": FLAG})
+    assert requests(engine) == {"one": 1, "later": 1, "new": 0}
+    old = tally_of(engine, "one")
+    put(engine, {"one": FLAG | {"threshold": 2.0}, "later": later, "new": FLAG})
+    assert requests(engine) == {"one": 0, "later": 0, "new": 0}
+    old.add(1.0)  # of a request that entered before the change
+    assert requests(engine)["one"] == 0
+    put(engine, {})
+    put(engine, {"one": FLAG})
+    assert requests(engine) == {"one": 0}
+
+
+def test_processes_tell_the_sum_of_what_each_counted(file, monkeypatch):
+    """The other process is another engine, which has read the same file."""
+    engine, other = engine_of(2), engine_of(2)
+    put(engine, {"one": FLAG})
+    monkeypatch.setattr(monitors, "_file", Shared(lambda: file.parent))
+    assert names(other) == ["one"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.getpid", lambda: 7)
+        theirs = monitors._peers_of(other.vllm_config)
+    monitors.share(Shared(lambda: file.parent))
+    for i in range(3):
+        tally_of(other, "one").add(float(i), f"r{i}", 0, (i, float(i)))
+    theirs.changed()
+    tally_of(engine, "one").add(1.0)
+    end = time.monotonic() + 60
+    while requests(engine) != {"one": 4}:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    put(engine, {"one": FLAG | {"threshold": 3.0}})
+    assert requests(engine) == {"one": 0}, "the other process has told of the monitor before"
+
+
+class _Address(BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        status = self.server.statuses.get()
+        self.send_response(status)
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_webhook_tells_what_became_of_each_verdict(monkeypatch):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Address)
+    server.statuses = queue.Queue()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(webhook, "MOST_WAITING", 2)
+    hook = webhook.Webhook.parse(f"http://127.0.0.1:{server.server_port}/x", "url")
+    assert hook.outcomes == {"sent": 0, "failed": 0, "dropped": 0, "waiting": 0}
+
+    def until(**counts):
+        end = time.monotonic() + 60
+        while {name: hook.outcomes[name] for name in counts} != counts:
+            assert time.monotonic() < end, hook.outcomes
+            time.sleep(0.01)
+
+    hook.tell({"position": 0})
+    end = time.monotonic() + 60
+    while hook._waiting.qsize():  # until the thread has taken it
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    for i in range(4):
+        hook.tell({"position": i})
+    assert hook.outcomes == {"sent": 0, "failed": 0, "dropped": 2, "waiting": 3}
+    for status in (200, 500, 200):
+        server.statuses.put(status)
+    until(sent=2, failed=1, dropped=2, waiting=0)
+    server.shutdown()
+    server.server_close()

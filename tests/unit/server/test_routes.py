@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from fastapi.testclient import TestClient
 from safetensors.numpy import save
 
 from vllm_scope.batch.sums import Sums
+from vllm_scope.control.activity import Activity, Ring, State, Tally
 from vllm_scope.errors import SpecError
 from vllm_scope.server import routes
 from vllm_scope.server.routes import attach
@@ -28,6 +30,7 @@ class Remembering:
     def __init__(self):
         self.held: dict[str, bytes] = {}
         self.text: str | None = None
+        self.tallies: dict[str, Tally] = {}
         self.summed = {"one/more": Sums(3, np.arange(4.0), np.eye(4), y=2.5)}
 
     async def describe(self):
@@ -56,6 +59,15 @@ class Remembering:
 
     async def edits(self):
         return self.text
+
+    async def activity(self, settings):
+        found = {
+            name: tally.found("resid_post", "flag", [2], None, {})
+            for name, tally in self.tallies.items()
+        }
+        state = State(3, 2, 1 << 20, settings.rows_of(1), rings=[Ring(1000, 250, 7.5)],
+                      sinks={"filesystem": {"rows": 12, "drops": 5, "errors": 1}})  # fmt: skip
+        return Activity(time.time(), found, state)
 
     async def moments(self, name):
         return [("resid_post", 1, "a")] if name in self.summed else []
@@ -88,6 +100,8 @@ CHANGES = [
     ("GET", "/v1/scope/moments/one%2Fmore", None),
     ("GET", "/v1/scope/sums/one%2Fmore?site=resid_post&layer=1&label=a", None),
     ("DELETE", "/v1/scope/moments/one%2Fmore", None),
+    ("GET", "/v1/scope/monitors/activity", None),
+    ("GET", "/v1/scope/monitors/view", None),
 ]
 
 
@@ -160,6 +174,7 @@ def test_without_an_operators_key_there_are_no_routes_that_change(
     paths = TestClient(app).get("/openapi.json").json()["paths"]
     others = {path for path, found in paths.items() if found.keys() != {"get"}}
     assert others == {"/v1/scope/sweeps"}  # it changes nothing
+    assert TestClient(app).get("/scope/monitors").status_code == 404
     app.state.scope.store.close()
 
 
@@ -291,7 +306,7 @@ def test_a_server_without_an_engine_refuses_with_a_sentence(tmp_path, monkeypatc
 
 def test_every_route_has_a_summary_a_description_and_its_errors(http):
     paths = http.get("/openapi.json").json()["paths"]
-    assert len(paths) == 9
+    assert len(paths) == 12
     for path, methods in paths.items():
         for method, found in methods.items():
             assert found["summary"], path
@@ -316,3 +331,36 @@ def test_sums_come_as_a_file_and_are_dropped(http, engine):
     gone = http.delete("/v1/scope/moments/one/more", headers=ADMIN)
     assert gone.status_code == 404
     assert gone.json()["error"]["message"] == "there are no sums called 'one/more'."
+
+
+def test_the_activity_of_monitors_is_told_with_what_the_plugin_holds(http, engine, app):
+    tally = engine.tallies["risky"] = Tally(0.5)
+    tally.add(0.75, "cmpl-1", 0, (3, 0.625))
+    tally.add(0.25)
+    kept = app.state.scope.store.put({"resid_post.1": torch.ones(2, 4)}, {}, "")
+    told = http.get("/v1/scope/monitors/activity", headers=ADMIN).json()
+    found = told["monitors"]["risky"]
+    assert (found["requests"], found["verdicts"], found["threshold"]) == (2, 1, 0.5)
+    assert (found["recent"][0]["request_id"], found["recent"][0]["position"]) == ("cmpl-1", 3)
+    state = told["state"]
+    assert (state["results"], state["rings"]) == (
+        1, [{"num_bytes": 1000, "used_bytes": 250, "wait_ms": 7.5}],
+    )  # fmt: skip
+    assert state["results_bytes"] >= kept.num_bytes
+    parts = http.get("/v1/scope/monitors/view", headers=ADMIN).json()["parts"]
+    assert [part["title"] for part in parts if part["kind"] == "section"] == ["risky"]
+
+
+def test_everybody_may_have_the_page_and_it_says_nothing_of_the_server(http, engine):
+    engine.tallies["risky-and-secret"] = Tally(0.5)
+    response = http.get("/scope/monitors")
+    assert response.status_code == 200
+    for secret in ("risky-and-secret", 'operator"', "filesystem"):
+        assert secret not in response.text
+    policy = response.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "connect-src 'self'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert response.headers["cache-control"] == "no-store"
+    again = http.get("/scope/monitors", headers=ADMIN).text
+    assert again == response.text

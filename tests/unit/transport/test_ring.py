@@ -57,6 +57,18 @@ def test_a_span_is_handed_out_again_only_when_every_lease_on_it_is_released(data
     ring.close()
 
 
+def test_used_slots_are_those_that_are_leased():
+    ring = _ring(10)
+    first, second = ring.acquire(3), ring.acquire(4)
+    assert ring.num_used() == 7
+    first.release()
+    assert ring.num_used() == 4
+    second.release()
+    ring.acquire(5)  # at the beginning again
+    assert ring.num_used() == 5
+    ring.close()
+
+
 def test_an_empty_span_does_not_hide_the_one_behind_it():
     ring, waited = _ring(8), []
     leases = [ring.acquire(size) for size in (4, 0, 4)]

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
+from vllm_scope.control.activity import Activity, Ring, State
 from vllm_scope.engine.frontend import ahead
 from vllm_scope.engine.frontend.connection import ask_replicas, connect_async, connections
 from vllm_scope.engine.http.sweeps import SweepRun, begin
 from vllm_scope.engine.moments import drop_moments_of_async, keys_of_async, one_of_async
-from vllm_scope.engine.monitors import monitors_of, set_monitors, told
+from vllm_scope.engine.monitors import activity_of, monitors_of, set_monitors, told
 from vllm_scope.engine.vllm_types import AsyncLLM
 from vllm_scope.engine.worker.replies import Module
 from vllm_scope.errors import SpecError
-from vllm_scope.results.inbox import num_pending
+from vllm_scope.results.inbox import num_bytes_held, num_pending
 from vllm_scope.server.changes import NoTurnError
 from vllm_scope.server.settings import ServerSettings
 from vllm_scope.sweeps.wire import AskedSweep
@@ -41,10 +46,8 @@ class EngineCalls:
         return {**every[0], "sites": {**every[0]["sites"], "kernels": kernels}}
 
     async def load(self) -> tuple[int, int]:
-        # All workers of a replica hold the same requests; replicas hold different ones.
         replicas = await ask_replicas(self._engine, "scope_counters")
-        running = (max(each["requests"] for each in replies) for replies in replicas)
-        return sum(running), num_pending()
+        return _running(replicas), num_pending()
 
     async def modules(self) -> dict[str, Module]:
         return dict(await self._call("scope_modules"))
@@ -85,6 +88,22 @@ class EngineCalls:
     async def monitors(self) -> dict[str, dict[str, object]]:
         return told(self._engine.vllm_config)
 
+    async def activity(self, settings: ServerSettings) -> Activity:
+        config = self._engine.vllm_config
+        found = await asyncio.to_thread(activity_of, config)
+        replicas = await ask_replicas(self._engine, "scope_counters")
+        rings, sinks = [], dict[str, Counter[str]]()
+        for each in chain.from_iterable(replicas):
+            rings += [] if each["ring"] is None else [Ring(**each["ring"])]
+            for name, counters in each["sinks"].items():
+                sinks.setdefault(name, Counter()).update(counters)
+        most = settings.rows_of(config.parallel_config._api_process_count)
+        state = State(
+            _running(replicas), num_pending(), num_bytes_held(), most, rings=rings,
+            sinks={name: dict(total) for name, total in sinks.items()},
+        )  # fmt: skip
+        return Activity(time.time(), found, state)
+
     async def moments(self, name: str) -> list[tuple[str, int, str]]:
         return await keys_of_async(self._engine, name)
 
@@ -111,6 +130,12 @@ class EngineCalls:
             if told is None:
                 raise
             raise SpecError(told[1]) from None
+
+
+def _running(replicas: Sequence[Sequence[dict[str, Any]]]) -> int:
+    """Running requests, of the counters by replica and worker."""
+    # All workers of a replica hold the same requests; replicas hold different ones.
+    return sum(max(each["requests"] for each in replies) for replies in replicas)
 
 
 def _doubt_modules(engine: AsyncLLM) -> None:

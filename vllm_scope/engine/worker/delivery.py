@@ -26,7 +26,7 @@ from vllm_scope.control.running import Policies
 from vllm_scope.core.news import Entrant
 from vllm_scope.core.score_index import ScoreKey
 from vllm_scope.engine.worker.sizes import Sizes
-from vllm_scope.program.layout import Layout, Widths
+from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.request.actions import MEMORY
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Sites
@@ -44,7 +44,9 @@ from vllm_scope.worker.watch import Watch
 
 #: The key of a request that delivers nothing.
 NOBODY = -1
-IDLE_COUNTERS: dict[str, object] = {"requests_routed": 0, "roads": [], "sinks": {}}
+IDLE_COUNTERS: dict[str, object] = {
+    "requests_routed": 0, "roads": [], "sinks": {}, "ring": None
+}  # fmt: skip
 
 
 @dataclass
@@ -217,10 +219,16 @@ class WorkerDelivery:
         return self.router.takes
 
     def counters(self) -> dict[str, object]:
+        self.memory.reclaim()
         return {
             "requests_routed": self.memory.num_requests,
             "roads": self.memory.roads,
             "sinks": self.router.counters(),
+            "ring": {
+                "num_bytes": self.ring.num_slots * SLOT_BYTES,
+                "used_bytes": self.ring.num_used() * SLOT_BYTES,
+                "wait_ms": self.ring.wait_ms,
+            },
         }
 
     def flush(self) -> dict[str, str | None]:

@@ -1,0 +1,309 @@
+"""What monitors have found since they were set, in bounded memory, and the state of the plugin.
+
+Owns:  Tally (counts one monitor), and what is told of it: Found, Histogram, Slice, Flagged; State,
+       Ring, and Activity, which is all of it.
+Runs:  in the front-end. `add` on the event loop, `found` on any thread.
+From:  engine.monitors, which has a Tally for each monitor.
+To:    server.routes; client, cli.monitor and views.monitors, which show it.
+
+Promise: a Tally holds MOST_RANGES ranges of scores, MOST_SLICES slices of time and MOST_VERDICTS
+verdicts at most, however many requests end. No text of a request is in it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+#: Ranges of scores on each side of the threshold, and in all.
+_SIDE = 32
+MOST_RANGES = 2 * _SIDE
+#: Seconds of a slice of time; ten minutes of them are kept.
+SLICE_S, MOST_SLICES = 5, 120
+#: Slices of which a rate is made: about a minute.
+_RATE_SLICES = 12
+MOST_VERDICTS = 50
+#: Characters of a request's id, which a client may choose.
+MOST_ID = 128
+#: What became of verdicts for a webhook, and how many wait for it.
+OUTCOMES = ("sent", "failed", "dropped", "waiting")
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many requests have their largest value in which range.
+
+    Range i is above `threshold + (first + i) * width` and up to `width` more, so the threshold is
+    the end of a range.
+
+    Attributes:
+        width: a power of 2; 0 if there are no ranges.
+        first: of the first range; negative if it is below the threshold.
+        counts: of each range.
+    """
+
+    width: float = 0.0
+    first: int = 0
+    counts: list[int] = field(default_factory=list)
+
+    def ranges(self, threshold: float) -> list[tuple[float, float, int]]:
+        """(lower end, upper end, requests) of each range, in order."""
+        ends = [threshold + (self.first + i) * self.width for i in range(len(self.counts) + 1)]
+        return list(zip(ends, ends[1:], self.counts, strict=False))
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What ended within SLICE_S seconds. `begin_s` is of `time.time()`."""
+
+    begin_s: int
+    requests: int
+    verdicts: int
+
+
+@dataclass(frozen=True)
+class Flagged:
+    """A verdict.
+
+    Attributes:
+        time_s: when the completion ended, of `time.time()`.
+        request_id: its first MOST_ID characters.
+        position: the first one at which the value was above the threshold.
+        value: there; None if it is not finite.
+    """
+
+    time_s: float
+    request_id: str
+    completion: int
+    position: int
+    value: float | None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a monitor is, and what it found in completions that have ended since it was set.
+
+    Attributes:
+        since_s: when it was set, of `time.time()`; 0.0: at the server's start.
+        requests: completions that it scored.
+        verdicts: completions with a value above the threshold.
+        not_finite: completions whose largest value is in no range, because it is not finite.
+        slices: the last ten minutes, in order; slices in which nothing ended are left out.
+        recent: the last verdicts, the newest first.
+        escalations: outcome (OUTCOMES) -> verdicts for the monitor's webhook.
+    """
+
+    site: str
+    threshold: float
+    action: str
+    layers: list[int] = field(default_factory=list)
+    after: str | None = None
+    since_s: float = 0.0
+    requests: int = 0
+    verdicts: int = 0
+    not_finite: int = 0
+    histogram: Histogram = field(default_factory=Histogram)
+    slices: list[Slice] = field(default_factory=list)
+    recent: list[Flagged] = field(default_factory=list)
+    escalations: dict[str, int] = field(default_factory=dict)
+
+    def rates(self, now_s: float) -> tuple[float, float]:
+        """Requests and verdicts per second, over about the last minute."""
+        begin = (now_s // SLICE_S - _RATE_SLICES + 1) * SLICE_S
+        recent = [one for one in self.slices if begin <= one.begin_s <= now_s]
+        counts = sum(one.requests for one in recent), sum(one.verdicts for one in recent)
+        return counts[0] / (now_s - begin), counts[1] / (now_s - begin)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The shared memory through which one worker delivers rows.
+
+    Attributes:
+        used_bytes: rows that no front-end has read yet.
+        wait_ms: how long the worker has waited for room, in all.
+    """
+
+    num_bytes: int
+    used_bytes: int
+    wait_ms: float
+
+
+@dataclass(frozen=True)
+class State:
+    """What the plugin holds. `pending` to `results_most_bytes` are of the API server process that
+    was asked; the other fields are of the whole engine.
+
+    Attributes:
+        requests: running requests that read, probe or edit.
+        pending: requests whose rows are awaited, or not yet answered.
+        rows_bytes, rows_most_bytes: rows and scores of running requests, and their limit.
+        results, results_bytes, results_most_bytes: files that wait to be fetched.
+        rings: of each worker that delivers rows.
+        sinks: sink -> counter (sinks.counters) -> value, over all workers.
+    """
+
+    requests: int
+    pending: int
+    rows_bytes: int
+    rows_most_bytes: int
+    results: int = 0
+    results_bytes: int = 0
+    results_most_bytes: int = 0
+    rings: list[Ring] = field(default_factory=list)
+    sinks: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What the monitors of a server do. `at_s`: when this was told, of `time.time()`."""
+
+    at_s: float
+    monitors: dict[str, Found]
+    state: State
+
+
+class Tally:
+    """Counts what one monitor finds. A monitor that is set anew gets a new one.
+
+    Args:
+        threshold: the monitor's; a float64.
+        since_s: see Found.
+    """
+
+    def __init__(
+        self, threshold: float, since_s: float = 0.0, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._threshold, self.since_s, self._clock = threshold, since_s, clock
+        self._lock = threading.Lock()
+        self._requests = self._verdicts = self._not_finite = 0
+        #: The width of a range is 2 ** _exponent. Range -> requests, as Histogram counts ranges.
+        self._exponent = -math.inf
+        self._ranges: dict[int, int] = {}
+        self._slices: deque[list[int]] = deque(maxlen=MOST_SLICES)
+        self._recent: deque[Flagged] = deque(maxlen=MOST_VERDICTS)
+
+    def __deepcopy__(self, memo: object) -> Tally:
+        # vLLM copies SamplingParams, which hold it until the request enters.
+        return self
+
+    def add(
+        self, value: float | None, request_id: str = "", completion: int = 0,
+        verdict: tuple[int, float] | None = None,
+    ) -> None:  # fmt: skip
+        """Count a completion that has ended.
+
+        Args:
+            value: its largest; None if nothing was scored.
+            verdict: (position, value) of its verdict; None if it has none.
+        """
+        now = self._clock()
+        with self._lock:
+            if value is not None:
+                self._requests += 1
+                self._add_value(value, verdict is not None)
+            current = self._slice(int(now // SLICE_S) * SLICE_S)
+            current[1] += value is not None
+            if verdict is not None:
+                self._verdicts += 1
+                current[2] += 1
+                position, at = verdict
+                told = at if math.isfinite(at) else None
+                # Lone surrogates have no place in UTF-8.
+                named = request_id[:MOST_ID].encode("utf-8", "replace").decode()
+                self._recent.appendleft(Flagged(now, named, completion, position, told))
+
+    def _slice(self, begin_s: int) -> list[int]:
+        # A clock that is set back adds to the last slice.
+        if not self._slices or self._slices[-1][0] < begin_s:
+            self._slices.append([begin_s, 0, 0])
+        return self._slices[-1]
+
+    def _add_value(self, value: float, above: bool) -> None:
+        distance = value - self._threshold
+        if not math.isfinite(distance):
+            self._not_finite += 1
+            return
+        # |distance| < 2 ** needed * _SIDE
+        needed = math.frexp(distance)[1] - _SIDE.bit_length() + 1 if distance else -1000
+        if needed > self._exponent:
+            self._ranges = _merged([(self._ranges, self._exponent)], needed)
+            self._exponent = needed
+        index = math.ceil(math.ldexp(distance, -int(self._exponent))) - 1
+        # The worker compared float32 numbers: its verdict decides about the side.
+        index = max(index, 0) if above else min(index, -1)
+        self._ranges[index] = self._ranges.get(index, 0) + 1
+
+    def found(
+        self, site: str, action: str, layers: Sequence[int], after: str | None,
+        escalations: Mapping[str, int],
+    ) -> Found:  # fmt: skip
+        """What was counted, with what the monitor is."""
+        with self._lock:
+            return Found(
+                site, self._threshold, action, list(layers), after, self.since_s, self._requests,
+                self._verdicts, self._not_finite, _histogram(self._ranges, self._exponent),
+                [Slice(*one) for one in self._slices], list(self._recent), dict(escalations),
+            )  # fmt: skip
+
+
+def _merged(some: Sequence[tuple[Mapping[int, int], float]], exponent: int) -> dict[int, int]:
+    """The sum of ranges of several widths, as ranges of a width that is at least theirs."""
+    found: dict[int, int] = {}
+    for ranges, own in some:
+        for index, count in ranges.items():
+            wider = index >> (exponent - int(own))
+            found[wider] = found.get(wider, 0) + count
+    return found
+
+
+def _histogram(ranges: Mapping[int, int], exponent: float) -> Histogram:
+    if not ranges:
+        return Histogram()
+    first, last = min(ranges), max(ranges)
+    counts = [ranges.get(i, 0) for i in range(first, last + 1)]
+    return Histogram(math.ldexp(1.0, int(exponent)), first, counts)
+
+
+def joined(found: Sequence[Found]) -> Found:
+    """What one monitor has found in several API server processes, as one.
+
+    Args:
+        found: at least one; all of the same setting of the same monitor.
+    """
+    if len(found) == 1:
+        return found[0]
+    one, slices = found[0], dict[int, list[int]]()
+    for each in found:
+        for piece in each.slices:
+            total = slices.setdefault(piece.begin_s, [0, 0])
+            total[0] += piece.requests
+            total[1] += piece.verdicts
+    last = sorted(slices.items())[-MOST_SLICES:]
+    recent = sorted((v for each in found for v in each.recent), key=lambda v: -v.time_s)
+    escalations: dict[str, int] = {}
+    for each in found:
+        for outcome, count in each.escalations.items():
+            escalations[outcome] = escalations.get(outcome, 0) + count
+    return Found(
+        one.site, one.threshold, one.action, one.layers, one.after, one.since_s,
+        sum(each.requests for each in found), sum(each.verdicts for each in found),
+        sum(each.not_finite for each in found), _sum_of([each.histogram for each in found]),
+        [Slice(begin, *counts) for begin, counts in last], recent[:MOST_VERDICTS], escalations,
+    )  # fmt: skip
+
+
+def _sum_of(histograms: Sequence[Histogram]) -> Histogram:
+    some = [
+        (dict(enumerate(each.counts, each.first)), math.frexp(each.width)[1] - 1)
+        for each in histograms
+        if each.counts
+    ]
+    if not some:
+        return Histogram()
+    exponent = max(own for _, own in some)
+    return _histogram(_merged(some, exponent), exponent)

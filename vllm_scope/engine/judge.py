@@ -1,0 +1,89 @@
+"""What monitors found in one request: counted, and told to webhooks and the controller.
+
+Owns:  Judge, and `tallied`.
+Runs:  in the front-end, when a completion ends.
+From:  monitors.   To: control.activity, sinks.metrics, webhook, controller, server.peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm_scope.control.activity import OUTCOMES, Found
+from vllm_scope.control.controller import Observation
+from vllm_scope.engine.vllm_types import CompletionOutput, RequestOutput
+from vllm_scope.request.actions.probing import MONITOR
+from vllm_scope.request.sites import MODEL_SITES
+from vllm_scope.sinks.metrics import count_verdict
+
+if TYPE_CHECKING:
+    from vllm_scope.engine.monitors import Monitor
+    from vllm_scope.server.peers import Peers
+
+
+def tallied(monitors: Sequence[Monitor]) -> dict[str, Found]:
+    """Name -> what a monitor has found in this process."""
+    none = dict.fromkeys(OUTCOMES, 0)
+    found = {}
+    for monitor in monitors:
+        probe, webhook = monitor.probe, monitor.webhook
+        layers = () if probe.site in MODEL_SITES else probe.layer_numbers or ()
+        after = None if probe.after is None else probe.after.removeprefix(MONITOR)
+        found[monitor.name] = monitor.tally.found(
+            probe.site, monitor.action, layers, after,
+            none if webhook is None else webhook.outcomes,
+        )  # fmt: skip
+    return found
+
+
+class Judge:
+    """Counts the verdicts of one request, and tells webhooks and the engine's controller."""
+
+    def __init__(
+        self, monitors: tuple[Monitor, ...], tell: Callable[[Observation], None] | None,
+        peers: Peers | None,
+    ) -> None:  # fmt: skip
+        self._monitors, self._tell, self._peers = monitors, tell, peers
+        #: Completions that have been counted.
+        self._counted: set[int] = set()
+
+    def told(self, output: RequestOutput, completion: CompletionOutput) -> None:
+        """Called with each snapshot. A score of a running request is looked at when it ends, so
+        that a step's cost does not grow with the tokens so far."""
+        if completion.finish_reason is None or completion.index in self._counted:
+            return
+        self._counted.add(completion.index)
+        result: Any = completion.scope
+        verdicts = result.verdicts
+        for monitor in self._monitors:
+            name, called = monitor.name, monitor.probe.name
+            if monitor.probe.after is not None and called not in result.begun:
+                continue  # a later stage counts the requests for which it began
+            found = result.scores if monitor.probe.aggregate is None else result.aggregates
+            values, verdict = found[called], verdicts.get(called)
+            largest = float(values.max()) if len(values) else None
+            count_verdict(name, largest, verdict is not None)
+            monitor.tally.add(
+                largest, output.request_id, completion.index,
+                None if verdict is None else (verdict.position, verdict.value),
+            )  # fmt: skip
+            if self._tell is not None and len(values):
+                at = int(values.argmax()) if monitor.probe.aggregate is None else -1
+                self._tell(
+                    Observation(
+                        output.request_id, name, float(values[at]),
+                        int(result.scores.positions(called)[at]), verdict is not None,
+                        completion.index,
+                    )
+                )  # fmt: skip
+            if verdict is not None and monitor.webhook is not None:
+                monitor.webhook.tell(
+                    {
+                        "monitor": name, "request_id": output.request_id,
+                        "completion": completion.index, "position": verdict.position,
+                        "value": verdict.value,
+                    }
+                )  # fmt: skip
+        if self._peers is not None:
+            self._peers.changed()

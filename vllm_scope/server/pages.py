@@ -1,0 +1,56 @@
+"""The operator's page, which shows live what monitors do.
+
+Owns:  the routes of the page and of its data.
+Runs:  in each API server process, if VLLM_SCOPE_ADMIN_KEY is set; without it they do not exist.
+From:  control.activity, views.monitors.   To: routes, which adds them to the app.
+
+Promise: the page itself says nothing about the server: a browser sends no keys when it opens an
+address, so everybody may have the page. Its data need the operator's key, as the other routes of
+`/v1/scope/monitors` do, and vLLM's API key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse, Response
+
+from vllm_scope.control.activity import Activity
+from vllm_scope.server import schemas
+from vllm_scope.server.access import Route, asked, engine_of, state_of
+from vllm_scope.views.document import live_page
+from vllm_scope.views.monitors import monitor_page
+
+#: Seconds from an answer to the page's next question.
+_EVERY_S = 2.0
+
+#: Outside of /v1, where vLLM asks for an API key.
+page = APIRouter(tags=["scope operator"], route_class=Route)
+data = APIRouter(prefix="/v1/scope/monitors", tags=["scope operator"], route_class=Route)
+
+
+@page.get("/scope/monitors", summary="The operator's page", response_class=HTMLResponse)
+async def get_page() -> Response:
+    """It asks its reader for the keys, and shows what `/v1/scope/monitors/view` tells them."""
+    html, headers = live_page("Monitors", "../v1/scope/monitors/view", _EVERY_S)
+    return HTMLResponse(html, headers=headers)
+
+
+@data.get("/activity", summary="What monitors have found")
+async def get_activity(request: Request) -> Activity:
+    """Of each monitor, since it was set: counts, a histogram of scores, the requests of the last
+    ten minutes, the last verdicts, and what became of them; and what the plugin holds."""
+    state = state_of(request)
+    found = await asked(engine_of(request).activity(state.settings))
+    of_files = replace(
+        found.state, results=len(state.store), results_bytes=state.store.num_bytes,
+        results_most_bytes=state.settings.results_bytes,
+    )  # fmt: skip
+    return replace(found, state=of_files)
+
+
+@data.get("/view", summary="The data of the operator's page")
+async def get_view(request: Request) -> schemas.ViewData:
+    """The same as parts of a view, which `vllm_scope/views/scope.js` draws."""
+    return schemas.ViewData(**monitor_page(await get_activity(request)).data())

@@ -1,0 +1,76 @@
+"""What each API server process of a server has counted, for the others: the activity of monitors.
+
+Owns:  Peers.
+Runs:  in each API server process of a server that has several. A thread writes the file of this
+       process at most once a second; `others` reads on any thread.
+From:  engine.monitors.
+
+Each request is counted by the process that serves it, and an operator's call reaches one process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+
+logger = logging.getLogger("vllm.vllm_scope")
+#: Seconds between two writes.
+EVERY_S = 1.0
+
+
+class Peers:
+    """A file of each process in the folder that they share.
+
+    Args:
+        folder: returns the folder, and makes it.
+        text: what this process tells now. Called on the thread.
+    """
+
+    def __init__(self, folder: Callable[[], Path], text: Callable[[], bytes]) -> None:
+        self._folder, self._text = folder, text
+        self._name = f"activity.{os.getpid()}"
+        self._changed = threading.Event()
+
+    def __deepcopy__(self, memo: object) -> Peers:
+        # vLLM copies SamplingParams, which hold it until the request enters.
+        return self
+
+    def changed(self) -> None:
+        """Tell the others soon. Any thread; never blocks."""
+        assert self._thread.daemon
+        self._changed.set()
+
+    @cached_property
+    def _thread(self) -> threading.Thread:
+        found = threading.Thread(target=self._run, name="vllm-scope-peers", daemon=True)
+        found.start()
+        return found
+
+    def _run(self) -> None:
+        while True:
+            self._changed.wait()
+            self._changed.clear()
+            try:
+                part = self._folder() / f"part.{self._name}"
+                part.write_bytes(self._text())
+                part.replace(part.with_name(self._name))
+            except OSError as error:
+                logger.warning("vllm-scope: counts of monitors are not told: %s", error.strerror)
+            time.sleep(EVERY_S)
+
+    def others(self) -> list[bytes]:
+        """What the other processes told last; nothing of one whose file cannot be read."""
+        found = []
+        for path in sorted(self._folder().glob("activity.*")):
+            if path.name == self._name:
+                continue
+            try:
+                found.append(path.read_bytes())
+            except OSError as error:
+                logger.warning("vllm-scope: counts of monitors are not read: %s", error.strerror)
+        return found
