@@ -49,10 +49,13 @@ class LayerCall:
     Attributes:
         calls: how often it ran; the rest is of the last time.
         given: hidden, residual.
+        handed: of each thing that the layer before returned, whether this layer got that very
+            tensor; None of the first layer.
         first: the first child that it called.
     """
 
     calls: int = 0
+    handed: tuple[bool, ...] | None = None
     given: tuple[Tensor, Tensor | None] | None = None
     first: nn.Module | None = None
     returned: tuple[object, ...] | object = None
@@ -61,14 +64,19 @@ class LayerCall:
 class Watch:
     """Records what a model's layers and norms get and return while it is entered.
 
+    Args:
+        noise: random rows enter the first layer. Otherwise the model's own do.
+
     Attributes:
         layers: layer number -> its call, in the order of layers.
         norms: norm -> its calls: the layers' own, and the one behind them.
         routed: layer number -> what its router returned, of `Anatomy.routers`.
     """
 
-    def __init__(self, anatomy: Anatomy) -> None:
-        self._anatomy = anatomy
+    def __init__(self, anatomy: Anatomy, noise: bool = True) -> None:
+        self._anatomy, self._noise = anatomy, noise
+        #: What the layer before returned, not copied.
+        self._left: tuple[object, ...] | None = None
         self.layers = {number: LayerCall() for number in sorted(anatomy.layers)}
         self.norms: dict[nn.Module, list[NormCall]] = defaultdict(list)
         self.routed: dict[int, list[object]] = {number: [] for number in sorted(anatomy.routers)}
@@ -111,7 +119,13 @@ class Watch:
         hidden, residual = given.get("hidden_states"), given.get("residual")
         if hidden is None:  # by another name
             hidden = next(iter(_floats(given.values())), None)
-        changed = _noise(hidden, residual) if number == min(self.layers) else {}
+        if self._left is not None:
+            every = (*args, *kwargs.values())
+            call.handed = tuple(
+                isinstance(x, Tensor) and any(x is y for y in every) for x in self._left
+            )
+        first = self._noise and number == min(self.layers)
+        changed = _noise(hidden, residual) if first else {}
         hidden, residual = (changed.get(id(x), x) for x in (hidden, residual))
         if isinstance(hidden, Tensor):
             call.given = hidden.clone(), residual.clone() if isinstance(residual, Tensor) else None
@@ -126,9 +140,11 @@ class Watch:
             call.first = module
 
     def _leave(self, number: int, module: nn.Module, args: _Args, out: object) -> None:
+        parts = tuple(out) if isinstance(out, tuple | list) else (out,)
+        self._left = parts
         # Copies: the next norm may write to these tensors.
         self.layers[number].returned = (
-            tuple(map(_copied, out)) if isinstance(out, tuple | list) else _copied(out)
+            tuple(map(_copied, parts)) if isinstance(out, tuple | list) else _copied(out)
         )
 
     def _leave_router(self, number: int, module: nn.Module, args: _Args, out: object) -> None:
