@@ -27,7 +27,9 @@ same with another vLLM. It begins with what other versions verified, and goes on
 
 An architecture is verified if the worst row of `embed` and `resid_post` differs by at most
 {TOLERANCE:g} of its length. Another site is verified if its rows equal, to the same bound, what one
-module of each Hugging Face layer gets or gives. [Sites](reading.md#sites) are defined there;
+module of each Hugging Face layer gets or gives. "Canary only" means that the source of the layers
+is not understood, that numbers prove where the stream is ([design](design.md#anatomy)), and that
+`embed` and `resid_post` equal Hugging Face's. [Sites](reading.md#sites) are defined there;
 `vllm-scope doctor MODEL` says why a site cannot be tapped on a model. Multimodal architectures are
 not on this page: vLLM needs torchvision for them, which has no build for PyTorch on a CPU.
 """
@@ -39,9 +41,8 @@ _SECTIONS: list[tuple[str, str, str]] = [
     (
         "canary only",
         "Canary only",
-        "The source of these is not understood. The numbers at load show where the stream is, and "
-        "the compiled graph gives the same rows; only `embed`, `resid_pre` and `resid_post` are "
-        "served. Their rows equal Hugging Face's, too.\n\n",
+        "Only `embed`, `resid_pre` and `resid_post` are served. The table says what of the source "
+        "is not understood.\n\n",
     ),
     (
         "differs",
