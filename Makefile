@@ -94,8 +94,9 @@ soak: .venv/.ready
 	$(BIN)/python -m benchmarks.soak --minutes $(or $(MINUTES),30) $(SOAK)
 
 # Every architecture of vLLM's registry beside Hugging Face: one hour. It goes on where it stopped.
+# NAMES=GPT2LMHeadModel runs these again.
 matrix: $(VENV)/.ready
-	$(BIN)/python -m tests.matrix
+	$(BIN)/python -m tests.matrix $(NAMES)
 
 # On a machine with a GPU and vllm-scope[gpu,dev]; PYTHON names its interpreter.
 test-gpu:

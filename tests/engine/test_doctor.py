@@ -105,6 +105,7 @@ def test_it_says_why_not(tmp_path):
     said = " ".join(done.stdout.split())
     assert "cannot be read: Gemma3nTextModel.forward has no loop over layers" in said
     assert "served plainly" in said
+    assert "An engine that compiles the model serves embed, resid_pre and resid_post" in said
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """`python -m tests.matrix`: compare every architecture that has no line yet, and write the page.
 
 Each architecture runs in a process of its own, with a time limit. A line of results.jsonl is of one
-architecture and one version of vLLM; remove it to run it again.
+architecture and one version of vLLM; remove it to run it again. What most people run goes first,
+then what another version verified.
 
     python -m tests.matrix                   all that are left
     python -m tests.matrix GPT2LMHeadModel   these, again
@@ -22,12 +23,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.matrix.architectures import architectures, reference_of
+from tests.matrix.architectures import FIRST, architectures, by_transformers, reference_of
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 RESULTS = Path(__file__).with_name("results.jsonl")
-LIMIT_S = 240
+LIMIT_S = 600  # of a busy machine
 
 
 def main() -> None:
@@ -67,8 +68,12 @@ def installed() -> str:
 
 
 def _pending() -> list[str]:
-    done = {line["architecture"] for line in read_lines() if line["vllm"] == installed()}
-    return [name for name in architectures() if name not in done]
+    lines = read_lines()
+    done = {line["architecture"] for line in lines if line["vllm"] == installed()}
+    verified = {line["architecture"] for line in lines if line["status"] == "verified"}
+    first = [name for name in FIRST if name in verified]
+    names = dict.fromkeys([*first, *sorted(verified, key=str.lower), *architectures()])
+    return [name for name in names if name not in done]
 
 
 def _keep(line: dict[str, Any]) -> None:
@@ -76,7 +81,10 @@ def _keep(line: dict[str, Any]) -> None:
     key = line["architecture"], line["vllm"]
     kept = [one for one in read_lines() if (one["architecture"], one["vllm"]) != key]
     lines = sorted([*kept, line], key=lambda one: (one["architecture"].lower(), one["vllm"]))
-    RESULTS.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    # A run that is killed here leaves the old lines.
+    new = RESULTS.with_suffix(".new")
+    new.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    new.replace(RESULTS)
 
 
 def _run(architecture: str) -> dict[str, Any]:
@@ -84,6 +92,8 @@ def _run(architecture: str) -> dict[str, Any]:
     import transformers
 
     head = {"architecture": architecture, "vllm": installed()}
+    if architecture in by_transformers():
+        head["backend"] = "transformers"
     line: dict[str, Any] = {"status": "no reference"}
     name = reference_of(architecture)
     if not hasattr(transformers, name):  # without a process

@@ -1,6 +1,6 @@
 """Which architectures are compared, and by which class of transformers.
 
-Owns:  `architectures`, `reference_of`, `by_transformers`.
+Owns:  `architectures`, `reference_of`, `by_transformers`, FIRST.
 """
 
 from __future__ import annotations
@@ -16,6 +16,16 @@ OTHERS = (
     "MinistralForCausalLM", "ModernBertDecoderForCausalLM", "NanoChatForCausalLM",
     "PersimmonForCausalLM", "PhimoeForCausalLM", "RecurrentGemmaForCausalLM",
     "SolarOpenForCausalLM", "YoutuForCausalLM", "ZayaForCausalLM",
+)  # fmt: skip
+#: What most people run. These are compared first.
+FIRST = (
+    "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "GemmaForCausalLM",
+    "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM", "MistralForCausalLM",
+    "PhiForCausalLM", "Phi3ForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM",
+    "GPTJForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM",
+    "GraniteForCausalLM", "CohereForCausalLM", "Cohere2ForCausalLM", "MixtralForCausalLM",
+    "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM", "OlmoeForCausalLM",
+    "Llama4ForCausalLM", "OPTForCausalLM", "FalconForCausalLM",
 )  # fmt: skip
 
 

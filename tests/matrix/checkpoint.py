@@ -61,6 +61,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "Cohere2ForCausalLM": {"sliding_window": 1024},
     "Cohere2MoeForCausalLM": {"sliding_window": 1024},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 32, "n_groups": 2},
+    "PhiForCausalLM": {"intermediate_size": 512, "num_key_value_heads": 4},  # all that 0.31 runs
     "FalconForCausalLM": {
         "new_decoder_architecture": True,
         "num_kv_heads": 2,

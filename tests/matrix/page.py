@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.matrix.architectures import by_transformers
 from tests.matrix.one import TOLERANCE
 from vllm_scope.request.sites import SITES
 
@@ -23,16 +22,28 @@ that vLLM runs by its Transformers backend, it makes a tiny random checkpoint fr
 class of transformers, and compares vLLM's rows with what Hugging Face's modules get and give: every
 position of three prompts and their answers, in float32 on a CPU. The prompts are computed in chunks
 of 32 tokens, and again behind a warm prefix cache. Models with states take whole prompts. Where no
-token came from the cache, the page does not say "warm cache".
+token came from the cache, the page does not say "warm cache". `make matrix VLLM=0.30.0` does the
+same with another vLLM. It begins with what other versions verified, and goes on where it stopped.
 
 An architecture is verified if the worst row of `embed` and `resid_post` differs by at most
 {TOLERANCE:g} of its length. Another site is verified if its rows equal, to the same bound, what one
-module of each Hugging Face layer gets or gives. [Sites](sites.md) are defined there;
+module of each Hugging Face layer gets or gives. "Canary only" means that the source of the layers
+is not understood, that numbers prove where the stream is ([design](design.md#anatomy)), and that
+`embed` and `resid_post` equal Hugging Face's. [Sites](sites.md) are defined there;
 `vllm-scope doctor MODEL` says why a site cannot be tapped on a model. Multimodal architectures are
 not on this page: vLLM needs torchvision for them, which has no build for PyTorch on a CPU.
 """
+_UNSERVED = """vLLM 0.33.0 was not run: no CPU build of it, nor of the PyTorch 2.14 that it needs,
+could be installed.
+"""
 _SECTIONS: list[tuple[str, str, str]] = [
     ("verified", "Verified", ""),
+    (
+        "canary only",
+        "Canary only",
+        "Only `embed`, `resid_pre` and `resid_post` are served. The table says what of the source "
+        "is not understood.\n\n",
+    ),
     (
         "differs",
         "Rows differ from Hugging Face's",
@@ -59,13 +70,65 @@ def write_page(lines: list[Line]) -> None:
 
 
 def page(lines: list[Line]) -> str:
-    counts = [(title, _of(lines, status)) for status, title, _ in _SECTIONS]
-    found = _HEAD + "\n" + _table(("", "architectures"), [(t, len(some)) for t, some in counts])
+    versions = sorted({line["vllm"] for line in lines}, key=_number)
+    by_version = {v: [line for line in lines if line["vllm"] == v] for v in versions}
+    names = {line["architecture"] for line in lines}
+    counts = [
+        (title, *(len(_of(some, status)) for some in by_version.values()))
+        for status, title, _ in _SECTIONS
+    ]
+    counts.append(("Not run yet", *(len(names) - len(some) for some in by_version.values())))
+    found = _HEAD + "\n" + _UNSERVED + "\n" + _table(("architectures", *versions), counts)
+    found += f"\n## By version\n\n{_BY_VERSION}" + _table(
+        ("architecture", *versions), _by_version(lines, versions)
+    )
+    newest = versions[-1]
+    found += f"\nThe sections below are of vLLM {newest}.\n"
     for status, title, words in _SECTIONS:
-        if some := _of(lines, status):
+        if some := _of(by_version[newest], status):
             heading, row = _SHAPES.get(status, _REASONS)
             found += f"\n## {title}\n\n{words}{_table(heading, map(row, some))}"
     return found
+
+
+_BY_VERSION = """Architectures that some version verified or refused, or whose rows differ. A site
+after "without" is one that the newest version verified and this one did not.
+
+"""
+
+
+def _by_version(lines: list[Line], versions: list[str]) -> list[tuple[object, ...]]:
+    found: dict[str, dict[str, Line]] = {}
+    for line in lines:
+        found.setdefault(line["architecture"], {})[line["vllm"]] = line
+    here = {"verified", "canary only", "differs", "refused"}
+    return [
+        (f"`{name}`", *(_cell(by.get(v), by.get(versions[-1])) for v in versions))
+        for name, by in found.items()
+        if any(line["status"] in here for line in by.values())
+    ]
+
+
+def _cell(line: Line | None, newest: Line | None) -> str:
+    if line is None:
+        return "not run"
+    status: str = line["status"]
+    if newest is line:
+        return status
+    if status in ("refused", "cannot run", "no reference"):
+        return f"{status}: {_plain(line['reason'])}"
+    missing = [] if newest is None else [s for s in _good(newest) if s not in _good(line)]
+    return status + (f", without {_codes(missing)}" if missing else "")
+
+
+def _good(line: Line) -> list[str]:
+    """The sites whose rows equal Hugging Face's."""
+    sites = line.get("sites", {})
+    return [s for s in SITES if s in sites and sites[s]["error"] <= TOLERANCE]
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
 
 
 def _of(lines: list[Line], status: str) -> list[Line]:
@@ -74,7 +137,7 @@ def _of(lines: list[Line], status: str) -> list[Line]:
 
 def _verified(line: Line) -> tuple[object, ...]:
     sites = line["sites"]
-    good = [s for s in SITES if s in sites and sites[s]["error"] <= TOLERANCE]
+    good = _good(line)
     open_ = [s for s in SITES if s in sites and s not in good]
     # A site that is newer than the line is in neither.
     refused = [s for s in SITES if s in line["why_not"]]
@@ -82,6 +145,11 @@ def _verified(line: Line) -> tuple[object, ...]:
     how = "chunks" if line["chunked"] else "whole prompts"
     how += ", warm cache" if line.get("cached_tokens", 0) > 0 else ""
     return _name(line), _codes(good), f"{worst:.1e}", _codes(open_), _codes(refused), how
+
+
+def _canary_only(line: Line) -> tuple[object, ...]:
+    name, sites, worst, *_ = _verified(line)
+    return name, sites, worst, _plain(line["reason"])
 
 
 def _differs(line: Line) -> tuple[object, ...]:
@@ -106,6 +174,7 @@ _SHAPES: dict[str, tuple[tuple[str, ...], Callable[[Line], tuple[object, ...]]]]
         ("architecture", "verified sites", "worst error", "no equal module", "refused", "how"),
         _verified,
     ),
+    "canary only": (("architecture", "verified sites", "worst error", "why"), _canary_only),
     "differs": (("architecture", "worst error", "gap", "gap of the rows"), _differs),
 }
 
@@ -113,7 +182,7 @@ _SHAPES: dict[str, tuple[tuple[str, ...], Callable[[Line], tuple[object, ...]]]]
 def _name(line: Line) -> str:
     """With a note, if the architecture has no class of its own in vLLM or in transformers."""
     name, reference = line["architecture"], line.get("reference", line["architecture"])
-    if name in by_transformers():
+    if line.get("backend") == "transformers":
         return f"`{name}` (Transformers backend)"
     return f"`{name}`" + (f" (as `{reference}`)" if reference != name else "")
 

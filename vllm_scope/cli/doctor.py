@@ -75,6 +75,11 @@ def examine(
         _say(console, f"{model} cannot be read", report.reason)
         if not report.sites:
             console.print("It is served plainly; a request with reads is refused with this reason.")
+        if report.unread:
+            console.print(
+                "An engine that compiles the model serves embed, resid_pre and resid_post all the "
+                "same, if numbers prove at the start where the stream is."
+            )
         return UNREADABLE
     console.print(f"{report.num_taps} taps, arena {report.arena_mib:.1f} MiB.")
     statuses = [READABLE]

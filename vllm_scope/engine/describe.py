@@ -24,7 +24,7 @@ from vllm_scope.engine.worker import runners
 from vllm_scope.engine.worker.loading import install_all_taps, with_parts
 from vllm_scope.engine.worker.sizes import Sizes
 from vllm_scope.errors import CompatError, ConfigError
-from vllm_scope.graph.anatomy.layers import Anatomy
+from vllm_scope.graph.anatomy.layers import Anatomy, UnreadError
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.layout import SLOT_BYTES, Widths
 from vllm_scope.request.sites import MODEL_SITES, SITES, Sites
@@ -55,6 +55,8 @@ class ModelReport:
         sites: every site that vllm-scope taps; empty if the model's layers are of no known kind.
         configured: the sites that were asked for.
         num_taps, arena_mib: of an engine with the configured sites; 0 if there is a reason.
+        unread: True if the reason is source that is not understood. An engine that compiles the
+            model then decides by numbers.
     """
 
     vllm_version: str
@@ -67,6 +69,7 @@ class ModelReport:
     configured: tuple[str, ...]
     num_taps: int = 0
     arena_mib: float = 0.0
+    unread: bool = False
 
 
 def describe_model(
@@ -173,7 +176,10 @@ def _report(worker: Worker, vllm_config: VllmConfig, config: ScopeConfig) -> Mod
         version = runners.version_of(runner)
         anatomy = anatomy_of(runner.get_model(), vllm_config)
     except CompatError as error:
-        return ModelReport(vllm.__version__, "-", *known, str(error), {}, config.sites)
+        unread = isinstance(error, UnreadError)
+        return ModelReport(
+            vllm.__version__, "-", *known, str(error), {}, config.sites, unread=unread
+        )
     found = {site: _site_report(anatomy, vllm_config, site) for site in SITES}
     head = (vllm.__version__, version, *known)
     try:

@@ -19,7 +19,7 @@ from vllm_scope.engine.worker.mlp import mlp_size_of
 from vllm_scope.engine.worker.router import num_experts_of
 from vllm_scope.errors import CompatError
 from vllm_scope.graph.anatomy.convention import treats_half_apart
-from vllm_scope.graph.anatomy.layers import Anatomy, find_anatomy
+from vllm_scope.graph.anatomy.layers import Anatomy, find_anatomy, supposed_anatomies
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import MLP_SITE, ROUTER_SITE, Place, Sites
 from vllm_scope.request.spec import Spec
@@ -121,15 +121,57 @@ def anatomy_of(model: nn.Module, vllm_config: VllmConfig) -> Anatomy:
     """The model's decoder layers.
 
     Raises:
+        UnreadError: their source is not understood.
         CompatError: taps do not support this engine, or this model.
     """
+    check_engine(vllm_config)
+    anatomy = find_anatomy(model, num_layers_of(vllm_config), _is_missing)
+    _check_layers(anatomy, vllm_config)
+    return anatomy
+
+
+def supposed_anatomies_of(
+    model: nn.Module, vllm_config: VllmConfig, unread: str
+) -> tuple[Anatomy, ...]:
+    """What numbers may prove of a model whose source is not understood: one anatomy for each
+    convention.
+
+    Args:
+        unread: why the source is not understood.
+
+    Raises:
+        CompatError: as `anatomy_of`, or later forwards may take other branches than the first.
+    """
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+    from vllm.config import CompilationMode
+
+    found = supposed_anatomies(model, num_layers_of(vllm_config), _is_missing, unread)
+    _check_layers(found[0], vllm_config)
+    # One graph for all forwards: vLLM drops the guards by which torch.compile would trace another.
+    # vllm 0.32, compilation/wrapper.py, TorchCompileWithNoGuardsWrapper
+    once = (CompilationMode.VLLM_COMPILE, CompilationMode.DYNAMO_TRACE_ONCE)
+    names = found[0].path.split(".")
+    owners = (model.get_submodule(".".join(names[:n])) for n in range(len(names)))
+    if vllm_config.compilation_config.mode not in once or not any(
+        isinstance(owner, TorchCompileWithNoGuardsWrapper) and not owner.do_not_compile
+        for owner in owners
+    ):
+        raise CompatError(
+            f"{unread}, and the model is not compiled as one graph, so that a forward may take "
+            "another branch than the one that numbers show"
+        )
+    return found
+
+
+def _is_missing(module: nn.Module) -> bool:
     from vllm.model_executor.models.utils import PPMissingLayer
 
-    check_engine(vllm_config)
-    anatomy = find_anatomy(
-        model, num_layers_of(vllm_config), lambda layer: isinstance(layer, PPMissingLayer)
-    )
+    return isinstance(module, PPMissingLayer)
+
+
+def _check_layers(anatomy: Anatomy, vllm_config: VllmConfig) -> None:
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+
     for layer in anatomy.layers.values():
         if isinstance(layer, TorchCompileWithNoGuardsWrapper):
             raise CompatError(
@@ -141,4 +183,3 @@ def anatomy_of(model: nn.Module, vllm_config: VllmConfig) -> Anatomy:
             raise CompatError(
                 f"{type(layer).__name__} scales the stream in float16; start with dtype bfloat16"
             )
-    return anatomy

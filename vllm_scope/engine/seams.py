@@ -85,7 +85,8 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
         _uses("SchedulerConfig", "max_num_batched_tokens max_num_seqs async_scheduling"),
     ),
     "config.compilation": (
-        _uses("CompilationConfig", "cudagraph_capture_sizes static_forward_context"),
+        _uses("CompilationConfig", "mode cudagraph_capture_sizes static_forward_context"),
+        _uses("CompilationMode", "VLLM_COMPILE DYNAMO_TRACE_ONCE"),
     ),
     "config.kv_transfer": (_uses("KVTransferConfig", "kv_connector kv_connector_module_path"),),
     # The front-end
@@ -238,7 +239,8 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     ),
     "distributed.parallel_state": (_uses("get_pp_group"), _uses("get_tp_group")),
     "compilation.decorators": (_uses("_support_torch_compile", "do_not_compile"),),
-    "compilation.wrapper": (_uses("TorchCompileWithNoGuardsWrapper"),),
+    # The source of `__init__`: one graph, without guards.
+    "compilation.wrapper": (_uses("TorchCompileWithNoGuardsWrapper", "__init__"),),
     "model_executor.models.utils": (_uses("PPMissingLayer"),),
     "model_executor.layers.attention.attention": (
         _uses("Attention.forward", "", "query key value"),

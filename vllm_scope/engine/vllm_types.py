@@ -89,6 +89,7 @@ class SchedulerConfig(Protocol):
 class CompilationConfig(Protocol):
     """vllm.config.compilation.CompilationConfig"""
 
+    mode: object
     cudagraph_capture_sizes: list[int] | None
     static_forward_context: dict[str, object]
 

@@ -1,6 +1,6 @@
 """Reads one row at every tap of a loaded model before it serves.
 
-Owns:  `silent_taps`, `row_at`.
+Owns:  `silent_taps`, `rows_at`, `row_at`.
 Runs:  in every worker, once, after compilation and warm-up.
 
 A compiled graph that was cached without taps computes the right tokens and reads nothing,
@@ -42,15 +42,28 @@ def silent_taps(
         to_host: `slots` are in host memory.
         forward: runs one dummy token after calling its argument.
     """
+    found = rows_at(boundaries, widths, tables, slots, first_slot, to_host, forward)
+    return [boundary for boundary, row in found.items() if not (row.float() != POISON).any()]
+
+
+def rows_at(
+    boundaries: tuple[int, ...],
+    widths: Widths,
+    tables: Tables,
+    slots: Tensor,
+    first_slot: int,
+    to_host: bool,
+    forward: Callable[[Callable[[], None]], object],
+) -> dict[int, Tensor]:
+    """Boundary -> the row of its tap in one dummy forward: a copy, flat, with the padding of its
+    last slot, CPU. Arguments as for `silent_taps`."""
     program = Program.reading(tuple(point_of(boundary, 0) for boundary in boundaries))
     found = _read(program, tables, slots, first_slot, to_host, forward)
-    written = (found.float() != POISON).any(dim=1)
-    return [
-        boundary_of_point(point)
+    return {
+        boundary_of_point(point): found[first + i * num_slots :][:num_slots].flatten()
         for _, points, first, num_slots in program.layout.rows_at(widths)
         for i, point in enumerate(points)
-        if not written[first + i * num_slots :][:num_slots].any()
-    ]
+    }
 
 
 def row_at(

@@ -19,7 +19,7 @@ from vllm_scope.config import ScopeConfig
 from vllm_scope.engine.vllm_types import Worker
 from vllm_scope.engine.worker.attention import attention_of, heads_here
 from vllm_scope.engine.worker.blocks import blocks_of
-from vllm_scope.engine.worker.canary import row_at, silent_taps
+from vllm_scope.engine.worker.canary import row_at, rows_at, silent_taps
 from vllm_scope.engine.worker.mlp import projections_of
 from vllm_scope.engine.worker.router import routers_of
 from vllm_scope.engine.worker.sizes import Limits, Sizes
@@ -197,6 +197,21 @@ def check_taps(
             f"{len(found)} of {len(here)} taps wrote nothing: the compiled graph has "
             "no taps. Remove vLLM's compile cache (VLLM_CACHE_ROOT) and start again."
         )
+
+
+def compiled_rows(
+    boundaries: tuple[int, ...],
+    sites: Sites,
+    widths: Widths,
+    tables: Tables,
+    arena: Arena,
+    forward: Forward,
+) -> dict[int, Tensor]:
+    """Boundary on the stream -> its tap's row in a dummy forward: [hidden_size], float32, CPU."""
+    region = arena.acquire(len(boundaries) * widths.row_slots[STREAM])
+    found = rows_at(boundaries, widths, tables, arena.view(region), region.start, False, forward)
+    arena.give_back(region)
+    return {boundary: row[: sites.hidden_size].float() for boundary, row in found.items()}
 
 
 def last_rows(

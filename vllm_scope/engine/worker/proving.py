@@ -1,10 +1,13 @@
 """The forward by whose numbers a worker proves a model's anatomy, before the model gets taps.
 
-Owns:  `proved`, `agreed`.
+Owns:  `proved_anatomy`, Proved, `agreed`.
 Runs:  in every worker, when the model is loaded, before vLLM compiles it. vLLM's own profile run
        comes later and is compiled, where hooks do not run; so this is one more dummy forward, of
        two rows, without compilation.
 From:  graph.anatomy (Watch, find_faults), runners (the forward).   To: worker.
+
+If the model's source is not understood, its convention is the one that every equality bears out.
+Then the compiled graph must give the rows of another such forward, too (`Proved.rows`).
 
 Promise: all ranks of an engine give the same answer. If one rank refuses the model, all do.
 """
@@ -12,23 +15,33 @@ Promise: all ranks of an engine give the same answer. If one rank refuses the mo
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from vllm_scope.engine.model import anatomy_of
+from vllm_scope.engine.model import anatomy_of, hidden_size_of, supposed_anatomies_of
 from vllm_scope.engine.vllm_types import ModelRunner, VllmConfig
 from vllm_scope.engine.worker import runners
 from vllm_scope.engine.worker.loading import with_parts
 from vllm_scope.errors import CompatError
-from vllm_scope.graph.anatomy.layers import Anatomy
+from vllm_scope.graph.anatomy.layers import Anatomy, UnreadError
 from vllm_scope.graph.anatomy.proof import Findings, find_faults
+from vllm_scope.graph.anatomy.supposed import prove_supposed, stream_rows
 from vllm_scope.graph.anatomy.tapped import norm_of, refused_site
 from vllm_scope.graph.anatomy.watched import Watch
-from vllm_scope.request.sites import ATTENTION_SITES, Place, Sites
+from vllm_scope.request.sites import (
+    ATTENTION_SITES,
+    KINDS,
+    STREAM,
+    Place,
+    Sites,
+    kind_of,
+    place_at,
+)
 
 logger = logging.getLogger("vllm.vllm_scope")
 
@@ -37,43 +50,62 @@ logger = logging.getLogger("vllm.vllm_scope")
 _NUM_TOKENS = 2
 
 
+@dataclass(frozen=True)
+class Proved:
+    """What a worker may tap.
+
+    Attributes:
+        anatomy: with the modules inside layers that are to be tapped.
+        moved: layers before which the model changes the stream.
+        rows: of a model whose source is not understood: boundary on the stream -> the dummy token's
+            row without compilation, [hidden_size], float32, CPU. Otherwise empty.
+    """
+
+    anatomy: Anatomy
+    moved: tuple[int, ...] = ()
+    rows: Mapping[int, Tensor] = field(default_factory=dict)
+
+
 def proved_anatomy(
     runner: ModelRunner, version: str, config: VllmConfig, sites: Sites, groups: Sequence[Any]
-) -> tuple[Anatomy, tuple[int, ...]]:
+) -> Proved:
     """The anatomy of a loaded model without taps, compared with the model's numbers.
 
     Args:
         version: of the runner.
         groups: vLLM's groups of ranks that must agree, each after the one before it.
 
-    Returns:
-        The anatomy with the modules inside layers that are to be tapped, and the layers before
-        which the model changes the stream.
-
     Raises:
         CompatError: this rank or another one cannot tap the model.
         ConfigError: a configured site is not what its name says; and as `with_parts`.
     """
-    anatomy = findings = None
+    proved = findings = None
     reason = None
     try:
-        anatomy = with_parts(
-            anatomy_of(runner.get_model(), config), sites,
-            config.parallel_config.tensor_parallel_size,
-        )  # fmt: skip
-        findings = _findings(runner, version, config, anatomy, sites)
+        try:
+            anatomy = with_parts(
+                anatomy_of(runner.get_model(), config), sites,
+                config.parallel_config.tensor_parallel_size,
+            )  # fmt: skip
+            findings = _findings(runner, version, config, anatomy, sites)
+            proved = Proved(anatomy, () if findings is None else findings.moved)
+        except UnreadError as error:
+            proved = _proved_by_numbers(runner, version, config, str(error))
     except CompatError as error:
         reason = str(error)
     reason = agreed(reason, groups)
-    if anatomy is None or reason is not None:
+    if proved is None or reason is not None:
         raise CompatError(reason)
+    if proved.anatomy.unread is not None:
+        _check_sites(proved.anatomy.unread, sites)
     if findings is None:
-        return anatomy, ()
+        return proved
     for site, why in findings.wrong_sites.items():
-        if any(Place(site, number).boundary in sites.readable for number in anatomy.layers):
+        layers = proved.anatomy.layers
+        if any(Place(site, number).boundary in sites.readable for number in layers):
             raise refused_site(site, why)
     _tell(findings)
-    return anatomy, findings.moved
+    return proved
 
 
 def agreed(reason: str | None, groups: Sequence[Any]) -> str | None:
@@ -90,13 +122,8 @@ def _findings(
     runner: ModelRunner, version: str, config: VllmConfig, anatomy: Anatomy, sites: Sites
 ) -> Findings | None:
     """None if the forward cannot run here; the source alone is the proof then."""
-    from vllm.config import set_current_vllm_config
-
-    num_tokens = min(_NUM_TOKENS, int(config.scheduler_config.max_num_batched_tokens))
-    watch = Watch(anatomy)
     try:
-        with set_current_vllm_config(config), _uncompiled(runner), watch:
-            runners.dummy_forward(runner, version, lambda: None, num_tokens)
+        watch = _watched(Watch(anatomy), runner, version, config)
         middles, dtype = _middles(anatomy, sites), config.model_config.dtype
         return find_faults(anatomy, middles, watch, dtype, _attention_sizes(anatomy, sites))
     except CompatError:
@@ -110,12 +137,55 @@ def _findings(
 
 
 def _attention_sizes(anatomy: Anatomy, sites: Sites) -> dict[str, int]:
-    """Site inside the attention -> numbers of a row, of those with a tap here."""
+    """Site inside the attention -> numbers of a row of this rank, of those with a tap here."""
     return {
-        site: sites.row_size(site)
+        site: anatomy.splits[site].part if site in anatomy.splits else sites.row_size(site)
         for site in ATTENTION_SITES
         if any(Place(site, number).boundary in sites.boundaries for number in anatomy.attention)
     }
+
+
+def _watched(watch: Watch, runner: ModelRunner, version: str, config: VllmConfig) -> Watch:
+    """The watch, after an uncompiled forward of dummy tokens."""
+    from vllm.config import set_current_vllm_config
+
+    num_tokens = min(_NUM_TOKENS, int(config.scheduler_config.max_num_batched_tokens))
+    with set_current_vllm_config(config), _uncompiled(runner), watch:
+        runners.dummy_forward(runner, version, lambda: None, num_tokens)
+    return watch
+
+
+def _proved_by_numbers(
+    runner: ModelRunner, version: str, config: VllmConfig, unread: str
+) -> Proved:
+    """Raises CompatError if numbers do not prove where the stream is."""
+    dtype = config.model_config.dtype
+    anatomies = supposed_anatomies_of(runner.get_model(), config, unread)
+    try:
+        watch = _watched(Watch(anatomies[0]), runner, version, config)
+        plain = _watched(Watch(anatomies[0], noise=False), runner, version, config)
+    except Exception as error:
+        raise CompatError(
+            f"{unread}, and the forward whose numbers could show the stream failed "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    anatomy = prove_supposed(anatomies, watch, dtype, hidden_size_of(config))
+    logger.warning(
+        "vllm-scope: %s. By numbers, %s; only embed, resid_pre and resid_post are served.",
+        unread, anatomy.convention.value,
+    )  # fmt: skip
+    return Proved(anatomy, rows=stream_rows(anatomy, plain, dtype))
+
+
+def _check_sites(unread: str, sites: Sites) -> None:
+    """Raises ConfigError if a site is configured that the stream's numbers do not prove."""
+    for boundary in sites.readable:
+        kind = kind_of(boundary)
+        site = place_at(boundary).site if kind == STREAM else KINDS[kind]
+        if site not in ("embed", "resid_post"):  # resid_pre has the boundaries of these
+            raise refused_site(
+                site, f"{unread}; numbers prove only embed, resid_pre and resid_post"
+            )
 
 
 def _middles(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:

@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from functools import partial
 
 import msgspec
+from torch import Tensor
 
 from vllm_scope.config import ScopeConfig
 from vllm_scope.control.policy import Changes
@@ -38,16 +39,18 @@ from vllm_scope.engine.worker.holding import held_maps, held_saes
 from vllm_scope.engine.worker.loading import (
     Forward,
     check_taps,
+    compiled_rows,
     last_rows,
     load_taps,
 )
-from vllm_scope.engine.worker.proving import proved_anatomy
+from vllm_scope.engine.worker.proving import Proved, agreed, proved_anatomy
 from vllm_scope.engine.worker.replies import Connected, Described
 from vllm_scope.engine.worker.scaling import Scaling
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.engine.worker.steps import Steps
 from vllm_scope.engine.worker.unembedding import check_lens, lens_of
 from vllm_scope.errors import CapacityError, CompatError, ConfigError, ScopeError
+from vllm_scope.graph.anatomy.supposed import compare_compiled
 from vllm_scope.graph.tap import op
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.held import Held
@@ -90,6 +93,8 @@ class ScopeWorker:
         self._delivery: WorkerDelivery | None = None
         self._functions: StepFunctions | None = None
         self.steps: Steps | None = None
+        self._connected: Tensor | None = None
+        self._proved: Proved | None = None
         self._faults: Faults | None = None
         self._scaling: Scaling | None = None
         self._pair_makers: dict[str | LensKey, PairMaker] = {}
@@ -135,13 +140,14 @@ class ScopeWorker:
     def _tap_model(self, runner: ModelRunner, groups: Sequence[object]) -> None:
         """Raises CompatError if the model cannot be tapped; it is then served without taps."""
         self.runner_version = runners.version_of(runner)
-        anatomy, moved = proved_anatomy(
+        proved = self._proved = proved_anatomy(
             runner, self.runner_version, self._vllm_config, self.sites, groups
         )
+        anatomy = proved.anatomy
         split = anatomy.splits.get("q")
         gather = None if split is None else split.gather
         kernels = {layer: kernel_of(one, gather) for layer, one in anatomy.attention.items()}
-        self.sites = replace(self.sites, kernels=kernels, moved=moved)
+        self.sites = replace(self.sites, kernels=kernels, moved=proved.moved)
         loaded = load_taps(
             self._worker, self.config, self.sites, anatomy, self.drains, self.is_last,
             runners.is_optimistic(runner, self.runner_version),
@@ -180,6 +186,7 @@ class ScopeWorker:
             self._delivery, self._functions, self._fail,
         )  # fmt: skip
         op.connect(self._tables.numbers, self.steps)
+        self._connected = self._tables.numbers
         return self.steps
 
     def check_canary(self) -> None:
@@ -202,9 +209,33 @@ class ScopeWorker:
         ring = None if self._delivery is None else self._delivery.ring
         try:
             check_taps(self.here, self.limits.widths, self._tables, self._arena, ring, forward)
-            self._load_lens(forward)
+            self._check_rows(forward)
+            if self.reason is None:
+                self._load_lens(forward)
         finally:
             steps.active = False
+
+    def _check_rows(self, forward: Forward) -> None:
+        """Serve the model without taps if its compiled graph computes other rows than the forward
+        that proved where the stream is."""
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+        proved, reason = self._proved, None
+        if proved is None or proved.anatomy.unread is None:
+            return
+        try:
+            rows = compiled_rows(
+                self.here, self.sites, self.limits.widths, self._tables, self._arena, forward
+            )
+            dtype = self._vllm_config.model_config.dtype
+            compare_compiled(rows, proved.rows, proved.anatomy.unread, dtype)
+        except CompatError as error:
+            reason = str(error)
+        self.reason = agreed(reason, (get_tp_group(), get_pp_group()))
+        if self.reason is not None:
+            logger.warning("vllm-scope: no taps on this model: %s.", self.reason)
+            # The taps stay in the graph, and no step is planned.
+            self._planner = self.steps = None
 
     def _load_lens(self, forward: Forward) -> None:
         """Have the packer apply the model's lens, or remember why not."""
@@ -447,10 +478,10 @@ class ScopeWorker:
             self._delivery.finish_request(key, error, ended)
 
     def close(self) -> None:
-        if self._planner is not None:
-            op.disconnect(self._tables.numbers)
-            if self._delivery is not None:
-                self._delivery.close()
+        if self._connected is not None:
+            op.disconnect(self._connected)
+        if self._delivery is not None:
+            self._delivery.close()
 
     # Remote calls (`collective_rpc` finds them on the worker)
 

@@ -7,7 +7,7 @@ From:  source.   To: layers.
 
 Promise: fail closed. Two independent signs must agree: what the layer returns, and how the
 model uses it at the end (the final norm's arguments). If they contradict each other, or one
-is not understood, the model gets no taps.
+is not understood, the model gets no taps, unless numbers prove the stream (supposed.py).
 
 Most of vLLM 0.32's decoder layers return (hidden, residual), whose sum is the stream. Some
 return one tensor. Some return a residual that `hidden` contains already; they look like the

@@ -1,18 +1,19 @@
 """Finds the decoder layers of a loaded model.
 
-Owns:  Anatomy, the answer; `find_anatomy`, the search.
+Owns:  Anatomy, the answer; `find_anatomy` and `supposed_anatomies`, the search.
 Runs:  in every worker, after load. Knows torch modules, not vLLM.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from vllm_scope.errors import CompatError
 from vllm_scope.graph.anatomy.convention import Convention, convention_of, final_norm_of
+from vllm_scope.graph.anatomy.source import is_norm
 from vllm_scope.graph.anatomy.split import Split
 from vllm_scope.request.sites import Place
 
@@ -38,6 +39,8 @@ class Anatomy:
         norm: the name of the norm behind the last layer, in the module that runs the layers;
             None if it is not found in the source.
         norm_here: that norm; None on another pipeline stage.
+        unread: why the source is not understood; `convention` is then a supposition, which numbers
+            must prove. None if it is understood.
     """
 
     layers: dict[int, nn.Module]
@@ -51,6 +54,11 @@ class Anatomy:
     splits: Mapping[str, Split] = field(default_factory=dict)
     norm: str | None = None
     norm_here: nn.Module | None = None
+    unread: str | None = None
+
+
+class UnreadError(CompatError):
+    """The layers are found, but their source, or the model's, is not understood."""
 
 
 def find_anatomy(
@@ -64,9 +72,55 @@ def find_anatomy(
         is_missing: True for the placeholder of a layer that another pipeline stage holds.
 
     Raises:
-        CompatError: no such list, more than one, mixed layer classes whose
-            conventions differ, or a convention that is not known.
+        UnreadError: the source of the layers or of the model is not understood.
+        CompatError: no such list, more than one, or mixed layer classes whose
+            conventions differ.
     """
+    path, parent, layers = _decoder_of(model, num_layers, is_missing)
+    try:
+        conventions = {convention_of(layer, parent) for layer in layers.values()}
+    except CompatError as error:
+        raise UnreadError(str(error)) from None
+    if len(conventions) != 1:
+        raise CompatError(f"the layers of {type(model).__name__} return the stream in two ways")
+    norm = final_norm_of(parent)
+    module = None if norm is None else getattr(parent, norm, None)
+    if not isinstance(module, nn.Module) or is_missing(module):
+        module = None
+    return Anatomy(layers, num_layers, conventions.pop(), path, norm=norm, norm_here=module)
+
+
+def supposed_anatomies(
+    model: nn.Module, num_layers: int, is_missing: Callable[[nn.Module], bool], unread: str
+) -> tuple[Anatomy, ...]:
+    """One anatomy for each convention, of a model whose source is not understood.
+
+    Args:
+        model, num_layers, is_missing: as for `find_anatomy`.
+        unread: why.
+
+    Raises:
+        CompatError: as `find_anatomy`, or the module that holds the layers has not one norm.
+    """
+    path, parent, layers = _decoder_of(model, num_layers, is_missing)
+    norms = [name for name, _ in parent.named_children() if is_norm(name)]
+    if len(norms) != 1 or is_missing(parent.get_submodule(norms[0])):
+        raise CompatError(
+            f"{unread}; and {type(parent).__name__} has not one norm beside its layers here, whose "
+            "rows could show the stream"
+        )
+    (norm,) = norms
+    known = Anatomy(
+        layers, num_layers, Convention.SUM, path,
+        norm=norm, norm_here=parent.get_submodule(norm), unread=unread,
+    )  # fmt: skip
+    return tuple(replace(known, convention=convention) for convention in Convention)
+
+
+def _decoder_of(
+    model: nn.Module, num_layers: int, is_missing: Callable[[nn.Module], bool]
+) -> tuple[str, nn.Module, dict[int, nn.Module]]:
+    """The path of the list of layers, the module that holds the list, and the layers here."""
     found: list[tuple[str, nn.Module, dict[int, nn.Module]]] = []
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
@@ -81,12 +135,4 @@ def find_anatomy(
             f"expected one list of {num_layers} decoder layers in "
             f"{type(model).__name__}, found {names}"
         )
-    path, parent, layers = found[0]
-    conventions = {convention_of(layer, parent) for layer in layers.values()}
-    if len(conventions) != 1:
-        raise CompatError(f"the layers of {type(model).__name__} return the stream in two ways")
-    norm = final_norm_of(parent)
-    module = None if norm is None else getattr(parent, norm, None)
-    if not isinstance(module, nn.Module) or is_missing(module):
-        module = None
-    return Anatomy(layers, num_layers, conventions.pop(), path, norm=norm, norm_here=module)
+    return found[0]

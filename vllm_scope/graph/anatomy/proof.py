@@ -1,8 +1,8 @@
 """Whether a model computes what its anatomy says, by the numbers of one forward.
 
-Owns:  `find_faults`; Findings.
+Owns:  `find_faults`, `fits`, `row_error`; Findings.
 Runs:  once, after the model is loaded and before it gets taps.
-From:  watched.   To: engine.worker.proving.
+From:  watched.   To: supposed, engine.worker.proving.
 
 The anatomy is read from source. The recorded rows show where the stream is, independently of it:
 1. What a layer leaves is what the next layer gets; else the model changes the stream between them,
@@ -50,12 +50,14 @@ class Findings:
         moved: layers before which the model changes the stream.
         num_equal: equalities that held.
         untold: what was not compared -> the layers.
+        streams: layer -> what it leaves, [num_tokens, hidden_size] in float32.
     """
 
     wrong_sites: Mapping[str, str]
     moved: tuple[int, ...]
     num_equal: int
     untold: Mapping[str, tuple[int, ...]]
+    streams: Mapping[int, Tensor] = field(default_factory=dict, compare=False)
 
 
 def find_faults(
@@ -87,7 +89,29 @@ def find_faults(
     else:
         faults.untold["what layers get, as none ran"] = list(calls)
     untold = {what: tuple(layers) for what, layers in faults.untold.items()}
-    return Findings(faults.wrong_sites, tuple(faults.moved), faults.num_equal, untold)
+    moved = tuple(faults.moved)
+    return Findings(faults.wrong_sites, moved, faults.num_equal, untold, faults.streams)
+
+
+def may_return(convention: Convention, returned: object) -> bool:
+    """Whether a layer of this convention can return this."""
+    if convention is Convention.TENSOR:
+        return isinstance(returned, Tensor)
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        return False
+    first, second = returned
+    joined = convention is Convention.SUM
+    return isinstance(first, Tensor) and (isinstance(second, Tensor) or not joined)
+
+
+def row_error(one: Tensor, other: Tensor) -> float | None:
+    """The largest difference of two rows, of the longer one's length; None if a number is not
+    finite."""
+    error = (one - other).norm(dim=-1)
+    length = torch.maximum(one.norm(dim=-1), other.norm(dim=-1))
+    if not bool(torch.isfinite(error + length).all()):
+        return None
+    return float((error / length.clamp_min(torch.finfo(torch.float32).tiny)).max())
 
 
 @dataclass
@@ -102,6 +126,7 @@ class _Faults:
     moved: list[int] = field(default_factory=list)
     num_equal: int = 0
     untold: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    streams: dict[int, Tensor] = field(default_factory=dict)
 
     def compare(self) -> None:
         left: Tensor | None = None
@@ -115,7 +140,7 @@ class _Faults:
             first = self._input_of(call.first)
             gap = self._gap(entry, first, "what the first module of layers gets", number)
             self._require(gap, f"what layer {number} gets is not what its first norm gets")
-            left = self._exit(number)
+            left = self.streams[number] = self._exit(number)
             if number in self.middles and self._sums:
                 self._compare_branches(number, entry, left)
         last = max(self.layers)
@@ -177,12 +202,7 @@ class _Faults:
         """The stream that a layer leaves, by its convention."""
         returned = self.layers[number].returned
         parts = returned if isinstance(returned, tuple) else (returned,)
-        tensors = [isinstance(part, Tensor) for part in parts]
-        if self.anatomy.convention is Convention.TENSOR:
-            good = not isinstance(returned, tuple) and tensors == [True]
-        else:
-            good = len(parts) == 2 and tensors[0] and (tensors[1] or not self._sums)
-        if not good:
+        if not may_return(self.anatomy.convention, returned):
             kinds = ", ".join(type(part).__name__ for part in parts)
             raise CompatError(
                 f"by its source, {self.anatomy.convention.value}, but layer {number} returned "
@@ -206,7 +226,7 @@ class _Faults:
         total = _stream(hidden, residual)
         # A norm that leaves the residual alone returns it (Cohere).
         for rows, returned in ((total, total), (_flat(hidden), _flat(residual))):
-            error = _row_error(returned, _flat(second))
+            error = row_error(returned, _flat(second))
             if error is not None and error <= _tolerance(second.dtype):
                 return rows
         return None
@@ -215,7 +235,7 @@ class _Faults:
         """The largest relative error of a row, or 0 if that is rounding or there is none."""
         error = None
         if one is not None and other is not None and one.shape == other.shape:
-            error = _row_error(one, other)
+            error = row_error(one, other)
         if error is None:
             self.untold[what].append(number)
             return 0.0
@@ -226,6 +246,8 @@ class _Faults:
         return 0.0
 
     def _require(self, gap: float, words: str) -> None:
+        if gap and self.anatomy.unread is not None:
+            raise CompatError(f"{words}: {_differs(gap)}")
         if gap:
             raise CompatError(
                 f"by its source, {self.anatomy.convention.value}, but by numbers {words}: "
@@ -244,16 +266,6 @@ def _stream(hidden: Tensor, residual: Tensor | None) -> Tensor:
 
 def _tolerance(dtype: torch.dtype) -> float:
     return max(_STEPS * torch.finfo(dtype).eps, _LEAST)
-
-
-def _row_error(one: Tensor, other: Tensor) -> float | None:
-    """The largest difference of two rows, of the longer one's length; None if a number is not
-    finite."""
-    error = (one - other).norm(dim=-1)
-    length = torch.maximum(one.norm(dim=-1), other.norm(dim=-1))
-    if not bool(torch.isfinite(error + length).all()):
-        return None
-    return float((error / length.clamp_min(torch.finfo(torch.float32).tiny)).max())
 
 
 def _differs(gap: float) -> str:

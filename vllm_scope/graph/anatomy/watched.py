@@ -49,10 +49,13 @@ class LayerCall:
     Attributes:
         calls: how often it ran; the rest is of the last time.
         given: hidden, residual.
+        handed: of each thing that the layer before returned, whether this layer got that very
+            tensor; None of the first layer.
         first: the first child that it called.
     """
 
     calls: int = 0
+    handed: tuple[bool, ...] | None = None
     given: tuple[Tensor, Tensor | None] | None = None
     first: nn.Module | None = None
     returned: tuple[object, ...] | object = None
@@ -60,6 +63,9 @@ class LayerCall:
 
 class Watch:
     """Records a model's forward while it is entered, with one recorder for each kind of module.
+
+    Args:
+        noise: random rows enter the first layer. Otherwise the model's own do.
 
     Attributes:
         layers: layer number -> its call, in the order of layers.
@@ -69,18 +75,19 @@ class Watch:
             `Anatomy.attention`.
     """
 
-    def __init__(self, anatomy: Anatomy) -> None:
-        self._anatomy, self._hooks = anatomy, ExitStack()
+    def __init__(self, anatomy: Anatomy, noise: bool = True) -> None:
+        self._anatomy, self._noise, self._hooks = anatomy, noise, ExitStack()
         self.layers = {number: LayerCall() for number in sorted(anatomy.layers)}
         self.norms: dict[nn.Module, list[NormCall]] = defaultdict(list)
         self.routed: dict[int, list[object]] = {number: [] for number in sorted(anatomy.routers)}
         self.attended: dict[int, dict[str, object]] = {n: {} for n in sorted(anatomy.attention)}
 
     def __enter__(self) -> Self:
-        anatomy, hooks = self._anatomy, self._hooks
+        anatomy, hooks, left = self._anatomy, self._hooks, _Left()
         norms = [] if anatomy.norm_here is None else [anatomy.norm_here]
         for number, layer in anatomy.layers.items():
-            _LayerRecorder(self.layers[number], number == min(self.layers)).hook(layer, hooks)
+            noise = self._noise and number == min(self.layers)
+            _LayerRecorder(self.layers[number], noise, left).hook(layer, hooks)
             norms += [child for name, child in layer.named_children() if is_norm(name)]
         for norm in dict.fromkeys(norms):
             _NormRecorder(self.norms, norm).hook(hooks)
@@ -106,11 +113,19 @@ def _after(module: nn.Module, hook: Callable[..., Any], hooks: ExitStack) -> Non
 
 
 @dataclass
+class _Left:
+    """What the last layer that ran returned, not copied."""
+
+    values: tuple[object, ...] | None = None
+
+
+@dataclass
 class _LayerRecorder:
-    """Records one layer. `is_first`: random rows replace those that it gets."""
+    """Records one layer. `noise`: random rows replace those that it gets."""
 
     call: LayerCall
-    is_first: bool
+    noise: bool
+    left: _Left
 
     def hook(self, layer: nn.Module, hooks: ExitStack) -> None:
         names = list(inspect.signature(type(layer).forward).parameters)[1:]
@@ -127,7 +142,12 @@ class _LayerRecorder:
         hidden, residual = given.get("hidden_states"), given.get("residual")
         if hidden is None:  # by another name
             hidden = next(iter(_floats(given.values())), None)
-        changed = _noise(hidden, residual) if self.is_first else {}
+        if self.left.values is not None:
+            every = (*args, *kwargs.values())
+            self.call.handed = tuple(
+                isinstance(x, Tensor) and any(x is y for y in every) for x in self.left.values
+            )
+        changed = _noise(hidden, residual) if self.noise else {}
         hidden, residual = (changed.get(id(x), x) for x in (hidden, residual))
         if isinstance(hidden, Tensor):
             other = residual.clone() if isinstance(residual, Tensor) else None
@@ -142,9 +162,11 @@ class _LayerRecorder:
             self.call.first = module
 
     def _leave(self, module: nn.Module, args: _Args, out: object) -> None:
+        parts = tuple(out) if isinstance(out, tuple | list) else (out,)
+        self.left.values = parts
         # Copies: the next norm may write to these tensors.
         self.call.returned = (
-            tuple(map(_copied, out)) if isinstance(out, tuple | list) else _copied(out)
+            tuple(map(_copied, parts)) if isinstance(out, tuple | list) else _copied(out)
         )
 
 

@@ -1,0 +1,149 @@
+"""The stream of a model whose source is not understood, by the numbers of forwards.
+
+Owns:  `prove_supposed`, `stream_rows`, `compare_compiled`.
+Runs:  once, after the model is loaded; and once more when it is compiled.
+From:  watched, proof.   To: engine.worker.proving.
+
+Numbers show one forward only. They hold for every forward if two more things are true:
+- The model is compiled as one graph, whose guards vLLM drops. No branch of Python is then taken
+  later: what the graph computes at load, with these rows and others, is all that it computes.
+- A layer gets the very tensors that the layer before it returned. So no choice by values, inside of
+  the graph, is between the two.
+The graph is traced apart from the forward that the numbers are of, and may be loaded from a cache.
+So its own rows are compared with those of an uncompiled forward of the same token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from vllm_scope.errors import CompatError
+from vllm_scope.graph.anatomy.convention import Convention
+from vllm_scope.graph.anatomy.layers import Anatomy
+from vllm_scope.graph.anatomy.proof import Findings, find_faults, may_return, row_error
+from vllm_scope.graph.anatomy.watched import LayerCall, Watch
+
+#: The largest error of a compiled row: so many eps of the dtype, and at least so much. The compiler
+#: rounds less often, and the errors of all layers add up.
+_STEPS, _LEAST = 8, 1e-3
+
+
+def prove_supposed(
+    anatomies: Sequence[Anatomy], watch: Watch, dtype: torch.dtype, hidden_size: int
+) -> Anatomy:
+    """The one supposition that every equality of a recorded forward bears out.
+
+    Args:
+        anatomies: one for each convention, as `supposed_anatomies` makes them.
+        watch: of a forward whose first layer got random rows.
+
+    Raises:
+        CompatError: an equality is wrong or was not shown, in one sentence.
+    """
+    good: list[Anatomy] = []
+    reasons = [
+        f"layer {number} runs {call.calls} times in a forward"
+        for number, call in watch.layers.items() if call.calls != 1
+    ][:1]  # fmt: skip
+    for anatomy in () if reasons else anatomies:
+        if all(may_return(anatomy.convention, call.returned) for call in watch.layers.values()):
+            try:
+                findings = find_faults(anatomy, {}, watch, dtype)
+                _require_all(anatomy, findings, watch.layers, hidden_size)
+                good.append(anatomy)
+            except CompatError as error:
+                reasons.append(f"{error} (if {anatomy.convention.value})")
+    if len(good) == 1:
+        return good[0]
+    if good:
+        reasons = ["they agree with two conventions"]
+    if not reasons:
+        kinds = sorted({_kind(call.returned) for call in watch.layers.values()})
+        reasons = [f"the layers returned {' and '.join(kinds)}, which is of no known convention"]
+    raise CompatError(
+        f"{anatomies[0].unread}, and numbers do not show the stream either: {'; '.join(reasons)}"
+    )
+
+
+def stream_rows(anatomy: Anatomy, watch: Watch, dtype: torch.dtype) -> dict[int, Tensor]:
+    """Boundary on the stream -> the first token's row, [hidden_size], float32 on the CPU.
+
+    Args:
+        anatomy: of a proved convention.
+        watch: of a forward whose first layer got the model's own rows.
+
+    Raises:
+        CompatError: as `find_faults`.
+    """
+    found = find_faults(anatomy, {}, watch, dtype)
+    first = watch.layers[0].given
+    streams = {2 * number + 2: stream for number, stream in found.streams.items()}
+    if first is not None:
+        streams[0] = first[0].float()
+    return {
+        boundary: stream.reshape(-1, stream.shape[-1])[0].cpu()
+        for boundary, stream in streams.items()
+    }
+
+
+def compare_compiled(
+    rows: Mapping[int, Tensor],
+    expected: Mapping[int, Tensor],
+    unread: str | None,
+    dtype: torch.dtype,
+) -> None:
+    """Compare what taps read in the compiled graph with an uncompiled forward of the same token.
+
+    Args:
+        rows, expected: boundary -> [hidden_size], float32 on the CPU; `expected` has more.
+        unread: why the source is not understood.
+        dtype: the model's.
+
+    Raises:
+        CompatError: a row differs, or shows nothing.
+    """
+    limit = max(_STEPS * torch.finfo(dtype).eps, _LEAST)
+    for boundary, row in rows.items():
+        other = expected[boundary]
+        place = f"after layer {boundary // 2 - 1}" if boundary else "before layer 0"
+        error = row_error(row, other)
+        if error is None or not bool(other.any()):
+            words = "not finite" if error is None else "0"
+            raise CompatError(
+                f"{unread}, and a dummy token's row {place} is {words}, which shows nothing"
+            )
+        if error > limit:
+            raise CompatError(
+                f"{unread}, and the compiled graph does not compute what the model computes "
+                f"uncompiled: the row {place} differs by {error:.2g} of its length"
+            )
+
+
+def _require_all(
+    anatomy: Anatomy, findings: Findings, calls: Mapping[int, LayerCall], hidden_size: int
+) -> None:
+    for what, layers in findings.untold.items():
+        raise CompatError(f"no rows show {what} {', '.join(map(str, layers))}")
+    for number in findings.moved:
+        raise CompatError(f"what layer {number - 1} leaves is not what layer {number} gets")
+    for number, call in calls.items():
+        carried = (call.handed or ())[: 2 if anatomy.convention is Convention.SUM else 1]
+        if not all(carried):
+            raise CompatError(
+                f"layer {number} gets other tensors than layer {number - 1} returned, which may be "
+                "chosen by values"
+            )
+    for number, stream in findings.streams.items():
+        if stream.shape[-1] != hidden_size:
+            raise CompatError(
+                f"layer {number} leaves rows of {stream.shape[-1]} numbers, not of {hidden_size}"
+            )
+
+
+def _kind(returned: object) -> str:
+    if not isinstance(returned, tuple):
+        return type(returned).__name__
+    return f"({', '.join(type(part).__name__ for part in returned)})"
