@@ -1,6 +1,6 @@
 """Whether a model computes what its anatomy says, by the numbers of one forward.
 
-Owns:  `find_faults`, `fits`, `row_error`; Findings.
+Owns:  `find_faults`, `may_return`, `row_error`; Findings.
 Runs:  once, after the model is loaded and before it gets taps.
 From:  watched.   To: supposed, engine.worker.proving.
 
