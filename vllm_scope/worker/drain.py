@@ -371,16 +371,13 @@ class Drain:
             if not news.is_set():  # many end in one step, and asking takes less time
                 news.set()
 
-    def _show(self, step: _Rows) -> _Rows:
-        """Let the watch see a step. It may wait for the rows, so on a CPU they are copied now."""
+    def _show(self, step: _Rows) -> _Rows | None:
+        """Let the watch see a step. It may wait for the rows, so on a CPU they are copied now.
+        Returns None if they are lost."""
         assert self._watch is not None
         if step.copied is None:
-            try:
-                self._fill_waiting([step])
-            except Exception:
-                # As in `_guard`.
-                logger.exception("vllm-scope: rows could not be encoded")
-                return step
+            if not self._fill_waiting([step]):
+                return None
             step = replace(step, region=None)
         wait = step.copied.synchronize if step.copied is not None else _nothing_to_wait_for
         self._watch.add(partial(_true_labels, step), wait, step.lease, step.boundary)
@@ -415,7 +412,11 @@ class Drain:
             if self._watch:
                 if self._unfilled:
                     self._wait_for_sums()
-                item = self._show(item)
+                shown = self._show(item)
+                if shown is None:
+                    item.lease.release()
+                    return
+                item = shown
             else:
                 self._unfilled = not self._cuda
         self._items.append(item)
@@ -557,32 +558,44 @@ class Drain:
 
     def _write(self, steps: list[_Rows]) -> None:
         try:
-            self._fill_waiting([step for step in steps if step.waits])
+            waiting = [step for step in steps if step.waits]
+            lost = {id(step) for step in waiting} - set(map(id, self._fill_waiting(waiting)))
             # Copies are on one stream, taps that write into the ring on another. On each, the
             # last event follows all earlier ones.
             for written in (True, False):
                 events = [s.copied for s in steps if (s.region is None) is written and s.copied]
                 if events:
                     events[-1].synchronize()
-            labels = [_true_labels(step) for step in steps]
-            if self._store:
-                for one, step in zip(labels, steps, strict=True):
-                    self._store.collect(one, step.lease, step.boundary)
-            if len(steps) == 1:
-                if steps[0].lease.start < steps[0].lease.stop:  # else all went into sums
-                    self._sink.write(
-                        RowBatch(labels[0], steps[0].lease, self._widths, steps[0].boundary)
-                    )
-                return
-            lease = JoinedLease([step.lease for step in steps], self._ring)
-            if lease.start < lease.stop:
-                self._sink.write(RowBatch(_joined(labels), lease, self._widths))
+            run: list[_Rows] = []
+            for step in steps:
+                if id(step) in lost or (run and not _may_join(run, step)):
+                    self._write_joined(run)
+                    run = []
+                if id(step) not in lost:
+                    run.append(step)
+            self._write_joined(run)
         finally:
             for step in steps:
                 step.lease.release()
                 used = step.copied if step.region is None else step.tapped
                 if used is not None:
                     self._events.append(used)
+
+    def _write_joined(self, steps: list[_Rows]) -> None:
+        """Give steps that may be joined to the sink. Their rows are there."""
+        if not steps:
+            return
+        labels = [_true_labels(step) for step in steps]
+        if self._store:
+            for one, step in zip(labels, steps, strict=True):
+                self._store.collect(one, step.lease, step.boundary)
+        first = steps[0]
+        lease = first.lease
+        if len(steps) > 1:
+            lease = JoinedLease([step.lease for step in steps], self._ring)
+        if lease.start < lease.stop:  # else all went into sums
+            whole = labels[0] if len(steps) == 1 else _joined(labels)
+            self._sink.write(RowBatch(whole, lease, self._widths, first.boundary))
 
     def _write_stored(self, item: _Stored) -> None:
         try:
@@ -593,28 +606,44 @@ class Drain:
             item.written.set()
             item.lease.release()
 
-    def _fill_waiting(self, steps: Sequence[_Rows]) -> None:
-        """Copy the regions of steps to their leases, and wait until they are there."""
+    def _fill_waiting(self, steps: Sequence[_Rows]) -> list[_Rows]:
+        """Copy the regions of steps to their leases, and wait until they are there. Returns the
+        steps of which they are; the rows of the others are lost."""
+        filled: list[_Rows] = []
         for some in _adjacent(steps, self._joins):
             regions = [step.region for step in some if step.region is not None]
             try:
-                # On a GPU vLLM's thread, which works on other rows, is in this mode too.
-                with self._side(), torch.inference_mode(self._cuda):
-                    self._fill_together(some, regions)
-            except Exception:
-                for step in some:
-                    self._lost(step.labels)
-                raise
+                filled += self._filled(some)
             finally:
                 with self._side():
                     for region in regions:
                         region.fence.set()
                 self._num_caught_up += sum(r.num_slots for r in regions if some[0].tapped)
-                if self._cuda:
-                    self._stream.synchronize()
+        if self._cuda and steps:
+            # Not `synchronize` of the stream, which spins.
+            copied = self._events.pop() if self._events else torch.cuda.Event(blocking=True)
+            copied.record(self._stream)
+            copied.synchronize()
+            self._events.append(copied)
+        return filled
 
-    def _fill_together(self, steps: Sequence[_Rows], regions: Sequence[Region]) -> None:
-        first = steps[0]
+    def _filled(self, steps: Sequence[_Rows]) -> Sequence[_Rows]:
+        """Those that could be filled: together, or else each by itself."""
+        try:
+            # On a GPU vLLM's thread, which works on other rows, is in this mode too.
+            with self._side(), torch.inference_mode(self._cuda):
+                self._fill_together(steps)
+            return steps
+        except Exception:
+            if len(steps) == 1:
+                # As in `_guard`.
+                logger.exception("vllm-scope: rows could not be delivered")
+                self._lost(steps[0].labels)
+                return ()
+        return [one for step in steps for one in self._filled([step])]
+
+    def _fill_together(self, steps: Sequence[_Rows]) -> None:
+        first, regions = steps[0], [step.region for step in steps if step.region is not None]
         for step in steps:
             if step.tapped is not None:
                 self._stream.wait_event(step.tapped)

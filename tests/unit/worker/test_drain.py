@@ -236,6 +236,35 @@ def test_steps_that_heads_work_on_at_once_are_where_they_belong(num_slots):
     assert sum(pairs.counts) == 400
 
 
+@pytest.mark.parametrize("num_slots", [10, 100])
+def test_a_step_that_cannot_be_copied_loses_its_own_rows_only(num_slots, caplog):
+    """Others of the same look are delivered, and their regions are free again: of 10 slots, the
+    first steps fill the arena to its end."""
+    with of_pairs(CPU, num_slots) as (submit, drain, sink, found, _):
+        fill = drain._fill
+
+        def fail(region, labels, *more):
+            if 9 in labels.keys:
+                raise torch.OutOfMemoryError
+            fill(region, labels, *more)
+
+        drain._fill = fail
+        sink.gate.clear()
+        submit(1, 0, 1)
+        until = time.monotonic() + PATIENCE_S
+        while drain._items and time.monotonic() < until:
+            time.sleep(0.001)
+        keys = [9 if step % 4 == 2 else step % 4 for step in range(1, 41)]
+        threading.Timer(0.2, sink.gate.set).start()
+        for step, key in enumerate(keys, 1):
+            submit(key, step, 2)
+        drain.finish_request(9)
+    kept = [one for step, key in enumerate(keys, 1) if key != 9 for one in pairs_of(key, [step], 2)]
+    assert found == [*pairs_of(1, [0], 1), *kept]
+    assert sink.events == [(9, None)]
+    assert caplog.text.count("rows could not be delivered") == keys.count(9)
+
+
 @pytest.mark.parametrize("host_slots", [8, 20, 400])
 def test_rows_come_in_the_order_of_their_steps_and_finish_after_them(host_slots):
     expected = []
