@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable
 from typing import Generic, Protocol, TypeVar
 
 from vllm_scope.program.held import Held
@@ -57,11 +57,16 @@ class Ranges:
         self._free = joined
 
 
+def _names(line: Iterable[Waits], request_id: str) -> bool:
+    return any(one.request_id == request_id for one in line)
+
+
 class Admission(Generic[Waiting]):
     """Places in the workers' tables that requests hold, from their entry to their end.
 
-    A request that does not fit waits outside the scheduler, first come, first served. The
-    front-end refuses a request that could never fit.
+    A request that does not fit waits outside the scheduler, first come, first served. Requests with
+    a lens have a line of their own: where lenses take all of the device's time that they may,
+    others go on. The front-end refuses a request that could never fit.
 
     Args:
         most: the places that the tables have.
@@ -69,7 +74,7 @@ class Admission(Generic[Waiting]):
 
     Attributes:
         most: as above.
-        waiting: requests for which there is no room yet.
+        lines: requests for which there is no room yet, without a lens and with one.
         num_waited: requests that have had to wait so far.
         held: the places that are taken or reserved.
     """
@@ -79,7 +84,7 @@ class Admission(Generic[Waiting]):
         self._log = Ranges(num_logged)
         #: Request -> start and size of its range of the log.
         self._logged: dict[str, tuple[int, int]] = {}
-        self.waiting: deque[Waiting] = deque()
+        self.lines: tuple[deque[Waiting], deque[Waiting]] = deque(), deque()
         self.num_waited = 0
         self._held: dict[str, Held] = {}
         #: What is held -> requests that hold it; key of a vector -> how many of these use it.
@@ -89,25 +94,35 @@ class Admission(Generic[Waiting]):
         self._reserved: dict[str, Cost] = {}
         self.held = Cost()
 
+    @property
+    def waiting(self) -> list[Waiting]:
+        """Requests for which there is no room yet, line by line."""
+        return [request for line in self.lines for request in line]
+
     def enter(
         self, request: Waiting, held: Held | None, num_logged: int = 0, reserve: Cost = NOTHING
     ) -> bool:
         """Whether a new request may go to the scheduler now; if not, it waits in line. Arguments as
         for `admit`."""
+        line = self.lines[reserve.lens_rows > 0]
         if held is None:
             # A piece of streamed input may not overtake an earlier piece that waits.
-            if all(one.request_id != request.request_id for one in self.waiting):
+            lines = (some for some in self.lines if _names(some, request.request_id))
+            found = next(lines, None)
+            if found is None:
                 return True
-        elif not self.waiting and self.admit(request.request_id, held, num_logged, reserve):
+            line = found
+        elif not line and self.admit(request.request_id, held, num_logged, reserve):
             return True
-        self.waiting.append(request)
+        line.append(request)
         self.num_waited += 1
         return False
 
     def take_out(self, request_ids: Collection[str] | None) -> list[Waiting]:
         """Remove waiting requests from the line and return them in order; None takes all."""
         taken = [r for r in self.waiting if request_ids is None or r.request_id in request_ids]
-        self.waiting = deque(r for r in self.waiting if r not in taken)
+        without, with_ = (deque(r for r in line if r not in taken) for line in self.lines)
+        self.lines = without, with_
         return taken
 
     def log_start(self, request_id: str) -> int:

@@ -70,6 +70,11 @@ def test_a_request_waits_while_the_lenses_of_others_leave_no_room():
     # "c" would fit, and does not overtake.
     assert entered == {"a": True, "b": False, "c": False, "large": False}
     assert admission.held == one.cost + Cost(lens_rows=70)
+    assert admission.enter(_Named("d"), one), "a request without a lens does not wait for theirs"
+    assert [each.request_id for each in admission.waiting] == ["b", "c", "large"]
+    assert [each.request_id for each in admission.take_out({"large"})] == ["large"]
+    assert not admission.enter(_Named("b"), None), "a further piece of what waits"
+    admission.release("d")
     admission.release("a")
     assert admission.admit("b", one, reserve=Cost(lens_rows=31))
     assert admission.admit("c", one, reserve=Cost(lens_rows=30))

@@ -127,12 +127,14 @@ def _add_to_scheduler(original: Callable[..., object], self: Scheduler, request:
 
 def _let_in(self: Scheduler, admission: Admission[Request]) -> None:
     """Move waiting requests to the scheduler, in order, while there is room."""
-    while admission.waiting:
-        first = admission.waiting[0]
-        held, num_logged, reserve = _held_by(first)
-        if held is not None and not admission.admit(first.request_id, held, num_logged, reserve):
-            return
-        _enqueue(self, admission.waiting.popleft())
+    for line in admission.lines:
+        while line:
+            held, num_logged, reserve = _held_by(line[0])
+            if held is not None and not admission.admit(
+                line[0].request_id, held, num_logged, reserve
+            ):
+                break
+            _enqueue(self, line.popleft())
 
 
 def _free(
