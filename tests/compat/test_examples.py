@@ -22,6 +22,7 @@ def llm(tmp_path_factory):
         "sinks": {"filesystem": files, "max_activating": strongest},
         "saes": {"toy": str(TOYWORLD / "sae")},
         "policies": {"hold": {"most": 2.0}}, "moments_mib": 64,
+        "sites": ["embed", "resid_mid", "resid_post", "z", "q", "mlp_out"],
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         project = tomllib.loads((POLICIES / "pyproject.toml").read_text())["project"]
@@ -99,7 +100,8 @@ def test_requests_leave_files(llm, monkeypatch, tmp_path):
     ],
 )
 def test_what_a_page_shows_runs(page, llm, monkeypatch, tmp_path):
-    """All Python of a page, top to bottom, as one script."""
+    """All Python of a page, top to bottom, as one script; but blocks that begin with ```py, which
+    need a file or a library that is not here."""
     root = TOYWORLD.parents[1]
     (tmp_path / "toyworld").symlink_to(root / "toyworld")
     (tmp_path / "strongest").symlink_to(llm.strongest)
