@@ -91,11 +91,11 @@ def test_a_site_that_the_model_cannot_have_is_told_from_one_that_is_not_configur
     assert "cannot be read: " in done.stdout.splitlines()[-1]
 
 
-def test_a_site_inside_the_attention_needs_one_rank(tmp_path):
+def test_a_site_inside_the_attention_is_whole_on_several_ranks():
     done = doctor(TOYWORLD, "--tensor-parallel-size", "2", "--sites", "q")
-    assert done.returncode == 1, done.stdout
+    assert done.returncode == 0, done.stdout
     table = table_of(done)
-    assert table["q"][2].startswith("with tensor_parallel_size 2 each rank has some of the heads")
+    assert table["q"] == ["0-5", "yes", ""]
     assert table["resid_post"] == ["0-5", "no", ""]
 
 
