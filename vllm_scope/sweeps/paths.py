@@ -46,7 +46,7 @@ Receivers = tuple[tuple[str, int, int | None], ...]
 #: the actions of the cell's next request, and the step behind it; None if its answer is the cell's.
 Step = Callable[[ReadRows, ReadRows], tuple[tuple[Action, ...], "Step | None"]]
 #: Sites whose edit at a position changes what their layer's attention gives at later positions.
-_SEEN_LATER: Final = ("k", "v")
+_SEEN_LATER: Final = ("attn_in", "k", "v")
 #: Sites whose row has what the attention takes from earlier positions.
 _SEES_EARLIER: Final = ("z", "attn_out")
 
@@ -189,10 +189,9 @@ class Paths:
     ) -> tuple[tuple[Action, ...], Step | None]:  # fmt: skip
         """Receivers that were read."""
         found = {**found, **{place: rows.at(place, at) for place in inner}}
-        depths: dict[tuple[int, bool], list[Place]] = {}
+        depths: dict[tuple[int, int], list[Place]] = {}
         for place in found:
-            depth = self._entries[place].boundary, place.site in _SEES_EARLIER
-            depths.setdefault(depth, []).append(place)
+            depths.setdefault((self._entries[place].boundary, _depth(place)), []).append(place)
         return self._set(at, [depths[depth] for depth in sorted(depths)], found, {}, plain, plain)
 
     def _set(
@@ -248,7 +247,14 @@ def _entry(receiver: Place) -> Place:
 
 
 def _of_attention(place: Place) -> bool:
-    return place.site in (*ATTENTION_SITES, "attn_out")
+    return place.site in ("attn_in", *ATTENTION_SITES, "attn_out")
+
+
+def _depth(receiver: Place) -> int:
+    """How many steps of the attention lie before a receiver's row. Heads follow each of them."""
+    if receiver.site in _SEES_EARLIER:
+        return 2
+    return 1 if receiver.site in ATTENTION_SITES else 0
 
 
 def _reads(places: Iterable[Place], at: list[int]) -> tuple[Read, ...]:

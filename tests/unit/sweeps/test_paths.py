@@ -11,7 +11,7 @@ from vllm_scope.request.sites import Heads, Place, Sites
 from vllm_scope.sweeps.plan import Plan
 from vllm_scope.sweeps.source import ReadRows
 
-INNER = ("q", "k", "v", "z", "attn_out", "mlp_out")
+INNER = ("q", "k", "v", "z", "attn_out", "mlp_out", "attn_in", "mlp_in")
 SITES = Sites(
     num_layers=3, hidden_size=6, dtype="float32", heads=Heads(2, 1, 3, 3),
     boundaries=(*range(7), *(Place(site, k).boundary for site in INNER for k in range(3))),
@@ -108,6 +108,52 @@ def test_values_change_what_later_positions_get():
     (_, _), (first, _), (last, _) = run(plan)
     assert first.actions[-1].tokens.positions == (3, 4)
     assert last.actions[0].positions == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("site", "exit_", "at"),
+    [
+        pytest.param("attn_in", "resid_mid", (3, 4), id="through-keys-and-values"),
+        pytest.param("mlp_in", "resid_post", (3,), id="through-the-mlp"),
+    ],
+)
+def test_what_a_part_gets_leaves_the_layer_behind_that_part(site, exit_, at):
+    plan = planned(site=site, layers=[0], positions=[3], receivers="logits")
+    (_, plain), (first, seen), (last, _) = run(plan)
+    read, (one,) = first.actions[-1], last.actions
+    assert (read.site, read.layers, read.tokens.positions) == (exit_, (0,), at)
+    assert (one.site, one.layers, one.positions) == ("resid_post", (2,), at)
+    assert (exit_, 0) in seen.rows
+    assert (exit_, 0) in plain.rows
+
+
+@pytest.mark.parametrize(
+    ("site", "entry", "layers"),
+    [
+        pytest.param("attn_in", "resid_pre", (0,), id="attention"),
+        pytest.param("mlp_in", "resid_mid", (0, 1), id="mlp"),
+    ],
+)
+def test_what_a_part_gets_follows_the_stream_before_that_part(site, entry, layers):
+    plan = planned(site="attn_out", positions=[3], receivers=[(site, 1)])
+    assert plan.table.layers == layers
+    _, _, (second, got), (third, _), *_ = run(plan)
+    sets, read = second.actions
+    assert (sets.site, sets.layers, sets.positions) == (entry, (1,), (3,))
+    assert (read.site, read.layers, read.tokens.positions) == (site, (1,), (3,))
+    (one,) = third.actions
+    assert (one.site, one.layers, one.positions) == (site, (1,), (3,))
+    np.testing.assert_array_equal(one.values.numpy, got[site, 1].numpy())
+
+
+def test_heads_beside_a_receiver_follow_what_their_attention_gets():
+    plan = planned(layers=[0], positions=[3], receivers=[("attn_in", 1), ("q", 1, 0)])
+    _, _, (_, got), (third, seen), (fourth, _) = run(plan)
+    assert [(one.site, type(one)) for one in third.actions] == [("attn_in", Replace), ("q", Read)]
+    sets = {one.site: one.values.numpy for one in fourth.actions}
+    np.testing.assert_array_equal(sets["attn_in"], got["attn_in", 1].numpy())
+    np.testing.assert_array_equal(sets["q"][:, :3], got["q", 1].numpy()[:, :3])
+    np.testing.assert_array_equal(sets["q"][:, 3:], seen["q", 1].numpy()[:, 3:])
 
 
 def test_layers_without_a_path_are_left_out_or_refused():
