@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from tests.unit.sweeps.test_plans import METRIC, Letters
-from vllm_scope import Read, Replace, SpecError, Sweep
+from vllm_scope import Read, Replace, SpecError, Sweep, scope
 from vllm_scope.request.sites import Heads, Place, Sites
+from vllm_scope.request.spec import MAX_SPEC_BYTES
+from vllm_scope.sweeps.paths import MAX_NUMBERS
 from vllm_scope.sweeps.plan import Plan
 from vllm_scope.sweeps.source import ReadRows
 
@@ -23,7 +25,8 @@ class Rows:
 
     error, dropped = None, 0
 
-    def __init__(self, job, seed):
+    def __init__(self, job, seed, sites=SITES):
+        self.sites = sites
         self.at = {(read.site, layer): list(read.tokens.positions)
                    for read in job.actions if isinstance(read, Read)
                    for layer in read.layer_numbers}  # fmt: skip
@@ -38,7 +41,7 @@ class Rows:
     def __getitem__(self, place):
         import torch
 
-        shape = len(self.at[tuple(place)]), SITES.row_size(place[0])
+        shape = len(self.at[tuple(place)]), self.sites.row_size(place[0])
         return torch.from_numpy(
             self.rows.setdefault(tuple(place), self.random.normal(size=shape).astype(np.float32))
         )
@@ -182,6 +185,55 @@ def test_a_request_of_a_path_that_fails_leaves_the_other_cells():
     run(plan, fail)
     assert plan.table.errors == {(0, 1, 0): "too large"}
     assert np.isnan(plan.table.values[0, :, 0]).tolist() == [False, True]
+
+
+WIDE = Sites(
+    num_layers=9, hidden_size=4096, dtype="bfloat16", heads=Heads(32, 8, 128, 128),
+    boundaries=(*range(19), *(Place(site, k).boundary for site in ("q", "z") for k in range(9))),
+)  # fmt: skip
+TO_QUERIES = [("q", layer) for layer in range(1, 9)]
+
+
+def wide(length, **options):
+    asked = {"source": np.ones(4096), "metric": METRIC, "layers": [0], "positions": [0]}
+    prompt = {"prompt_token_ids": list(range(length))}
+    return Plan(Sweep(**asked | options), [prompt], WIDE, Letters())
+
+
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [
+        pytest.param(500, {"receivers": TO_QUERIES}, id="several-layers"),
+        pytest.param(500, {"receivers": [("z", 1)]}, id="behind-the-attention"),
+        pytest.param(500, {"receivers": "logits", "together": True, "positions": "all"}, id="all"),
+        pytest.param(43, {"receivers": TO_QUERIES}, id="one-row-too-many"),
+    ],
+)
+def test_a_sweep_whose_cells_are_too_large_is_refused_before_its_first_request(length, options):
+    with pytest.raises(SpecError, match="at most 1,398,101 are allowed, so name receivers of"):
+        wide(length, **options)
+
+
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [
+        pytest.param(500, {"receivers": [("q", 1, 0), ("q", 1, 1)]}, id="heads-of-one-layer"),
+        pytest.param(500, {"receivers": "logits"}, id="logits"),
+        pytest.param(500, {"receivers": TO_QUERIES, "positions": [460]}, id="late"),
+        pytest.param(42, {"receivers": TO_QUERIES}, id="as-many-rows-as-fit"),
+    ],
+)
+def test_the_requests_of_a_sweep_that_is_taken_fit(length, options):
+    plan = wide(length, **options, mode="add")
+    sizes = []
+    for job in plan.jobs():
+        sizes.append(len(scope(*job.actions)["scope"]))
+        rows = ReadRows(Rows(job, len(sizes), WIDE)) if job.reads else None
+        plan.take(job, {1: -1.0, 2: -3.0}, rows, None)
+    assert not plan.table.errors
+    assert max(sizes) <= MAX_SPEC_BYTES
+    if length == 42:
+        assert max(sizes) > 42 * 8 * 4096 * 16 / 3 > 0.98 * MAX_NUMBERS * 16 / 3
 
 
 @pytest.mark.parametrize(
