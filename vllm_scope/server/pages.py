@@ -11,6 +11,8 @@ address, so everybody may have the page. Its data need the operator's key, as th
 
 from __future__ import annotations
 
+import asyncio
+import json
 from dataclasses import replace
 
 from fastapi import APIRouter, Request
@@ -50,7 +52,16 @@ async def get_activity(request: Request) -> Activity:
     return replace(found, state=of_files)
 
 
-@data.get("/view", summary="The data of the operator's page")
-async def get_view(request: Request) -> schemas.ViewData:
+@data.get(
+    "/view", summary="The data of the operator's page", response_model=schemas.ViewData
+)
+async def get_view(request: Request) -> Response:
     """The same as parts of a view, which `vllm_scope/views/scope.js` draws."""
-    return schemas.ViewData(**monitor_page(await get_activity(request)).data())
+    # A page of 64 monitors takes up to 0.2 s of a CPU.
+    text = await asyncio.to_thread(_view, await get_activity(request))
+    return Response(text, media_type="application/json")
+
+
+def _view(activity: Activity) -> str:
+    """The JSON of the page's data. Called on a thread."""
+    return json.dumps(monitor_page(activity).data(), allow_nan=False)
