@@ -314,7 +314,8 @@ def activity_of(vllm_config: VllmConfig) -> dict[str, Found]:
     others = [msgspec.json.decode(text, type=dict[str, Found]) for text in texts]
     return {
         name: joined(
-            [found, *(o[name] for o in others if name in o and o[name].since_s == found.since_s)]
+            [found, *(o[name] for o in others if name in o and o[name].since_s == found.since_s)],
+            time.time(),
         )
         for name, found in own.items()
     }
