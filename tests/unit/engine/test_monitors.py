@@ -10,6 +10,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.unit.engine.test_connection import SITES
@@ -17,6 +18,7 @@ from vllm_scope.core.registry import Registry
 from vllm_scope.engine import monitors, webhook
 from vllm_scope.engine.frontend.connection import connections
 from vllm_scope.engine.http.calls import EngineCalls
+from vllm_scope.engine.judge import Judge
 from vllm_scope.server.changes import NoTurnError
 from vllm_scope.server.shared import Shared
 
@@ -156,12 +158,53 @@ class _Address(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_webhook_tells_what_became_of_each_verdict(monkeypatch):
+@pytest.fixture
+def address():
+    """A server that answers with the next of its `statuses`."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Address)
     server.statuses = queue.Queue()
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_what_became_of_a_verdict_is_told_to_the_other_processes(file, address):
+    """The other process is another engine, in whose folder this one tells."""
+    url = f"http://127.0.0.1:{address.server_port}/x"
+    body = {"one": FLAG | {"action": "escalate", "url": url}}
+    engine, other = engine_of(2), engine_of(2)
+    for each in (engine, other):
+        each.vllm_config.additional_config = {"scope": {"monitors": body}}
+    (monitor,) = monitors.monitors_of(other.vllm_config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.getpid", lambda: 7)
+        theirs = monitors._peers_of(other.vllm_config)
+    result = SimpleNamespace(
+        verdicts={monitor.probe.name: SimpleNamespace(position=2, value=0.5)}, begun=(),
+        scores={monitor.probe.name: np.array([0.5])}, aggregates={},
+    )  # fmt: skip
+    ended = SimpleNamespace(finish_reason="stop", index=0, scope=result)
+    Judge((monitor,), None, theirs).told(SimpleNamespace(request_id="r"), ended)
+
+    def until(**counts):
+        end = time.monotonic() + 60
+        while True:
+            found = monitors.activity_of(engine.vllm_config)["one"]
+            if found.escalations == {"sent": 0, "failed": 0, "dropped": 0, "waiting": 0} | counts:
+                assert found.verdicts == 1
+                return
+            assert time.monotonic() < end, found
+            time.sleep(0.01)
+
+    until(waiting=1)
+    address.statuses.put(200)  # nothing else ends from here on
+    until(sent=1)
+
+
+def test_a_webhook_tells_what_became_of_each_verdict(monkeypatch, address):
     monkeypatch.setattr(webhook, "MOST_WAITING", 2)
-    hook = webhook.Webhook.parse(f"http://127.0.0.1:{server.server_port}/x", "url")
+    hook = webhook.Webhook.parse(f"http://127.0.0.1:{address.server_port}/x", "url")
     assert hook.outcomes == {"sent": 0, "failed": 0, "dropped": 0, "waiting": 0}
 
     def until(**counts):
@@ -179,7 +222,5 @@ def test_a_webhook_tells_what_became_of_each_verdict(monkeypatch):
         hook.tell({"position": i})
     assert hook.outcomes == {"sent": 0, "failed": 0, "dropped": 2, "waiting": 3}
     for status in (200, 500, 200):
-        server.statuses.put(status)
+        address.statuses.put(status)
     until(sent=2, failed=1, dropped=2, waiting=0)
-    server.shutdown()
-    server.server_close()
