@@ -24,8 +24,8 @@ from vllm_scope.server.access import Route, asked, engine_of, state_of
 from vllm_scope.views.document import live_page
 from vllm_scope.views.monitors import monitor_page
 
-#: Seconds from an answer to the page's next question.
-_EVERY_S = 2.0
+#: Seconds from an answer to the page's next question, and for an answer.
+_EVERY_S, _TIMEOUT_S = 2.0, 30.0
 
 #: Outside of /v1, where vLLM asks for an API key.
 page = APIRouter(tags=["scope operator"], route_class=Route)
@@ -35,7 +35,7 @@ data = APIRouter(prefix="/v1/scope/monitors", tags=["scope operator"], route_cla
 @page.get("/scope/monitors", summary="The operator's page", response_class=HTMLResponse)
 async def get_page() -> Response:
     """It asks its reader for the keys, and shows what `/v1/scope/monitors/view` tells them."""
-    html, headers = live_page("Monitors", "../v1/scope/monitors/view", _EVERY_S)
+    html, headers = live_page("Monitors", "../v1/scope/monitors/view", _EVERY_S, _TIMEOUT_S)
     return HTMLResponse(html, headers=headers)
 
 
