@@ -7,6 +7,8 @@ import asyncio
 import queue
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -145,6 +147,29 @@ def test_processes_tell_the_sum_of_what_each_counted(file, monkeypatch):
         time.sleep(0.01)
     put(engine, {"one": FLAG | {"threshold": 3.0}})
     assert requests(engine) == {"one": 0}, "the other process has told of the monitor before"
+
+
+@pytest.mark.parametrize(
+    ("made", "look_up"),
+    [
+        pytest.param("configured", monitors.monitors_of, id="monitors"),
+        pytest.param("Peers", monitors._peers_of, id="peers"),
+    ],
+)
+def test_threads_that_look_at_once_get_the_same(made, look_up, file, monkeypatch):
+    """The event loop, and the thread on which an operator's question is answered."""
+    engine, make, both = engine_of(2), getattr(monitors, made), threading.Barrier(2)
+    engine.vllm_config.additional_config = {"scope": {"monitors": {"one": FLAG}}}
+
+    def slow(*given):
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.3)  # for the other one, which does not come if one waits for the other
+        return make(*given)
+
+    monkeypatch.setattr(monitors, made, slow)
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(look_up, [engine.vllm_config] * 2)
+    assert one is other is look_up(engine.vllm_config)
 
 
 class _Address(BaseHTTPRequestHandler):
