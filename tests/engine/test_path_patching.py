@@ -120,7 +120,9 @@ TO_HEADS = [("q", 2, 1), ("q", 2, 3), ("k", 1), ("z", 2, 0)]
         pytest.param("mlp_out", [("attn_in", 1)], {"positions": [4]}, id="to-the-attention"),
         pytest.param("attn_out", [("mlp_in", 1)], {"positions": [4]}, id="to-the-mlp"),
         pytest.param(
-            "resid_pre", [("attn_in", 1), ("q", 1, 0), ("mlp_in", 2)], {"positions": [4]},
+            "resid_pre",
+            [("attn_in", 1), ("q", 1, 0), ("mlp_in", 2)],
+            {"positions": [4]},
             id="to-the-attention-and-a-head",
         ),
     ],

@@ -245,10 +245,11 @@ class Tally:
         """What was counted, with what the monitor is."""
         begin_s = _first_slice(self._clock())
         with self._lock:
+            slices = [Slice(*one) for one in self._slices if one[0] >= begin_s]
             return Found(
                 site, self._threshold, action, list(layers), after, self.since_s, self._requests,
                 self._verdicts, self._not_finite, _histogram(self._ranges, self._exponent),
-                [Slice(*one) for one in self._slices if one[0] >= begin_s], list(self._recent), dict(escalations),
+                slices, list(self._recent), dict(escalations),
             )  # fmt: skip
 
 

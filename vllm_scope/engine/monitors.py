@@ -152,7 +152,7 @@ def check(monitors: tuple[Monitor, ...], sites: Sites, num_stages: int) -> None:
 _monitors: Beside[tuple[Monitor, ...]] = Beside()
 #: The file by which several API servers share their monitors; None outside of servers.
 _file: Shared | None = None
-#: Held while `_monitors` or `_peers` is looked up and set: `activity_of` runs beside the event loop.
+#: Held while `_monitors` or `_peers` is looked up and set, by the event loop and other threads.
 _looking = threading.Lock()
 
 

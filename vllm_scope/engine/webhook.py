@@ -36,7 +36,9 @@ class Webhook:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._waiting: queue.Queue[tuple[bytes, Callable[[], object] | None]] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[tuple[bytes, Callable[[], object] | None]] = queue.Queue(
+            MOST_WAITING
+        )
         #: Dropped on the event loop, the others on the thread: no key has two writers.
         self._ended = dict.fromkeys(OUTCOMES, 0)
 
@@ -60,9 +62,7 @@ class Webhook:
         self._ended[outcome] += 1
         count_escalation(outcome)
 
-    def tell(
-        self, body: Mapping[str, object], ended: Callable[[], object] | None = None
-    ) -> None:
+    def tell(self, body: Mapping[str, object], ended: Callable[[], object] | None = None) -> None:
         """Send a JSON object, later. Never blocks.
 
         Args:

@@ -52,9 +52,7 @@ async def get_activity(request: Request) -> Activity:
     return replace(found, state=of_files)
 
 
-@data.get(
-    "/view", summary="The data of the operator's page", response_model=schemas.ViewData
-)
+@data.get("/view", summary="The data of the operator's page", response_model=schemas.ViewData)
 async def get_view(request: Request) -> Response:
     """The same as parts of a view, which `vllm_scope/views/scope.js` draws."""
     # A page of 64 monitors takes up to 0.2 s of a CPU.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -185,6 +188,25 @@ def test_a_request_of_a_path_that_fails_leaves_the_other_cells():
     run(plan, fail)
     assert plan.table.errors == {(0, 1, 0): "too large"}
     assert np.isnan(plan.table.values[0, :, 0]).tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("site", "receiver", "is_taken"),
+    [
+        pytest.param("resid_post", "resid_pre", True, id="stream"),
+        pytest.param("mlp_out", "q", True, id="mlp-to-attention"),
+        pytest.param("mlp_in", "attn_out", True, id="mlp-to-its-output"),
+        pytest.param("mlp_out", "mlp_out", False, id="to-mlp"),
+        pytest.param("z", "q", False, id="from-attention"),
+        pytest.param("attn_in", "resid_pre", False, id="from-what-the-attention-gets"),
+    ],
+)
+def test_without_the_middle_senders_are_no_attention_and_receivers_no_mlp(site, receiver, is_taken):
+    boundaries = tuple(b for b in SITES.boundaries if b not in (1, 3, 5))
+    asked = Sweep(source=np.ones(6), metric=METRIC, mode="add", site=site, layers=[0],
+                  receivers=[(receiver, 2)])  # fmt: skip
+    with nullcontext() if is_taken else pytest.raises(SpecError, match="not tap 'resid_mid'"):
+        Plan(asked, ["abcd"], replace(SITES, boundaries=boundaries), Letters())
 
 
 WIDE = Sites(
