@@ -92,7 +92,7 @@ def activity(name: str = "risky", request_id: str = "cmpl-7") -> Activity:
     """Of a monitor above 0.5 that scores a request each 20 s, the last one now; and of one that
     has scored nothing."""
     clock = iter([NOW_S - 20 * i for i in reversed(range(len(VALUES)))])
-    tally = Tally(0.5, NOW_S - 600, clock=lambda: next(clock))
+    tally = Tally(0.5, NOW_S - 600, clock=lambda: next(clock, NOW_S))
     for i, value in enumerate(VALUES):
         verdict = (3 + i, value) if value > 0.5 else None
         tally.add(value, f"{request_id}-{i}", 0, verdict)

@@ -27,6 +27,8 @@ class Served:
 
     def __init__(self, app) -> None:
         self.app, self.came, self.fails = app, [], False
+        #: "nothing" or "headers": what the answers to questions for data stop behind.
+        self.hangs = ""
         self.url = ""
 
     async def __call__(self, scope, receive, send):
@@ -35,7 +37,13 @@ class Served:
             return
         given = dict(scope["headers"]).get(b"authorization", b"").decode()
         self.came.append((scope["path"], scope["query_string"].decode(), given))
-        if self.fails:
+        if self.hangs and scope["path"].startswith("/v1"):
+            if self.hangs == "headers":
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                await send({"type": "http.response.body", "body": b"{", "more_body": True})
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        elif self.fails:
             await JSONResponse({"error": {"message": "<b>it fails</b>"}}, 500)(scope, receive, send)
         elif scope["path"].startswith("/v1") and given != f"Bearer {API_KEY}":
             # As vLLM's middleware does.
@@ -134,6 +142,49 @@ def test_a_server_that_fails_leaves_what_was_shown_and_says_that_it_is_older(win
     served.fails = False
     window.until("return !document.querySelector('main').classList.contains('stale')")
     assert window.run(FAILED) == ""
+
+
+@pytest.mark.parametrize("hangs", ["nothing", "headers"])
+def test_a_server_that_does_not_answer_is_told(window, served, hangs, monkeypatch):
+    monkeypatch.setattr(pages, "_TIMEOUT_S", 2.5)
+    window.forget()
+    window.load(f"{served.url}/scope/monitors")
+    give(window, API_KEY, ADMIN_KEY)
+    window.until(f"return ({FACTS[7:]}).includes('0 requests')")
+    served.hangs = hangs
+    window.until("return document.querySelector('main').classList.contains('stale')")
+    said = "no answer from the server within 2.5 s; what is shown is older."
+    assert window.run(FAILED) == said
+    served.hangs = ""
+    window.until("return !document.querySelector('main').classList.contains('stale')")
+    assert window.run(FAILED) == ""
+
+
+def test_what_the_reader_has_opened_stays_with_its_monitor(window, served, engine):
+    for name in ('b "q"]\\', "c", "d", "e"):
+        engine.tallies[name] = Tally(0.5)
+    window.forget()
+    window.load(f"{served.url}/scope/monitors")
+    give(window, API_KEY, ADMIN_KEY)
+    opened = (
+        "[...document.querySelectorAll('details')].filter(one => one.open)"
+        ".map(one => one.querySelector('b').textContent)"
+    )
+    window.until("return document.querySelectorAll('details').length === 5")
+    assert window.run(f"return {opened}") == ["risky", 'b "q"]\\', "c", "d"]
+    window.run("document.querySelectorAll('summary')[0].focus()")
+    window.press("Enter")  # risky is closed
+    window.run("document.querySelectorAll('summary')[1].focus()")
+    window.until("return !document.querySelector('details').open")
+    engine.tallies = {"new": Tally(0.5), **engine.tallies}
+    window.until("return document.querySelectorAll('details').length === 6")
+    assert window.run(f"return {opened}") == ["new", 'b "q"]\\', "c", "d"]
+    assert window.run("return document.activeElement.querySelector('b')?.textContent") == (
+        'b "q"]\\'
+    )
+    del engine.tallies["new"], engine.tallies["c"]
+    window.until("return document.querySelectorAll('details').length === 4")
+    assert window.run(f"return {opened}") == ['b "q"]\\', "d"], "e is not opened by its new place"
 
 
 def test_a_reader_can_pause_it(window, served, engine):

@@ -12,7 +12,10 @@ import vllm_scope
 from tests.conftest import local_engine
 from vllm_scope import LogitDifference, SpecError, Sweep
 
-SITES = ["embed", "resid_mid", "resid_post", "z", "q", "k", "v", "attn_out", "mlp_out"]
+SITES = [
+    "embed", "resid_mid", "resid_post", "z", "q", "k", "v", "attn_out", "mlp_out", "attn_in",
+    "mlp_in",
+]  # fmt: skip
 ENGINE = {
     "dtype": "float32", "max_num_seqs": 8, "block_size": 32,
     "additional_config": {"scope": {"sites": SITES}},
@@ -23,7 +26,7 @@ CORRUPTED = [list(range(60, 72)), list(range(300, 340))]
 A, B = [5, 6], [50, 60]
 METRIC = LogitDifference(A, B)
 #: The branch that a site is a part of.
-BRANCH = dict.fromkeys(["q", "k", "v", "z"], "attn_out")
+BRANCH = dict.fromkeys(["attn_in", "q", "k", "v", "z"], "attn_out") | {"mlp_in": "mlp_out"}
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +115,16 @@ TO_HEADS = [("q", 2, 1), ("q", 2, 3), ("k", 1), ("z", 2, 0)]
         pytest.param("embed", [("mlp_out", 0), ("mlp_out", 2)], {"positions": [4]}, id="embed"),
         pytest.param("mlp_out", [("resid_mid", 1)], {"positions": [-2]}, id="to-the-stream"),
         pytest.param("z", [("q", 2)], {"heads": [1], "together": True}, id="all-positions"),
+        pytest.param("attn_in", "logits", {"positions": [4]}, id="what-the-attention-gets"),
+        pytest.param("mlp_in", "logits", {"positions": [-1]}, id="what-the-mlp-gets"),
+        pytest.param("mlp_out", [("attn_in", 1)], {"positions": [4]}, id="to-the-attention"),
+        pytest.param("attn_out", [("mlp_in", 1)], {"positions": [4]}, id="to-the-mlp"),
+        pytest.param(
+            "resid_pre",
+            [("attn_in", 1), ("q", 1, 0), ("mlp_in", 2)],
+            {"positions": [4]},
+            id="to-the-attention-and-a-head",
+        ),
     ],
 )
 def test_cells_equal_hooks_that_hold_all_other_branches(site, receivers, options, pair, llm, ref):

@@ -243,12 +243,19 @@ class Tally:
         escalations: Mapping[str, int],
     ) -> Found:  # fmt: skip
         """What was counted, with what the monitor is."""
+        begin_s = _first_slice(self._clock())
         with self._lock:
+            slices = [Slice(*one) for one in self._slices if one[0] >= begin_s]
             return Found(
                 site, self._threshold, action, list(layers), after, self.since_s, self._requests,
                 self._verdicts, self._not_finite, _histogram(self._ranges, self._exponent),
-                [Slice(*one) for one in self._slices], list(self._recent), dict(escalations),
+                slices, list(self._recent), dict(escalations),
             )  # fmt: skip
+
+
+def _first_slice(now_s: float) -> int:
+    """The begin of the first of the last MOST_SLICES slices."""
+    return (int(now_s // SLICE_S) - MOST_SLICES + 1) * SLICE_S
 
 
 def _merged(some: Sequence[tuple[Mapping[int, int], float]], exponent: int) -> dict[int, int]:
@@ -269,17 +276,20 @@ def _histogram(ranges: Mapping[int, int], exponent: float) -> Histogram:
     return Histogram(math.ldexp(1.0, int(exponent)), first, counts)
 
 
-def joined(found: Sequence[Found]) -> Found:
+def joined(found: Sequence[Found], now_s: float) -> Found:
     """What one monitor has found in several API server processes, as one.
 
     Args:
-        found: at least one; all of the same setting of the same monitor.
+        found: at least one; all of the same setting of the same monitor. They may have been told
+            long ago, by a process in which nothing ended since.
+        now_s: of `time.time()`.
     """
-    if len(found) == 1:
-        return found[0]
+    begin_s = _first_slice(now_s)
     one, slices = found[0], dict[int, list[int]]()
     for each in found:
         for piece in each.slices:
+            if piece.begin_s < begin_s:
+                continue
             total = slices.setdefault(piece.begin_s, [0, 0])
             total[0] += piece.requests
             total[1] += piece.verdicts

@@ -83,7 +83,8 @@ class Judge:
                         "monitor": name, "request_id": output.request_id,
                         "completion": completion.index, "position": verdict.position,
                         "value": verdict.value,
-                    }
+                    },
+                    None if self._peers is None else self._peers.changed,
                 )  # fmt: skip
         if self._peers is not None:
             self._peers.changed()

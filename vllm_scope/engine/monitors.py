@@ -152,7 +152,8 @@ def check(monitors: tuple[Monitor, ...], sites: Sites, num_stages: int) -> None:
 _monitors: Beside[tuple[Monitor, ...]] = Beside()
 #: The file by which several API servers share their monitors; None outside of servers.
 _file: Shared | None = None
-_learning = threading.Lock()
+#: Held while `_monitors` or `_peers` is looked up and set, by the event loop and other threads.
+_looking = threading.Lock()
 
 
 def share(file: Shared) -> None:
@@ -227,11 +228,14 @@ def _put(
 
 def monitors_of(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
     """The monitors that requests get now."""
-    if (shared := _shared(vllm_config)) is not None:
-        with _learning:
-            if (text := shared.news()) is not None:
-                told = json.loads(text)
-                _put(vllm_config, parse_all(told["monitors"]), told["since"])
+    with _looking:
+        return _looked_up(vllm_config)
+
+
+def _looked_up(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
+    if (shared := _shared(vllm_config)) is not None and (text := shared.news()) is not None:
+        told = json.loads(text)
+        _put(vllm_config, parse_all(told["monitors"]), told["since"])
     found = _monitors.of(vllm_config)
     if found is not None:
         return found
@@ -266,11 +270,12 @@ def set_monitors(engine: Engine, bodies: object, sites: Sites) -> None:
     monitors = parse_all(bodies)
     check(monitors, sites, engine.vllm_config.parallel_config.pipeline_parallel_size)
     since = _since(monitors, monitors_of(engine.vllm_config))
-    if (shared := _shared(engine.vllm_config)) is None:
-        _put(engine.vllm_config, monitors, since)
-        return
-    with _learning:  # `monitors_of` reads it here too
-        shared.set(json.dumps({"monitors": bodies, "since": since}).encode())
+    shared = _shared(engine.vllm_config)
+    with _looking:
+        if shared is None:
+            _put(engine.vllm_config, monitors, since)
+        else:
+            shared.set(json.dumps({"monitors": bodies, "since": since}).encode())
 
 
 def set_on(engine: LLMEngine, bodies: object) -> None:
@@ -294,15 +299,15 @@ def _peers_of(vllm_config: VllmConfig) -> Peers | None:
     """None if this is the server's only process."""
     if (shared := _shared(vllm_config)) is None:
         return None
-    if (known := _peers.of(vllm_config)) is not None:
-        return known
     config = weakref.ref(vllm_config)
 
     def text() -> bytes:
         found = config()
         return msgspec.json.encode({} if found is None else tallied(monitors_of(found)))
 
-    return _peers.put(vllm_config, Peers(shared.folder, text))
+    with _looking:
+        known = _peers.of(vllm_config)
+        return known or _peers.put(vllm_config, Peers(shared.folder, text))
 
 
 def activity_of(vllm_config: VllmConfig) -> dict[str, Found]:
@@ -314,7 +319,8 @@ def activity_of(vllm_config: VllmConfig) -> dict[str, Found]:
     others = [msgspec.json.decode(text, type=dict[str, Found]) for text in texts]
     return {
         name: joined(
-            [found, *(o[name] for o in others if name in o and o[name].since_s == found.since_s)]
+            [found, *(o[name] for o in others if name in o and o[name].since_s == found.since_s)],
+            time.time(),
         )
         for name, found in own.items()
     }

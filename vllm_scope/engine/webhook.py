@@ -15,7 +15,7 @@ import queue
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 
 from vllm_scope.control.activity import OUTCOMES
@@ -36,7 +36,9 @@ class Webhook:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._waiting: queue.Queue[bytes] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[tuple[bytes, Callable[[], object] | None]] = queue.Queue(
+            MOST_WAITING
+        )
         #: Dropped on the event loop, the others on the thread: no key has two writers.
         self._ended = dict.fromkeys(OUTCOMES, 0)
 
@@ -60,11 +62,16 @@ class Webhook:
         self._ended[outcome] += 1
         count_escalation(outcome)
 
-    def tell(self, body: Mapping[str, object]) -> None:
-        """Send a JSON object, later. Never blocks."""
+    def tell(self, body: Mapping[str, object], ended: Callable[[], object] | None = None) -> None:
+        """Send a JSON object, later. Never blocks.
+
+        Args:
+            ended: called on the thread when the outcome of the object is counted; not if the
+                object is dropped, which is counted here.
+        """
         assert self._thread.daemon
         try:
-            self._waiting.put_nowait(json.dumps(body).encode())
+            self._waiting.put_nowait((json.dumps(body).encode(), ended))
         except queue.Full:
             self._count("dropped")
 
@@ -76,7 +83,7 @@ class Webhook:
 
     def _run(self) -> None:
         while True:
-            body = self._waiting.get()
+            body, ended = self._waiting.get()
             headers = {"Content-Type": "application/json"}
             request = urllib.request.Request(self.url, body, headers)
             try:
@@ -87,3 +94,5 @@ class Webhook:
                 self._count("failed")
                 logger.warning("vllm-scope: a webhook failed: %s", type(error).__name__)
             self._waiting.task_done()
+            if ended is not None:
+                ended()

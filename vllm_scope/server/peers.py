@@ -34,15 +34,16 @@ class Peers:
     def __init__(self, folder: Callable[[], Path], text: Callable[[], bytes]) -> None:
         self._folder, self._text = folder, text
         self._name = f"activity.{os.getpid()}"
-        self._changed = threading.Event()
+        self._changed, self._starting = threading.Event(), threading.Lock()
 
     def __deepcopy__(self, memo: object) -> Peers:
         # vLLM copies SamplingParams, which hold it until the request enters.
         return self
 
     def changed(self) -> None:
-        """Tell the others soon. Any thread; never blocks."""
-        assert self._thread.daemon
+        """Tell the others soon. Any thread; never waits for a file."""
+        with self._starting:  # two threads would start two
+            assert self._thread.daemon
         self._changed.set()
 
     @cached_property

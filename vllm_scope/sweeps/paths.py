@@ -37,16 +37,20 @@ from vllm_scope.request.sites import (
     Sites,
     canonical_site,
 )
+from vllm_scope.request.spec import MAX_SPEC_BYTES
 from vllm_scope.sweeps.source import Floats, ReadRows, of_head
 
 LOGITS: Final = "logits"
+#: Numbers of the rows in one request of a cell. A number takes 16/3 characters of base64; the rest
+#: of six is for the positions of the rows and the names of the sites.
+MAX_NUMBERS: Final = MAX_SPEC_BYTES // 6
 #: (site, layer, head) of each receiver; the head is None for the whole row.
 Receivers = tuple[tuple[str, int, int | None], ...]
 #: Called with the rows that a cell's request read, and with those of the prompt's own run. Returns
 #: the actions of the cell's next request, and the step behind it; None if its answer is the cell's.
 Step = Callable[[ReadRows, ReadRows], tuple[tuple[Action, ...], "Step | None"]]
 #: Sites whose edit at a position changes what their layer's attention gives at later positions.
-_SEEN_LATER: Final = ("k", "v")
+_SEEN_LATER: Final = ("attn_in", "k", "v")
 #: Sites whose row has what the attention takes from earlier positions.
 _SEES_EARLIER: Final = ("z", "attn_out")
 
@@ -149,6 +153,28 @@ class Paths:
         places += [place for place, heads in self._heads.items() if heads is not None]
         return _reads(places, list(range(first, length)))
 
+    def check_size(self, sender: Place, at: list[int], length: int, num_edited: int) -> None:
+        """Raises SpecError if the rows in one request of a cell are more than MAX_NUMBERS.
+
+        Args:
+            at, length: as for `begin`.
+            num_edited: the rows that the cell's edits have.
+        """
+        reached = self._reached(_exit(sender))
+        rows = len(self._positions(reached, _changed(sender, at, length), length))
+        streams = {self._entries[place] for place in reached if place.site not in STREAM_SITES}
+        size = max(
+            len(streams) * self._sites.hidden_size,
+            sum(self._sites.row_size(place.site) for place in reached),
+        )
+        numbers = max(rows * size, num_edited * self._sites.row_size(sender.site))
+        if numbers > MAX_NUMBERS:
+            raise SpecError(
+                f"a cell of the sweep has {numbers:,} numbers in one request, with {rows:,} "
+                f"positions at {len(reached)} receivers; at most {MAX_NUMBERS:,} are allowed, so "
+                "name receivers of fewer layers, later positions, or a shorter prompt."
+            )
+
     def begin(
         self, sender: Place, edits: tuple[Action, ...], at: list[int], length: int
     ) -> tuple[tuple[Action, ...], Step]:
@@ -158,9 +184,19 @@ class Paths:
             at: the positions that are edited, ascending.
             length: tokens of the prompt.
         """
-        changed = list(range(at[0], length)) if sender.site in _SEEN_LATER else at
-        exit_ = _exit(sender)
+        changed, exit_ = _changed(sender, at, length), _exit(sender)
         return (*edits, *_reads([exit_], changed)), partial(self._enter, exit_, changed, length)
+
+    def _positions(self, reached: list[Place], changed: list[int], length: int) -> list[int]:
+        """The positions at which receivers are set.
+
+        Behind a receiver's own attention, and before a second receiver, later positions may differ
+        from the prompt's own.
+        """
+        alone = len({self._entries[place] for place in reached}) == 1
+        if alone and not any(place.site in _SEES_EARLIER for place in reached):
+            return changed
+        return list(range(changed[0], length))
 
     def _enter(
         self, exit_: Place, changed: list[int], length: int, rows: ReadRows, plain: ReadRows
@@ -168,10 +204,7 @@ class Paths:
         reached = self._reached(exit_)
         inner = [place for place in reached if place.site not in STREAM_SITES]
         entries = list(dict.fromkeys(self._entries[place] for place in reached))
-        # Behind a receiver's own attention, and before a second receiver, later positions may
-        # differ from the prompt's own.
-        alone = len(entries) == 1 and not any(place.site in _SEES_EARLIER for place in inner)
-        at = changed if alone else list(range(changed[0], length))
+        at = self._positions(reached, changed, length)
         change = rows.at(exit_, changed) - plain.at(exit_, changed)
         streams: dict[Place, Floats] = {}
         for entry in entries:
@@ -189,10 +222,9 @@ class Paths:
     ) -> tuple[tuple[Action, ...], Step | None]:  # fmt: skip
         """Receivers that were read."""
         found = {**found, **{place: rows.at(place, at) for place in inner}}
-        depths: dict[tuple[int, bool], list[Place]] = {}
+        depths: dict[tuple[int, int], list[Place]] = {}
         for place in found:
-            depth = self._entries[place].boundary, place.site in _SEES_EARLIER
-            depths.setdefault(depth, []).append(place)
+            depths.setdefault((self._entries[place].boundary, _depth(place)), []).append(place)
         return self._set(at, [depths[depth] for depth in sorted(depths)], found, {}, plain, plain)
 
     def _set(
@@ -231,6 +263,11 @@ class Paths:
         return joined
 
 
+def _changed(sender: Place, at: list[int], length: int) -> list[int]:
+    """The positions at which the stream behind an edited part may change."""
+    return list(range(at[0], length)) if sender.site in _SEEN_LATER else at
+
+
 def _exit(sender: Place) -> Place:
     """The place on the stream behind the part of the layer that a site belongs to."""
     if sender.site in MODEL_SITES:
@@ -248,7 +285,14 @@ def _entry(receiver: Place) -> Place:
 
 
 def _of_attention(place: Place) -> bool:
-    return place.site in (*ATTENTION_SITES, "attn_out")
+    return place.site in ("attn_in", *ATTENTION_SITES, "attn_out")
+
+
+def _depth(receiver: Place) -> int:
+    """How many steps of the attention lie before a receiver's row. Heads follow each of them."""
+    if receiver.site in _SEES_EARLIER:
+        return 2
+    return 1 if receiver.site in ATTENTION_SITES else 0
 
 
 def _reads(places: Iterable[Place], at: list[int]) -> tuple[Read, ...]:

@@ -138,6 +138,8 @@ class Plan:
             self._given = given_rows(sweep.source, shape, row_shape)
             if sweep.mode == "ablate" and not self._given.any():
                 raise SpecError("Sweep.source is zero, and has no direction; give another vector.")
+        if self._paths is not None:
+            self._check_paths(self._paths)
         self._of = [_Of() for _ in self.ids]
         self.table = SweepTable.empty(
             [[tokenizer.decode([i]) for i in ids] for ids in self.ids],
@@ -163,6 +165,17 @@ class Plan:
                 f"{num_positions} positions and {num_heads} heads, {num:,} cells; at most "
                 f"{most:,} are allowed here, so name fewer, or send several sweeps."
             )
+
+    def _check_paths(self, paths: Paths) -> None:
+        """Raises SpecError if a request of a cell would be too large."""
+        has_one = self._given is not None and self._given.shape[2] == 1
+        alike = self.sweep.module is not None or (has_one and self.sweep.mode != "patch")
+        for ids, columns in zip(self.ids, self.at, strict=True):
+            every = sorted(p for p in columns if p is not None)
+            # Of a cell with one position the earliest has the most behind it.
+            at = every if self.sweep.together else every[:1]
+            for sender in self.places:
+                paths.check_size(sender, at, len(ids), 0 if alike else len(at))
 
     def _sources(self, found: list[list[int]]) -> list[list[int]]:
         if len(found) == 1:

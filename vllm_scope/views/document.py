@@ -76,13 +76,16 @@ def _policy(live: bool) -> str:
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'{own}"
 
 
-def live_page(title: str, address: str, every_s: float) -> tuple[str, dict[str, str]]:
+def live_page(
+    title: str, address: str, every_s: float, timeout_s: float
+) -> tuple[str, dict[str, str]]:
     """A page that asks its reader for keys and its server for a view's data, and draws them again
     and again. It has no data of its own.
 
     Args:
         address: of the data, relative to the page.
         every_s: seconds from an answer to the next question.
+        timeout_s: seconds that an answer may take.
 
     Returns:
         The HTML, and the headers that it is sent with.
@@ -92,7 +95,8 @@ def live_page(title: str, address: str, every_s: float) -> tuple[str, dict[str, 
         "Cache-Control": "no-store", "Referrer-Policy": "no-referrer",
         "X-Content-Type-Options": "nosniff",
     }  # fmt: skip
-    return _page(title, {"live": address, "every_s": every_s}, live=True), headers
+    data = {"live": address, "every_s": every_s, "timeout_s": timeout_s}
+    return _page(title, data, live=True), headers
 
 
 class View(ABC):

@@ -5,8 +5,9 @@
 /** Draw what a server tells, again and again. The reader types the keys. They stay in this
     function, are sent as headers, and are gone when the page is left.
     @param live where the view's JSON is, relative to the page.
-    @param every_s seconds from an answer to the next question. */
-function drawLive(root, { live, every_s }) {
+    @param every_s seconds from an answer to the next question.
+    @param timeout_s seconds that an answer may take. */
+function drawLive(root, { live, every_s, timeout_s }) {
   const field = (name, made) => element("label", {}, name, made);
   const [api, admin] = [0, 1].map(() =>
     element("input", { type: "password", autocomplete: "off", spellcheck: "false" }));
@@ -47,16 +48,19 @@ function drawLive(root, { live, every_s }) {
     admin.focus();
   };
   const fetched = async () => {
+    const signal = AbortSignal.timeout(1000 * timeout_s);
     const response = await fetch(new URL(live, location.href),
-      { headers, cache: "no-store", credentials: "omit", redirect: "error" });
+      { headers, signal, cache: "no-store", credentials: "omit", redirect: "error" });
     const told = await response.json().catch(() => null);
+    if (!told) signal.throwIfAborted();
     if (response.ok && told) return { view: told };
     const error = told?.error?.message ?? told?.error ?? "no reason was given";
     return { status: response.status, why: `HTTP ${response.status}: ${error}` };
   };
   const look = async () => {
     const mine = ++turn;
-    const answer = await fetched().catch(() => ({ why: "no answer from the server" }));
+    const answer = await fetched().catch(({ name }) => ({ why: "no answer from the server" +
+      (name === "TimeoutError" ? ` within ${timeout_s} s` : "") }));
     if (mine !== turn) return;
     if ([401, 403, 404].includes(answer.status)) return refuse(answer.why);
     const known = when.textContent;

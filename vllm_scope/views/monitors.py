@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from urllib.parse import quote
 
 from vllm_scope.control.activity import OUTCOMES, SLICE_S, Activity, Found, Ring, State
 from vllm_scope.views.document import Picture
@@ -94,8 +95,9 @@ def _monitor(name: str, one: Found, now_s: float, index: int) -> Part:
     facts = f"{one.requests:,} requests, {one.verdicts:,} verdicts since {since}"
     shown = [text(f"{place(one)}, above {one.threshold:g}: {one.action}."), _scores(one)]
     shown += [_requests(one, now_s), _recent(one)]
-    is_open = index < _MOST_OPEN
-    return section(name, one.action, facts, shown, f"monitor-{index}", is_open)
+    # Of the monitor, not of its place: a page that is open keeps what its reader has opened.
+    id = f"monitor-{quote(name, safe='', errors='replace')}"
+    return section(name, one.action, facts, shown, id, index < _MOST_OPEN)
 
 
 def _scores(one: Found) -> Part:

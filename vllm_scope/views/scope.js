@@ -18,16 +18,19 @@ function draw(root, view, state) {
   root.classList.add("vllm-scope");
   root.replaceChildren(...drawn(view.parts ?? [], { key: "", state }));
   root.querySelectorAll("div.grid").forEach((grid, i) => { grid.scrollLeft = scrolled[i] ?? 0; });
-  const there = focused && root.querySelector(`[data-key="${focused}"]`);
+  const there = focused && root.querySelector(`[data-key="${CSS.escape(focused)}"]`);
   // The page stays where the reader has scrolled it.
   if (there) (there.querySelector('[tabindex="0"]') ?? there).focus({ preventScroll: true });
 }
 
 /** The elements of some parts. A part's key is its kind and place: "side0.strip2" is the third part
-    of the first. So what is kept of a strip is no grid's in the same place. */
+    of the first. So what is kept of a strip is no grid's in the same place. A section has its id as
+    its place: others may come and go before it. */
 function drawn(parts, { key, state }) {
-  return parts.map((part, i) =>
-    DRAW[part.kind](part, { key: `${key && `${key}.`}${part.kind}${i}`, state }));
+  return parts.map((part, i) => {
+    const place = part.kind === "section" ? `[${part.id}]` : i;
+    return DRAW[part.kind](part, { key: `${key && `${key}.`}${part.kind}${place}`, state });
+  });
 }
 
 function element(tag, attributes = {}, ...children) {
@@ -217,6 +220,7 @@ function section(part, at) {
     if (made.open && made.children.length === 1) made.append(...drawn(part.parts, at));
   };
   made.open = at.state.get(at.key) ?? part.open;
+  at.state.set(at.key, made.open);
   fill();
   made.addEventListener("toggle", () => {
     at.state.set(at.key, made.open);

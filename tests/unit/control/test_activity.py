@@ -114,6 +114,23 @@ def test_rates_are_of_the_last_minute():
     assert [one.begin_s for one in told(tally).slices] == list(range(1000, 1300, 5))
 
 
+def test_slices_are_of_the_last_ten_minutes_also_if_few_requests_end():
+    clock = Clock(1000.0)
+    tally, other = (Tally(0.0, clock=clock) for _ in range(2))
+    for now in (1000.0, 1300.0, 1604.9):
+        clock.now = now
+        tally.add(1.0)
+    assert [one.begin_s for one in told(tally).slices] == [1300, 1600], "1005 to 1605"
+    other.add(1.0)
+    before = told(other)  # told by another process, in which nothing has ended since
+    clock.now = 1900.0
+    assert [one.begin_s for one in told(tally).slices] == [1600]
+    clock.now = 2300.0
+    assert told(tally).slices == joined([told(tally), before], clock.now).slices == []
+    assert joined([before], clock.now).slices == []
+    assert told(tally).requests == 3
+
+
 def test_what_is_not_finite_is_told_as_json():
     tally = Tally(0.0)
     tally.add(math.inf, "a", 0, (3, math.inf))
@@ -137,7 +154,7 @@ def test_processes_together_have_what_one_would_have(values, threshold):
         clock.now += 1.0
         for tally in (parts[part], whole):
             count(tally, value, threshold, i)
-    found = joined([told(part) for part in parts])
+    found = joined([told(part) for part in parts], clock.now)
     alone = told(whole)
     assert found.escalations == {"sent": 3}
     for name in ("requests", "verdicts", "not_finite", "slices", "recent", "histogram"):

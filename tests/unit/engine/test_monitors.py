@@ -7,9 +7,12 @@ import asyncio
 import queue
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.unit.engine.test_connection import SITES
@@ -17,6 +20,7 @@ from vllm_scope.core.registry import Registry
 from vllm_scope.engine import monitors, webhook
 from vllm_scope.engine.frontend.connection import connections
 from vllm_scope.engine.http.calls import EngineCalls
+from vllm_scope.engine.judge import Judge
 from vllm_scope.server.changes import NoTurnError
 from vllm_scope.server.shared import Shared
 
@@ -145,6 +149,29 @@ def test_processes_tell_the_sum_of_what_each_counted(file, monkeypatch):
     assert requests(engine) == {"one": 0}, "the other process has told of the monitor before"
 
 
+@pytest.mark.parametrize(
+    ("made", "look_up"),
+    [
+        pytest.param("configured", monitors.monitors_of, id="monitors"),
+        pytest.param("Peers", monitors._peers_of, id="peers"),
+    ],
+)
+def test_threads_that_look_at_once_get_the_same(made, look_up, file, monkeypatch):
+    """The event loop, and the thread on which an operator's question is answered."""
+    engine, make, both = engine_of(2), getattr(monitors, made), threading.Barrier(2)
+    engine.vllm_config.additional_config = {"scope": {"monitors": {"one": FLAG}}}
+
+    def slow(*given):
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.3)  # for the other one, which does not come if one waits for the other
+        return make(*given)
+
+    monkeypatch.setattr(monitors, made, slow)
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(look_up, [engine.vllm_config] * 2)
+    assert one is other is look_up(engine.vllm_config)
+
+
 class _Address(BaseHTTPRequestHandler):
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -156,12 +183,53 @@ class _Address(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_webhook_tells_what_became_of_each_verdict(monkeypatch):
+@pytest.fixture
+def address():
+    """A server that answers with the next of its `statuses`."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Address)
     server.statuses = queue.Queue()
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_what_became_of_a_verdict_is_told_to_the_other_processes(file, address):
+    """The other process is another engine, in whose folder this one tells."""
+    url = f"http://127.0.0.1:{address.server_port}/x"
+    body = {"one": FLAG | {"action": "escalate", "url": url}}
+    engine, other = engine_of(2), engine_of(2)
+    for each in (engine, other):
+        each.vllm_config.additional_config = {"scope": {"monitors": body}}
+    (monitor,) = monitors.monitors_of(other.vllm_config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.getpid", lambda: 7)
+        theirs = monitors._peers_of(other.vllm_config)
+    result = SimpleNamespace(
+        verdicts={monitor.probe.name: SimpleNamespace(position=2, value=0.5)}, begun=(),
+        scores={monitor.probe.name: np.array([0.5])}, aggregates={},
+    )  # fmt: skip
+    ended = SimpleNamespace(finish_reason="stop", index=0, scope=result)
+    Judge((monitor,), None, theirs).told(SimpleNamespace(request_id="r"), ended)
+
+    def until(**counts):
+        end = time.monotonic() + 60
+        while True:
+            found = monitors.activity_of(engine.vllm_config)["one"]
+            if found.escalations == {"sent": 0, "failed": 0, "dropped": 0, "waiting": 0} | counts:
+                assert found.verdicts == 1
+                return
+            assert time.monotonic() < end, found
+            time.sleep(0.01)
+
+    until(waiting=1)
+    address.statuses.put(200)  # nothing else ends from here on
+    until(sent=1)
+
+
+def test_a_webhook_tells_what_became_of_each_verdict(monkeypatch, address):
     monkeypatch.setattr(webhook, "MOST_WAITING", 2)
-    hook = webhook.Webhook.parse(f"http://127.0.0.1:{server.server_port}/x", "url")
+    hook = webhook.Webhook.parse(f"http://127.0.0.1:{address.server_port}/x", "url")
     assert hook.outcomes == {"sent": 0, "failed": 0, "dropped": 0, "waiting": 0}
 
     def until(**counts):
@@ -179,7 +247,5 @@ def test_a_webhook_tells_what_became_of_each_verdict(monkeypatch):
         hook.tell({"position": i})
     assert hook.outcomes == {"sent": 0, "failed": 0, "dropped": 2, "waiting": 3}
     for status in (200, 500, 200):
-        server.statuses.put(status)
+        address.statuses.put(status)
     until(sent=2, failed=1, dropped=2, waiting=0)
-    server.shutdown()
-    server.server_close()

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import time
+from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +19,7 @@ from safetensors.numpy import save
 from vllm_scope.batch.sums import Sums
 from vllm_scope.control.activity import Activity, Ring, State, Tally
 from vllm_scope.errors import SpecError
-from vllm_scope.server import routes
+from vllm_scope.server import pages, routes, schemas
 from vllm_scope.server.routes import attach
 from vllm_scope.server.settings import MAX_OPERATOR_BYTES
 from vllm_scope.server.store import owner_of
@@ -349,6 +353,35 @@ def test_the_activity_of_monitors_is_told_with_what_the_plugin_holds(http, engin
     assert state["results_bytes"] >= kept.num_bytes
     parts = http.get("/v1/scope/monitors/view", headers=ADMIN).json()["parts"]
     assert [part["title"] for part in parts if part["kind"] == "section"] == ["risky"]
+
+
+def test_the_page_about_http_has_every_field_of_the_server():
+    text = (Path(__file__).parents[3] / "docs/http.md").read_text(encoding="utf-8")
+    table = text.split("| field of `GET /v1/scope` | |\n")[1].split("\n\n")[0]
+    named = [re.findall(r"`(\w+)", row.split("|")[1]) for row in table.splitlines()]
+    assert sorted(schemas.ServerInfo.model_fields) == sorted(chain(*named))
+
+
+def test_the_page_is_built_beside_the_event_loop(http, engine, monkeypatch):
+    engine.tallies["risky"] = Tally(0.5)
+    beside = []
+
+    def spied(call):
+        def spy(*args, **options):
+            try:
+                asyncio.get_running_loop()
+            except RuntimeError:
+                beside.append(call.__name__)
+            return call(*args, **options)
+
+        return spy
+
+    monkeypatch.setattr(pages, "monitor_page", spied(pages.monitor_page))
+    monkeypatch.setattr(json, "dumps", spied(json.dumps))
+    response = http.get("/v1/scope/monitors/view", headers=ADMIN)
+    assert response.headers["content-type"] == "application/json"
+    assert response.json()["parts"]
+    assert {"monitor_page", "dumps"} <= set(beside)
 
 
 def test_everybody_may_have_the_page_and_it_says_nothing_of_the_server(http, engine):

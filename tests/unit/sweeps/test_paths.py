@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from tests.unit.sweeps.test_plans import METRIC, Letters
-from vllm_scope import Read, Replace, SpecError, Sweep
+from vllm_scope import Read, Replace, SpecError, Sweep, scope
 from vllm_scope.request.sites import Heads, Place, Sites
+from vllm_scope.request.spec import MAX_SPEC_BYTES
+from vllm_scope.sweeps.paths import MAX_NUMBERS
 from vllm_scope.sweeps.plan import Plan
 from vllm_scope.sweeps.source import ReadRows
 
-INNER = ("q", "k", "v", "z", "attn_out", "mlp_out")
+INNER = ("q", "k", "v", "z", "attn_out", "mlp_out", "attn_in", "mlp_in")
 SITES = Sites(
     num_layers=3, hidden_size=6, dtype="float32", heads=Heads(2, 1, 3, 3),
     boundaries=(*range(7), *(Place(site, k).boundary for site in INNER for k in range(3))),
@@ -23,7 +28,8 @@ class Rows:
 
     error, dropped = None, 0
 
-    def __init__(self, job, seed):
+    def __init__(self, job, seed, sites=SITES):
+        self.sites = sites
         self.at = {(read.site, layer): list(read.tokens.positions)
                    for read in job.actions if isinstance(read, Read)
                    for layer in read.layer_numbers}  # fmt: skip
@@ -38,7 +44,7 @@ class Rows:
     def __getitem__(self, place):
         import torch
 
-        shape = len(self.at[tuple(place)]), SITES.row_size(place[0])
+        shape = len(self.at[tuple(place)]), self.sites.row_size(place[0])
         return torch.from_numpy(
             self.rows.setdefault(tuple(place), self.random.normal(size=shape).astype(np.float32))
         )
@@ -110,6 +116,52 @@ def test_values_change_what_later_positions_get():
     assert last.actions[0].positions == (3, 4)
 
 
+@pytest.mark.parametrize(
+    ("site", "exit_", "at"),
+    [
+        pytest.param("attn_in", "resid_mid", (3, 4), id="through-keys-and-values"),
+        pytest.param("mlp_in", "resid_post", (3,), id="through-the-mlp"),
+    ],
+)
+def test_what_a_part_gets_leaves_the_layer_behind_that_part(site, exit_, at):
+    plan = planned(site=site, layers=[0], positions=[3], receivers="logits")
+    (_, plain), (first, seen), (last, _) = run(plan)
+    read, (one,) = first.actions[-1], last.actions
+    assert (read.site, read.layers, read.tokens.positions) == (exit_, (0,), at)
+    assert (one.site, one.layers, one.positions) == ("resid_post", (2,), at)
+    assert (exit_, 0) in seen.rows
+    assert (exit_, 0) in plain.rows
+
+
+@pytest.mark.parametrize(
+    ("site", "entry", "layers"),
+    [
+        pytest.param("attn_in", "resid_pre", (0,), id="attention"),
+        pytest.param("mlp_in", "resid_mid", (0, 1), id="mlp"),
+    ],
+)
+def test_what_a_part_gets_follows_the_stream_before_that_part(site, entry, layers):
+    plan = planned(site="attn_out", positions=[3], receivers=[(site, 1)])
+    assert plan.table.layers == layers
+    _, _, (second, got), (third, _), *_ = run(plan)
+    sets, read = second.actions
+    assert (sets.site, sets.layers, sets.positions) == (entry, (1,), (3,))
+    assert (read.site, read.layers, read.tokens.positions) == (site, (1,), (3,))
+    (one,) = third.actions
+    assert (one.site, one.layers, one.positions) == (site, (1,), (3,))
+    np.testing.assert_array_equal(one.values.numpy, got[site, 1].numpy())
+
+
+def test_heads_beside_a_receiver_follow_what_their_attention_gets():
+    plan = planned(layers=[0], positions=[3], receivers=[("attn_in", 1), ("q", 1, 0)])
+    _, _, (_, got), (third, seen), (fourth, _) = run(plan)
+    assert [(one.site, type(one)) for one in third.actions] == [("attn_in", Replace), ("q", Read)]
+    sets = {one.site: one.values.numpy for one in fourth.actions}
+    np.testing.assert_array_equal(sets["attn_in"], got["attn_in", 1].numpy())
+    np.testing.assert_array_equal(sets["q"][:, :3], got["q", 1].numpy()[:, :3])
+    np.testing.assert_array_equal(sets["q"][:, 3:], seen["q", 1].numpy()[:, 3:])
+
+
 def test_layers_without_a_path_are_left_out_or_refused():
     assert planned(site="z", receivers=[("q", 1), ("v", 2)]).table.layers == (0, 1)
     assert planned(site="z", receivers=[("mlp_out", 2)]).table.layers == (0, 1, 2)
@@ -136,6 +188,74 @@ def test_a_request_of_a_path_that_fails_leaves_the_other_cells():
     run(plan, fail)
     assert plan.table.errors == {(0, 1, 0): "too large"}
     assert np.isnan(plan.table.values[0, :, 0]).tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("site", "receiver", "is_taken"),
+    [
+        pytest.param("resid_post", "resid_pre", True, id="stream"),
+        pytest.param("mlp_out", "q", True, id="mlp-to-attention"),
+        pytest.param("mlp_in", "attn_out", True, id="mlp-to-its-output"),
+        pytest.param("mlp_out", "mlp_out", False, id="to-mlp"),
+        pytest.param("z", "q", False, id="from-attention"),
+        pytest.param("attn_in", "resid_pre", False, id="from-what-the-attention-gets"),
+    ],
+)
+def test_without_the_middle_senders_are_no_attention_and_receivers_no_mlp(site, receiver, is_taken):
+    boundaries = tuple(b for b in SITES.boundaries if b not in (1, 3, 5))
+    asked = Sweep(source=np.ones(6), metric=METRIC, mode="add", site=site, layers=[0],
+                  receivers=[(receiver, 2)])  # fmt: skip
+    with nullcontext() if is_taken else pytest.raises(SpecError, match="not tap 'resid_mid'"):
+        Plan(asked, ["abcd"], replace(SITES, boundaries=boundaries), Letters())
+
+
+WIDE = Sites(
+    num_layers=9, hidden_size=4096, dtype="bfloat16", heads=Heads(32, 8, 128, 128),
+    boundaries=(*range(19), *(Place(site, k).boundary for site in ("q", "z") for k in range(9))),
+)  # fmt: skip
+TO_QUERIES = [("q", layer) for layer in range(1, 9)]
+
+
+def wide(length, **options):
+    asked = {"source": np.ones(4096), "metric": METRIC, "layers": [0], "positions": [0]}
+    prompt = {"prompt_token_ids": list(range(length))}
+    return Plan(Sweep(**asked | options), [prompt], WIDE, Letters())
+
+
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [
+        pytest.param(500, {"receivers": TO_QUERIES}, id="several-layers"),
+        pytest.param(500, {"receivers": [("z", 1)]}, id="behind-the-attention"),
+        pytest.param(500, {"receivers": "logits", "together": True, "positions": "all"}, id="all"),
+        pytest.param(43, {"receivers": TO_QUERIES}, id="one-row-too-many"),
+    ],
+)
+def test_a_sweep_whose_cells_are_too_large_is_refused_before_its_first_request(length, options):
+    with pytest.raises(SpecError, match="at most 1,398,101 are allowed, so name receivers of"):
+        wide(length, **options)
+
+
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [
+        pytest.param(500, {"receivers": [("q", 1, 0), ("q", 1, 1)]}, id="heads-of-one-layer"),
+        pytest.param(500, {"receivers": "logits"}, id="logits"),
+        pytest.param(500, {"receivers": TO_QUERIES, "positions": [460]}, id="late"),
+        pytest.param(42, {"receivers": TO_QUERIES}, id="as-many-rows-as-fit"),
+    ],
+)
+def test_the_requests_of_a_sweep_that_is_taken_fit(length, options):
+    plan = wide(length, **options, mode="add")
+    sizes = []
+    for job in plan.jobs():
+        sizes.append(len(scope(*job.actions)["scope"]))
+        rows = ReadRows(Rows(job, len(sizes), WIDE)) if job.reads else None
+        plan.take(job, {1: -1.0, 2: -3.0}, rows, None)
+    assert not plan.table.errors
+    assert max(sizes) <= MAX_SPEC_BYTES
+    if length == 42:
+        assert max(sizes) > 42 * 8 * 4096 * 16 / 3 > 0.98 * MAX_NUMBERS * 16 / 3
 
 
 @pytest.mark.parametrize(
