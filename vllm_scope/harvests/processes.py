@@ -139,10 +139,11 @@ def _runs(group: int) -> bool:
         return False
     for process in psutil.process_iter():
         with suppress(OSError, psutil.Error):  # it is gone
-            if os.getpgid(process.pid) == group:
-                # The first thread of a process may end before the others.
-                if process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1:
-                    return True
+            # The first thread of a process may end before the others.
+            if os.getpgid(process.pid) == group and (
+                process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
+            ):
+                return True
     return False
 
 
