@@ -332,21 +332,22 @@ def test_ctrl_c_ends_the_processes_of_all_engines_with_the_command(starts_s, pre
                 os.killpg(leader, signal.SIGKILL)
 
 
-def ends_after_its_leader() -> None:
-    """A group whose leader is gone at once, and another process of it later."""
-    os.setsid()
-    if not os.fork():
-        time.sleep(0.5)
-    os._exit(0)
-
-
 def test_a_group_runs_until_its_last_process_has_ended():
-    leader = multiprocessing.get_context("fork").Process(target=ends_after_its_leader)
-    leader.start()
-    leader.join()
-    assert leader.pid is not None
-    assert _runs(leader.pid)
+    leader = subprocess.Popen(["sh", "-c", "sleep 1000 & exit 0"], start_new_session=True)
+    try:
+        leader.wait()
+        assert _runs(leader.pid)
+    finally:
+        os.killpg(leader.pid, signal.SIGKILL)
     wait_until(lambda: not _runs(leader.pid))
+
+
+def test_a_process_that_nobody_has_waited_for_does_not_run():
+    ended = subprocess.Popen(["true"], start_new_session=True)
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    os.killpg(ended.pid, 0)  # there is a group still
+    assert not _runs(ended.pid)
+    ended.wait()
 
 
 def test_a_killed_process_takes_its_whole_group_with_it(tmp_path):
