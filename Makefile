@@ -8,7 +8,7 @@ export VLLM_NO_USAGE_STATS = 1
 export HF_HUB_OFFLINE = 1
 
 .PHONY: demo monitor control features notebooks test test-all lint bench soak matrix clean \
-	test-gpu bench-gpu $(PARTS:%=test-%)
+	test-gpu bench-gpu
 
 demo: .venv/.ready
 	$(BIN)/python -m examples.demo
@@ -44,8 +44,9 @@ test: $(VENV)/.ready
 else
 # Two parts at a time, which are what two cores carry; then what measures time, by itself. `make
 # test` leaves out the tests marked long, `make test-all` leaves out nothing.
-PARTS := engine server compat unit interpreter inspect browser \
-	$(if $(ALL),ray openapi notebooks training)
+MORE := ray openapi notebooks training
+PARTS := engine server compat unit interpreter inspect browser $(if $(ALL),$(MORE))
+TESTS := $(patsubst %,test-%,$(sort $(PARTS) $(MORE)))
 SHORT := $(if $(ALL),, and not long)
 # AGAIN: what runs pytest, see .ci/again.
 PYTEST = $(AGAIN) $(BIN)/python -m pytest -m "not alone$(SHORT)"
@@ -57,6 +58,8 @@ test: .venv/.ready
 test-all:
 	$(MAKE) --no-print-directory test ALL=1
 
+.PHONY: $(TESTS)
+$(TESTS): .venv/.ready
 test-engine test-server test-compat test-unit: test-%:
 	$(PYTEST) tests/$*
 test-inspect:

@@ -13,14 +13,16 @@ and its row of `q` has head_size: from head_size positions on, rows are fewer by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.request.sites import SiteLayer
+from vllm_scope.views.checks import numbers_of
 
 
 class Rows(Protocol):
@@ -60,12 +62,12 @@ def attention_pattern(
         KeyError: the result has no rows of `q` and `k` of this layer.
         ScopeError: rows of keys are missing, or the kernel does more to its scores than scale, cap,
             mask and bias them.
-        SpecError: a head that the layer does not have, or no kernel.
+        SpecError: heads that are no whole numbers or that the layer does not have, or no kernel.
     """
-    q, k = (torch.as_tensor(result[site, layer]).float() for site in ("q", "k"))
+    q, k = (_tensor(result[site, layer]).float() for site in ("q", "k"))
     if kernel is None:
         kernel = _kernel_of(result, layer)
-    queries, keys = (torch.as_tensor(result.positions(site, layer)) for site in ("q", "k"))
+    queries, keys = (_tensor(result.positions(site, layer)) for site in ("q", "k"))
     num_keys = int(queries[-1]) + 1 if len(queries) else 0
     if not torch.equal(keys[:num_keys], torch.arange(num_keys)):
         raise ScopeError(
@@ -74,7 +76,13 @@ def attention_pattern(
         )
     check_kernel(kernel, f"layer {layer}")
     num_heads = q.shape[1]
-    chosen = torch.arange(num_heads) if heads is None else _checked(list(heads), num_heads)
+    every = range(num_heads)
+    chosen = torch.tensor(
+        every if heads is None else numbers_of(
+            heads, "heads", every, f"the layer has heads 0 to {num_heads - 1}"
+        ),
+        dtype=torch.int64,
+    )  # fmt: skip
     ahead = torch.arange(num_keys) - queries[:, None]
     seen, window = ahead <= 0, kernel["sliding_window"]
     if window is not None:
@@ -148,8 +156,8 @@ def _kernel_of(result: Rows, layer: int) -> Mapping[str, Any]:
     return found
 
 
-def _checked(heads: Sequence[int], num_heads: int) -> Tensor:
-    for head in heads:
-        if not 0 <= head < num_heads:
-            raise SpecError(f"heads has {shown(head)}; the layer has heads 0 to {num_heads - 1}.")
-    return torch.tensor(heads, dtype=torch.int64)
+def _tensor(rows: object) -> Tensor:
+    """Rows that came over HTTP are arrays that cannot be written, of which torch would warn."""
+    if isinstance(rows, np.ndarray) and not rows.flags.writeable:
+        rows = rows.copy()
+    return torch.as_tensor(rows)

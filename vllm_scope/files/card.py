@@ -7,6 +7,7 @@ From:  export.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -65,9 +66,12 @@ def card_of(
     codecs = sorted({str(stream.codec["codec"]) for stream in streams} - {"none"})
     names = [stream_name(stream) for stream in widths]
     models = ", ".join(sorted({request.manifest.model for request in requests})) or "no model"
+    # On one line, and of characters that YAML and UTF-8 have.
+    models = " ".join("".join(c if c.isprintable() else " " for c in models).split())
     under = f", under the codec {', '.join(codecs)}" if codecs else ""
     return _CARD.format(
-        pretty=json.dumps(f"Rows of {models}"), models=models, num_rows=num_rows,
+        pretty=json.dumps(f"Rows of {models}", ensure_ascii=False), models=_escaped(models),
+        num_rows=num_rows,
         num_requests=len(requests), dtype=dtype, exact=_exact(dtypes, dtype),
         places=", ".join(f"`{name}` ({width} values)" for name, width in zip(
             names, widths.values(), strict=True
@@ -75,6 +79,11 @@ def card_of(
         stored=(", ".join(dtypes) or "none") + under, first=json.dumps(names[0]),
         width=widths[next(iter(widths))],
     )  # fmt: skip
+
+
+def _escaped(text: str) -> str:
+    """The text, of which no character means anything to Markdown or HTML."""
+    return re.sub(r"([\\`*_{}\[\]()<>#|~!&])", r"\\\1", text)
 
 
 def _exact(stored: Sequence[str], dtype: str) -> str:

@@ -13,10 +13,13 @@ import os
 import pickle
 import signal
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
+
+import psutil
 
 from vllm_scope.errors import ConfigError, ScopeError, reason_of
 from vllm_scope.harvests.member import Member
@@ -24,6 +27,8 @@ from vllm_scope.harvests.pools import EngineLostError, Handle
 
 #: Calls that may run in a member at once.
 MOST_CALLS = 8
+#: The longest that `kill` waits for processes that were killed.
+MOST_KILL_S = 60.0
 
 
 class Processes:
@@ -96,12 +101,22 @@ class _Process:
         return future
 
     def kill(self) -> None:
+        """Return once the process and those that it started have ended."""
+        # On a thread: a Ctrl-C ends the wait for it, but not its work.
+        thread = threading.Thread(target=self._kill, name="vllm-scope-kill")
+        thread.start()
+        thread.join()
+
+    def _kill(self) -> None:
         if self._process.is_alive():
             # Its guard ends what it has started, too, but maybe after this process.
             with suppress(ProcessLookupError):  # it has no group of its own yet
                 os.killpg(self._pid, signal.SIGKILL)
             self._process.kill()
         self._process.join()
+        end = time.monotonic() + MOST_KILL_S
+        while _runs(self._pid) and time.monotonic() < end:
+            time.sleep(0.01)
 
     def _take(self) -> None:
         with suppress(EOFError, OSError):
@@ -113,6 +128,23 @@ class _Process:
             self._gone = f"its process ended with code {self._process.exitcode}"
         for future in self._futures.values():
             future.set_exception(EngineLostError(self._gone))
+
+
+def _runs(group: int) -> bool:
+    """True if a process of a group runs. One that has ended and that its parent has not waited for
+    does not run; a container's first process may never wait."""
+    try:
+        os.killpg(group, 0)
+    except OSError:  # there is none
+        return False
+    for process in psutil.process_iter():
+        with suppress(OSError, psutil.Error):  # it is gone
+            # The first thread of a process may end before the others.
+            if os.getpgid(process.pid) == group and (
+                process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
+            ):
+                return True
+    return False
 
 
 def _settle(future: Future[Any], answer: bytes) -> None:

@@ -74,9 +74,7 @@ class CachingAllocator:
     """
 
     def __init__(self, most_bytes: int) -> None:
-        self.most_bytes = most_bytes
-        small = min(MOST_SMALL_BYTES, most_bytes // 4)
-        self._small, self._large = _FreeSegments(small), _FreeSegments(most_bytes - small)
+        self._small, self._large = _FreeSegments(), _FreeSegments()
         self._lent = self._reused = self._new = 0
         self._told = False
         #: Segments whose last view is gone. Without the lock: the garbage collector may end a view
@@ -84,6 +82,17 @@ class CachingAllocator:
         self._returned: deque[mmap.mmap] = deque()
         self._lock = threading.Lock()
         self._pid = os.getpid()
+        self.bound(most_bytes)
+
+    def bound(self, most_bytes: int) -> None:
+        """Keep at most so many bytes of free segments from now on."""
+        with self._lock:
+            self.most_bytes = most_bytes
+            self._small.most_bytes = min(MOST_SMALL_BYTES, most_bytes // 4)
+            self._large.most_bytes = most_bytes - self._small.most_bytes
+            self._small.trim()
+            self._large.trim()
+        self._settle()
 
     def empty(self, *shape: int) -> np.ndarray:
         """uint8, uninitialised, as np.empty. Its memory is used again when its last view is gone.
@@ -109,12 +118,12 @@ class CachingAllocator:
                 self._reused += len(segment)
             else:
                 self._new += len(segment)
-        count_memory("reused" if known else "new", len(segment))
-        self._settle()
-        self._tell()
         # Every view of it, numpy's or torch's, refers to this array, whose base is no array.
         whole = np.frombuffer(segment, np.uint8)
         weakref.finalize(whole, self._give_back, segment).atexit = False
+        self._settle()
+        self._tell()
+        count_memory("reused" if known else "new", len(segment))
         return whole[:num_bytes].reshape(shape)
 
     @property
@@ -160,14 +169,15 @@ class CachingAllocator:
 
 
 class _FreeSegments:
-    """Free segments, at most `most_bytes` of them.
+    """Free segments.
 
     Attributes:
         num_bytes: of all.
+        most_bytes: bound of them.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self) -> None:
+        self.most_bytes = 0
         #: Size -> (number of the return, segment), in the order of their return.
         self._by_size: dict[int, deque[tuple[int, mmap.mmap]]] = {}
         self._num_returns = self.num_bytes = 0
@@ -187,7 +197,11 @@ class _FreeSegments:
         if len(segment) >= LARGE_BYTES:
             with suppress(OSError):  # a kernel without it keeps the pages
                 segment.madvise(mmap.MADV_FREE)
-        while self.num_bytes > self._most_bytes:
+        self.trim()
+
+    def trim(self) -> None:
+        """Give the least recently returned back to the system, as long as all are too many."""
+        while self.num_bytes > self.most_bytes:
             # Nothing else refers to it, so this unmaps it.
             self._removed(min(self._by_size, key=lambda size: self._by_size[size][0][0]), 0)
 
@@ -201,15 +215,16 @@ class _FreeSegments:
         return segment
 
 
-def reuse_bytes(environ: Mapping[str, str] = os.environ) -> int:
-    """What VLLM_SCOPE_REUSE_MIB says, in bytes; without it, a quarter of the memory.
+def reuse_bytes(environ: Mapping[str, str] = os.environ, num_processes: int = 1) -> int:
+    """What VLLM_SCOPE_REUSE_MIB says, in bytes; without it, each of a server's API server processes
+    has its share of a quarter of the memory.
 
     Raises:
         ConfigError: it is not a number from 0 on.
     """
     text = environ.get(VARIABLE)
     if not text:
-        return memory_bytes() // 4
+        return memory_bytes() // (4 * num_processes)
     try:
         value = float(text)
     except ValueError:

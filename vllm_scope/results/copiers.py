@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -36,14 +36,18 @@ class Copiers:
             self._pool = ThreadPoolExecutor(self._count - 1, "vllm-scope-copy")
 
     def run(self, copies: Sequence[Copy]) -> None:
-        """Returns when everything is copied."""
+        """Return when everything is copied. If a copy raises, no thread copies any more, either."""
         total = sum(to.nbytes for to, _ in copies)
         if self._pool is None or total < PARALLEL_BYTES:
             copy_all(copies)
             return
         own, *others = shares_of(copies, self._count, total)
-        running = [self._pool.submit(copy_all, share) for share in others]
-        copy_all(own)
+        running: list[Future[None]] = []
+        try:
+            running += (self._pool.submit(copy_all, share) for share in others)
+            copy_all(own)
+        finally:
+            wait(running)
         for one in running:
             one.result()
 

@@ -47,6 +47,7 @@ class Inbox:
         allocator: where rows are.
 
     Attributes:
+        allocator: as given.
         budget: None offline, where there is no limit.
         on_counters: called with the totals of a worker's sinks.
         generation: changes if a worker may have given this process up; engines then connect
@@ -62,7 +63,7 @@ class Inbox:
         self._keys = itertools.count(secrets.randbits(30) << 32)
         #: Tokens that arrived so far, in all messages: their order decides which row is the last.
         self._num_arrived = 0
-        self._copiers, self._allocator = Copiers(num_copiers), allocator
+        self._copiers, self.allocator = Copiers(num_copiers), allocator
         self.budget: Budget | None = None
         self.on_counters: Callable[[CountersHeader], None] = lambda _: None
         self.generation = 0
@@ -105,7 +106,7 @@ class Inbox:
             asker.expect(promised)  # if it raises, the share gives back what it took
         pending = Pending(
             next(self._keys), asked, sites, prompt_ids, max_tokens, num_stages, share,
-            self._allocator,
+            self.allocator,
         )  # fmt: skip
         self._pending[pending.key] = pending
         if not asker.operator:
@@ -213,6 +214,11 @@ def inbox() -> Inbox:
             _inbox = Inbox(allocator=CachingAllocator(reuse_bytes()))
             _inbox.budget = _budget
         return _inbox
+
+
+def share_memory(num_processes: int) -> None:
+    """Keep this process's share of the memory that is used again: that of one of so many."""
+    inbox().allocator.bound(reuse_bytes(num_processes=num_processes))
 
 
 def limit(most_bytes: int) -> None:

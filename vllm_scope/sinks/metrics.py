@@ -10,8 +10,9 @@ sum. Each worker reports to one server, so that nothing counts twice.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from vllm_scope.control.policy import Decided
 from vllm_scope.transport.messages import CountersHeader
@@ -36,8 +37,25 @@ _GAUGES = {
 #: (worker, sink) -> the totals that it sent last, of workers that run.
 _last: dict[tuple[int, str], dict[str, float]] = {}
 
+T = TypeVar("T")
 
-@cache
+
+def _once(make: Callable[[], T]) -> Callable[[], T]:
+    """A function that returns what `make` makes, once in this process, whichever threads call it:
+    Prometheus refuses a second metric of the same name."""
+    lock, made = threading.Lock(), list[T]()
+
+    def get() -> T:
+        if not made:
+            with lock:
+                if not made:
+                    made.append(make())
+        return made[0]
+
+    return get
+
+
+@_once
 def _metrics() -> dict[str, Counter | Gauge]:
     try:
         from prometheus_client import Counter, Gauge
@@ -58,7 +76,7 @@ class _OfMonitors(NamedTuple):
     escalations: Counter
 
 
-@cache
+@_once
 def _of_monitors() -> _OfMonitors | None:
     try:
         from prometheus_client import Counter, Histogram
@@ -96,7 +114,7 @@ def count_escalation(outcome: str) -> None:
         metrics.escalations.labels(outcome=outcome).inc()
 
 
-@cache
+@_once
 def _decisions() -> Counter | None:
     try:
         from prometheus_client import Counter
@@ -119,7 +137,7 @@ def count_decision(policy: str, decided: Decided) -> None:
             metric.labels(policy=policy, what=what).inc()
 
 
-@cache
+@_once
 def _of_memory() -> Counter | None:
     try:
         from prometheus_client import Counter

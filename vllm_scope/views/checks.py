@@ -1,7 +1,7 @@
 """What the functions of views refuse, each time in one sentence.
 
 Owns:  `expect`, `texts_of`, `labels_of`, `numbers_of`.
-To:    attention, feature_page, page, side, sparse.
+To:    attention, feature_page, page, side, sparse; analysis.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def numbers_of(
         found = [index(one) for one in given or ()]
     except TypeError:
         raise SpecError(wrong) from None
-    if given is None:
+    if given is None or any(isinstance(one, bool) for one in given):
         raise SpecError(wrong)
     missing = [] if there is None else [one for one in found if one not in there]
     if missing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -78,19 +79,32 @@ def test_the_pattern_is_the_softmax_of_what_each_query_sees(changes, queries):
 
 
 class Arrays(dict):
-    """numpy rows, as a client has them."""
+    """numpy rows of an answer's bytes, as a client has them."""
 
     def __init__(self, result: TensorResult) -> None:
-        super().__init__({stream: rows.half().numpy() for stream, rows in result.rows.items()})
+        super().__init__({stream: received(rows.half()) for stream, rows in result.rows.items()})
         self._at = result.at
 
     def positions(self, site: str, layer: int) -> np.ndarray:
-        return np.array(self._at[site, layer])
+        return received(torch.tensor(self._at[site, layer]))
 
 
-def test_rows_may_be_numpy_arrays_in_half_precision():
+def received(rows: torch.Tensor) -> np.ndarray:
+    sent = rows.numpy()
+    return np.frombuffer(sent.tobytes(), sent.dtype).reshape(sent.shape)
+
+
+def test_rows_may_be_numpy_arrays_in_half_precision_that_cannot_be_written():
     result = result_of([3, 5])
-    found = attention_pattern(Arrays(result), 2, kernel=PLAIN)
+    arrays = Arrays(result)
+    assert not arrays[Q].flags.writeable
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns once in a process, if it is not told otherwise
+        torch.set_warn_always(True)
+        try:
+            found = attention_pattern(arrays, 2, kernel=PLAIN)
+        finally:
+            torch.set_warn_always(False)
     torch.testing.assert_close(found, by_loop(result, PLAIN), rtol=0, atol=1e-2)
 
 
@@ -139,6 +153,15 @@ def test_no_query_has_an_empty_pattern():
         (1, {"kernel": PLAIN}, KeyError, "q"),
         (2, {"kernel": PLAIN, "heads": [6]}, SpecError, "has 6; the layer has heads 0 to 5"),
         (2, {"kernel": PLAIN, "heads": [-1]}, SpecError, "has -1; the layer has heads 0 to 5"),
+        (
+            2,
+            {"kernel": PLAIN, "heads": [0.9]},
+            SpecError,
+            r"heads is \[0.9\]; it is a list of whole",
+        ),
+        (2, {"kernel": PLAIN, "heads": [True]}, SpecError, r"heads is \[True\]; it is a list of"),
+        (2, {"kernel": PLAIN, "heads": ["a"]}, SpecError, r"heads is \['a'\]; it is a list of"),
+        (2, {"kernel": PLAIN, "heads": 1}, SpecError, "heads is 1; it is a list of whole numbers"),
         (2, {}, SpecError, r"over HTTP it is client.info\(\)\['attention'\]"),
         (2, {"kernel": PLAIN | {"exact": False}}, ScopeError, "layer 2 does more than scale, cap"),
     ],

@@ -595,11 +595,11 @@ def test_the_time_of_a_long_event_does_not_depend_on_its_pieces():
     event = b"data: " + b"x" * (8 << 20) + b"\n"
     took = []
     for size in (1 << 20, 1 << 12):
-        events, started = Events(), time.perf_counter()
+        events, started = Events(), time.thread_time()
         found = [
             one for at in range(0, len(event), size) for one in events.feed(event[at : at + size])
         ]
-        took.append(time.perf_counter() - started)
+        took.append(time.thread_time() - started)
         assert [len(one.answer) for one in found] == [8 << 20]
     assert took[1] < 10 * took[0] + 0.1
 

@@ -196,9 +196,9 @@ def test_the_time_to_admit_a_request_does_not_grow_with_what_is_held():
     for i in range(512):
         held = _held([(0, 64 * i + j + 1, False) for j in range(64)])
         assert held.cost.vectors == 64  # counted on another thread
-        started = time.perf_counter()
+        started = time.thread_time()
         assert admission.admit(str(i), held)
-        took.append(time.perf_counter() - started)
+        took.append(time.thread_time() - started)
     assert admission.held.vectors == 64 * 512
     assert statistics.median(took[-64:]) < 5 * statistics.median(took[:64])
 

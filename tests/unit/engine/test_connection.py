@@ -40,7 +40,8 @@ from vllm_scope.errors import ConfigError
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.request.actions.base import Module
 from vllm_scope.request.sites import Place, Sites
-from vllm_scope.results.inbox import inbox
+from vllm_scope.results.allocator import memory_bytes
+from vllm_scope.results.inbox import inbox, share_memory
 
 SITES = Sites(2, 4, "float32", (0, 2, 4))
 IDS = np.arange(5)
@@ -191,7 +192,9 @@ class Engine:
     """An AsyncLLM as far as connecting knows it: one worker, whose road is there or not."""
 
     def __init__(self) -> None:
-        self.vllm_config = SimpleNamespace(additional_config={"scope": {}})
+        self.vllm_config = SimpleNamespace(
+            additional_config={"scope": {}}, parallel_config=SimpleNamespace(_api_process_count=4)
+        )
         self.output_processor = Processor()
         self.engine_core = self
         self.num_asked = 0
@@ -208,6 +211,15 @@ class Engine:
             "limits": msgspec.to_builtins(_connection(False).limits),
         }  # fmt: skip
         return [[reply]]
+
+
+def test_each_process_of_a_server_keeps_its_share_of_memory(monkeypatch):
+    monkeypatch.delenv("VLLM_SCOPE_REUSE_MIB", raising=False)
+    try:
+        asyncio.run(connect_async(Engine()))
+        assert inbox().allocator.most_bytes == memory_bytes() // 16
+    finally:
+        share_memory(1)
 
 
 def test_requests_that_come_at_once_connect_once_and_again_after_rows_were_missing():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import uuid
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import vllm_scope
 from tests.unit.files.test_files import LAYOUTS, STREAMS, put, record_of, rows_of, writer_of
 from vllm_scope.errors import ConfigError, FileError
 from vllm_scope.files import export_dataset, export_saelens, export_speculators, publish
+from vllm_scope.files.card import card_of
 
 
 @pytest.fixture
@@ -334,3 +336,26 @@ def test_the_card_names_what_rows_have_lost(tmp_path):
     card = (tmp_path / "out" / "README.md").read_text()
     assert "bfloat16, under the codec int8 |" in card
     assert "| float16; rounded, and finite numbers beyond 65,504 became 65,504 |" in card
+
+
+@pytest.mark.parametrize(
+    ("model", "shown", "markdown"),
+    [
+        pytest.param("a/llama-\U0001f999", "a/llama-\U0001f999", "a/llama-\U0001f999", id="emoji"),
+        pytest.param("a\n# b\u2028c", "a # b c", r"a \# b c", id="newlines"),
+        pytest.param("a|b", "a|b", r"a\|b", id="a-column"),
+        pytest.param("<b>`x`*", "<b>`x`*", r"\<b\>\`x\`\*", id="markup"),
+        pytest.param("a\x7fb\ud800c", "a b c", "a b c", id="no-characters"),
+        pytest.param('"x: y', '"x: y', '"x: y', id="quote"),
+    ],
+)
+def test_any_name_of_a_model_is_text_in_the_card(model, shown, markdown):
+    yaml = pytest.importorskip("yaml")
+    stream = SimpleNamespace(dtype="float32", codec={"codec": "none"})
+    manifest = SimpleNamespace(model=model, streams={"embed.0": stream})
+    card = card_of([SimpleNamespace(manifest=manifest)], {("embed", 0): 4}, "float32", 3)
+    _, front, body = card.encode().decode().split("---\n", 2)
+    assert yaml.safe_load(front)["pretty_name"] == f"Rows of {shown}"
+    lines = body.splitlines()
+    assert lines[0] == f"# Rows of {markdown}"
+    assert f"| model | {markdown} |" in lines

@@ -672,13 +672,13 @@ def test_many_pieces_of_one_request_are_opened_quickly(tmp_path):
     (one,) = body["requests"]
     body["requests"] = [{**one, "num_stages": 2, "stage": i % 2} for i in range(20_000)]
     path.write_bytes(_safetensors({"__metadata__": {"vllm_scope": json.dumps(body)}}))
-    started = time.monotonic()
+    started = time.thread_time()  # other work of the machine does not count
     with pytest.raises(FileError, match=r"is in a\.safetensors and in"):
         vllm_scope.open(tmp_path)
     body["requests"] = [{**one, "streams": {}} for i in range(20_000)]
     path.write_bytes(_safetensors({"__metadata__": {"vllm_scope": json.dumps(body)}}))
     assert len(vllm_scope.open(tmp_path)) == 20_000
-    assert time.monotonic() - started < 5
+    assert time.thread_time() - started < 5
 
 
 @given(st.data())

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,10 +25,12 @@ from tests.recorded import READS, RecordedEngine
 from tests.several import LoggedEngine, harvest
 from tests.unit.harvests.test_kills import check_manifest, contents, write_documents
 from vllm_scope.errors import ConfigError, FileError, ScopeError, SpecError
+from vllm_scope.files import FileOptions
 from vllm_scope.files.publish import LocalPublisher
 from vllm_scope.files.staged import FOLDER, make_staged
+from vllm_scope.harvests.member import Setup
 from vllm_scope.harvests.pools import EngineLostError
-from vllm_scope.harvests.processes import Processes
+from vllm_scope.harvests.processes import Processes, _runs
 from vllm_scope.harvests.progress import Progress
 from vllm_scope.harvests.ray_pool import RayPool, room
 from vllm_scope.harvests.shards import HashingPublisher
@@ -280,7 +283,11 @@ def with_a_process(folder: str, starts_s: float) -> LoggedEngine:
     return LoggedEngine(str(Path(folder, "log")), wait_s=0.01)
 
 
+#: A shell that starts pytest in the background has it ignore SIGINT, and a process inherits that. A
+#: command in a terminal does not ignore it.
 INTERRUPTED = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from functools import partial
 from tests.several import harvest
 from tests.unit.harvests.test_several import with_a_process
@@ -300,16 +307,65 @@ def test_ctrl_c_ends_the_processes_of_all_engines_with_the_command(starts_s, pre
         path = tmp_path / "pids"
         return [int(pid) for pid in path.read_text().split()] if path.exists() else []
 
-    wait_until(lambda: len(pids()) == 4)
-    wait_until(lambda: starts_s or len(lines_of(tmp_path / "log")) > 50)
-    for _ in range(presses):
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-            time.sleep(0.05)
-    errors = process.communicate(timeout=LONGEST_S)[1]
-    assert process.returncode != 0
-    assert "KeyboardInterrupt" in errors
-    assert not [pid for pid in pids() if runs(pid)]
+    try:
+        wait_until(lambda: process.poll() is not None or len(pids()) == 4)
+        wait_until(
+            lambda: process.poll() is not None or starts_s or len(lines_of(tmp_path / "log")) > 50
+        )
+        for _ in range(presses):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+                time.sleep(0.05)
+        errors = process.communicate(timeout=LONGEST_S)[1]
+        left = [pid for pid in pids() if runs(pid)]
+        assert process.returncode != 0
+        assert "KeyboardInterrupt" in errors
+        assert len(pids()) == 4
+        # Pressed again, the command does not wait for them.
+        assert not left or presses > 1
+        wait_until(lambda: not any(runs(pid) for pid in left))
+    finally:
+        process.kill()
+        process.communicate(timeout=LONGEST_S)  # its engines have its pipe for errors
+        for leader in pids()[1::2]:
+            with suppress(ProcessLookupError):
+                os.killpg(leader, signal.SIGKILL)
+
+
+def test_a_group_runs_until_its_last_process_has_ended():
+    leader = subprocess.Popen(["sh", "-c", "sleep 1000 & exit 0"], start_new_session=True)
+    try:
+        leader.wait()
+        assert _runs(leader.pid)
+    finally:
+        os.killpg(leader.pid, signal.SIGKILL)
+    wait_until(lambda: not _runs(leader.pid))
+
+
+def test_a_process_that_nobody_has_waited_for_does_not_run():
+    ended = subprocess.Popen(["true"], start_new_session=True)
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    os.killpg(ended.pid, 0)  # there is a group still
+    assert not _runs(ended.pid)
+    ended.wait()
+
+
+def test_a_killed_process_takes_its_whole_group_with_it(tmp_path):
+    pool = Processes(1, 1)
+    member = pool.start(0)
+    place = tmp_path / "place"
+    place.mkdir()
+    files = FileOptions.parse({"root": str(place)})
+    make = partial(with_a_process, str(tmp_path), 0)
+    try:
+        facts = member.call("start", Setup(make, READS, files, str(Path.cwd())))
+        assert facts.result(timeout=LONGEST_S).model
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        assert _runs(pids[1])
+    finally:
+        member.kill()
+    assert not _runs(pids[1])
+    assert not any(runs(pid) for pid in pids)
 
 
 class UnreadableError(ScopeError):

@@ -24,6 +24,7 @@ from vllm_scope.results.allocator import (
     LARGE_BYTES,
     LEAST_BYTES,
     CachingAllocator,
+    memory_bytes,
     reuse_bytes,
     size_class,
 )
@@ -217,6 +218,20 @@ def test_what_is_reused_and_what_is_new_is_counted():
     assert counted("reused") - before[1] == 16 * MIB
 
 
+def test_memory_that_cannot_be_counted_comes_back(monkeypatch):
+    def failing(*_):
+        raise ValueError("Duplicated timeseries")
+
+    allocator = CachingAllocator(64 * MIB)
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm_scope.results.allocator.count_memory", failing)
+        with pytest.raises(ValueError, match="Duplicated"):
+            allocator.empty(8 * MIB)
+    gc.collect()  # the error held it
+    assert allocator.stats.lent == 0
+    assert allocator.stats.free == 8 * MIB
+
+
 def test_a_fork_has_its_own_copy_and_keeps_nothing():
     allocator = CachingAllocator(64 * MIB)
     kept, dropped = allocator.empty(8 * MIB), allocator.empty(8 * MIB)
@@ -275,6 +290,21 @@ def test_the_bound_is_in_mib():
     assert reuse_bytes({"VLLM_SCOPE_REUSE_MIB": "0"}) == 0
     assert reuse_bytes({"VLLM_SCOPE_REUSE_MIB": "1.5"}) == 3 * MIB // 2
     assert reuse_bytes({}) > 0
+
+
+def test_the_processes_of_a_server_share_the_memory_unless_the_bound_of_each_is_given():
+    assert reuse_bytes({}, 4) == memory_bytes() // 16
+    assert reuse_bytes({"VLLM_SCOPE_REUSE_MIB": "8"}, 4) == 8 * MIB
+
+
+def test_a_lower_bound_gives_free_memory_back_at_once():
+    allocator = CachingAllocator(256 * MIB)
+    held = [allocator.empty(8 * MIB) for _ in range(4)]
+    del held
+    assert allocator.stats.free == 32 * MIB
+    allocator.bound(24 * MIB)
+    assert allocator.most_bytes == 24 * MIB
+    assert allocator.stats.free == 16 * MIB, "a quarter is for small segments"
 
 
 def _mapped_bytes() -> int:

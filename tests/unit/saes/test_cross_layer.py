@@ -76,7 +76,7 @@ def test_another_folder_is_refused_in_one_sentence(tmp_path):
     )
     (tmp_path / "kept").rename(written.path / "W_enc_1.safetensors")
     for config, words in (
-        ("feature_input_hook: mlp.hook_in", "the row behind the norm before the MLP"),
+        ("feature_input_hook: ln2.hook_normalized", "the row inside a norm, before its weight"),
         ("feature_input_hook: hook_in", "feature_input_hook is 'blocks.0.hook_in', which names no"),
         ("- a", "config.yaml has a list; it has fields"),
         ("a: [", "is not YAML that can be read"),
@@ -84,6 +84,8 @@ def test_another_folder_is_refused_in_one_sentence(tmp_path):
     ):
         (written.path / "config.yaml").write_text(config)
         assert words in refused(written.path)
+    (written.path / "config.yaml").write_text("feature_input_hook: mlp.hook_in")
+    assert load_clt(written.path, name="clt").encoders[1].place == ("mlp_in", 1)
     (written.path / "config.yaml").unlink()
     decoder = written.path / "W_dec_1.safetensors"
     for tensors, words in (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from vllm_scope.sinks import metrics
@@ -44,3 +47,28 @@ def test_gauges_and_totals_of_a_gone_worker_are_removed(known):
     assert value("rows_total", "gone") == 100, "what was done stays done"
     assert value("held_bytes", "gone") == value("queue_bytes", "gone") == 0
     metrics.forget_worker(7)
+
+
+@pytest.mark.parametrize("made_before", [False, True])
+def test_threads_that_count_first_at_once_share_one_metric(made_before):
+    name, registry = "vllm_scope_of_threads", prometheus.CollectorRegistry()
+    began = threading.Event()
+
+    @metrics._once
+    def made():
+        began.wait(0.2)  # the others come meanwhile
+        return prometheus.Counter(name, "A counter", registry=registry)
+
+    if made_before:
+        made()
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(lambda: made().inc()) for _ in range(64)]
+        for one in calls:
+            one.result()
+    assert registry.get_sample_value(f"{name}_total") == 64
+
+
+def test_every_metric_is_made_once_by_threads_that_come_at_once():
+    for get in (metrics._metrics, metrics._of_monitors, metrics._decisions, metrics._of_memory):
+        with ThreadPoolExecutor(8) as pool:
+            assert len({id(found) for found in pool.map(lambda _, get=get: get(), range(8))}) == 1

@@ -26,6 +26,7 @@ FEATURES, LENS = samples.features(), samples.lens()
         (attention_map, [[["a"]]], {}, r"found is \[\[\['a'\]\]\]; it is a result with q and k"),
         (attention_map, object(), {}, "found is <object object at .*>; it is a result"),
         (attention_map, WEIGHTS, {"heads": 1}, "heads is 1; it is a list of whole numbers"),
+        (attention_map, WEIGHTS, {"heads": [True]}, r"heads is \[True\]; it is a list of whole"),
         (attention_map, WEIGHTS, {"heads": ["1"]}, r"heads is \['1'\]; it is a list of whole"),
         (attention_map, WEIGHTS, {"tokens": "abcdef"}, "tokens is 'abcdef'; it is a list of texts"),
         (attention_map, WEIGHTS, {"tokens": [1]}, r"tokens is \[1\]; it is a list of texts"),

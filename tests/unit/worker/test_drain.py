@@ -448,13 +448,15 @@ def test_a_thread_that_worked_long_rests_no_longer_than_rows_may_wait(monkeypatc
     with _drain(64) as (arena, drain, sink):
         for position in range(3):
             _submit(arena, drain, 1, position, 1)
-            _until(lambda seen=position + 1: len(sink.events) == seen, 1.0)
+            _until(lambda seen=position + 1: len(sink.events) == seen)
 
 
 @pytest.mark.parametrize("owes_little", [True, False])
 def test_the_end_of_a_request_waits_only_for_a_thread_that_owes_much_rest(owes_little, monkeypatch):
+    # If the end waited for a whole rest, it would come after all patience, or at least after 3 s.
+    rest_s = 10 * PATIENCE_S if owes_little else 3.0
     for name, value in {
-        "REST": 1e9, "MOST_REST_S": 3.0, "MOST_OWED_S": 1e12 if owes_little else 0.0,
+        "REST": 1e12, "MOST_REST_S": rest_s, "MOST_OWED_S": 1e18 if owes_little else 0.0,
     }.items():  # fmt: skip
         monkeypatch.setattr(f"vllm_scope.worker.drain.{name}", value)
     took = []
@@ -465,7 +467,7 @@ def test_the_end_of_a_request_waits_only_for_a_thread_that_owes_much_rest(owes_l
             started = time.monotonic()
             _until(lambda key=key: (key, None) in sink.events)
             took.append(time.monotonic() - started)
-    assert (min(took[1:]) < 2.0) is owes_little
+    assert owes_little or min(took[1:]) > 2.0
 
 
 def test_rows_are_summed_in_order_if_a_watched_request_enters_beside_them():

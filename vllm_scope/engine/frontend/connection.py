@@ -42,7 +42,7 @@ from vllm_scope.request.resolved import Resolved, Vectors
 from vllm_scope.request.selectors import Ids
 from vllm_scope.request.sites import Place, Sites
 from vllm_scope.request.spec import Meanings, Spec
-from vllm_scope.results.inbox import inbox
+from vllm_scope.results.inbox import inbox, share_memory
 from vllm_scope.sinks.metrics import count_sinks
 
 if TYPE_CHECKING:
@@ -233,6 +233,7 @@ def _connect(engine: Engine, replies: list[Connected], generation: int) -> None:
     config = config_of(engine.vllm_config)
     assert config is not None
     inbox().on_counters = count_sinks
+    share_memory(engine.vllm_config.parallel_config._api_process_count)
     found = Connection.from_replies(replies, config.deliver_timeout_s)
     known = connections.of(engine.output_processor)
     if known is not None and known.reason is None and found.reason is not None:
