@@ -461,10 +461,13 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "silent"])
-def test_a_front_end_that_died_does_not_hold_a_worker(how, ring, impatient):
+def test_a_front_end_that_died_does_not_hold_a_worker(how, ring, impatient, monkeypatch):
     child = subprocess.Popen([sys.executable, "-c", FRONT_END], stdout=subprocess.PIPE)
-    tcp = msgspec.json.decode(child.stdout.readline(), type=TcpAddress)
-    sender = TcpSender(tcp, ring)
+    address = msgspec.json.decode(child.stdout.readline(), type=TcpAddress)
+    with monkeypatch.context() as patient:  # the process may be slow to answer
+        patient.setattr(tcp, "DIAL_S", 30.0)
+        patient.setattr(tcp, "ANSWER_S", 30.0)
+        sender = TcpSender(address, ring)
     for value in range(8):
         _send(sender, ring, float(value))
     child.send_signal(how)
