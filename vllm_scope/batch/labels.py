@@ -52,6 +52,11 @@ class Labels(msgspec.Struct, frozen=True, eq=False):
     rows: Ints
 
     @property
+    def sums(self) -> bool:
+        """True if some rows are added to sums on the device, and do not leave it."""
+        return any(layout.sent is not layout for layout in self.layouts)
+
+    @property
     def encodes(self) -> bool:
         """True if heads work on some rows on their way out of the arena."""
         return any(layout.encoded for layout in self.layouts)

@@ -303,7 +303,7 @@ class Drain:
             and not self._watch
             and self._num_waiting + region.num_slots <= self._most_put_off
             and any(isinstance(h, Strongest) for one in labels.layouts for h, _ in one.encoded)
-            and not any(layout.sent is not layout for layout in labels.layouts)
+            and not labels.sums
         )
 
     @property
@@ -314,9 +314,16 @@ class Drain:
         assert isinstance(region.fence, StreamFence)
         region.fence.put_off(self._hurry)
         self._num_put_off += region.num_slots
-        tapped = self._events.pop() if self._events else torch.cuda.Event(blocking=True)
+        tapped = self._event()
         tapped.record(self._stream_of_taps())
         return tapped
+
+    def _event(self) -> torch.cuda.Event:
+        """A used one, if there is one. On the worker's thread or on the drain thread."""
+        try:
+            return self._events.pop()
+        except IndexError:
+            return torch.cuda.Event(blocking=True)
 
     def _hurry(self) -> None:
         """Let the thread look now."""
@@ -331,7 +338,7 @@ class Drain:
         """
         if positions is not None:
             positions = self._to_host(positions)
-        written = self._events.pop() if self._events else torch.cuda.Event(blocking=True)
+        written = self._event()
         written.record(self._stream_of_taps())
         self._put(_Rows(labels, None, None, lease, written, positions))
 
@@ -473,7 +480,7 @@ class Drain:
     ) -> None:  # fmt: skip
         if labels.encodes:
             rows = self._arena.view(region)
-            if any(layout.sent is not layout for layout in labels.layouts):
+            if labels.sums:
                 firsts = first_slots(labels, boundary, self._widths)
                 words = rows.view(torch.int64)
                 self._summing.add(words, labels, boundary, firsts, positions, ready)
@@ -621,7 +628,7 @@ class Drain:
                 self._num_caught_up += sum(r.num_slots for r in regions if some[0].tapped)
         if self._cuda and steps:
             # Not `synchronize` of the stream, which spins.
-            copied = self._events.pop() if self._events else torch.cuda.Event(blocking=True)
+            copied = self._event()
             copied.record(self._stream)
             copied.synchronize()
             self._events.append(copied)
@@ -682,8 +689,8 @@ def _may_join(steps: list[_Rows], item: _Rows) -> bool:
 
 
 def _adjacent(steps: Sequence[_Rows], joins: bool) -> Iterator[list[_Rows]]:
-    """Runs of steps whose rows heads can work on at once: whole programs, side by side in the
-    arena and in the ring, and none of whose rows are summed."""
+    """Runs of steps whose rows heads can work on at once: side by side in the arena and in the
+    ring, and none of whose rows are summed. `steps`: such as `_may_join` allows."""
     run: list[_Rows] = []
     for step in steps:
         if run and not (joins and _follows(run[-1], step)):
@@ -698,13 +705,10 @@ def _follows(last: _Rows, step: _Rows) -> bool:
     assert last.region is not None
     assert step.region is not None
     return (
-        last.boundary is None
-        and step.boundary is None
-        and step.labels.encodes
+        step.labels.encodes
+        and not step.labels.sums
         and step.region.start == last.region.stop
         and step.lease.start == last.lease.stop
-        and step.labels.layouts == last.labels.layouts
-        and all(layout.sent is layout for layout in step.labels.layouts)
     )
 
 
