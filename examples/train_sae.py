@@ -1,8 +1,8 @@
 """Train a sparse autoencoder on the toy model's rows, from a harvest or while they are computed.
 
 Runs:  `python -m examples.train_sae` with a feed, or with `--harvest FOLDER`, on a CPU.
-From:  toyworld: documents of facts; the rows of one layer, through `vllm_scope.stream`, or from
-       shards, through `vllm_scope.harvest` and `RowDataset`.
+From:  toyworld: documents of facts. Their rows at one layer come through `vllm_scope.stream`, or
+       from shards that `vllm_scope.harvest` writes and `RowDataset` reads.
 To:    the terminal: loss, L0, dead features, explained variance; with `--out FOLDER` also
        train_sae.json and train_sae.png.
 

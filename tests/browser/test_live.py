@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import uvicorn
@@ -84,6 +85,14 @@ def give(browser: Browser, api: str, admin: str) -> None:
     browser.press(*api, "Tab", *admin, "Enter")
 
 
+def open_page(window: Browser, served: Any) -> None:
+    """With both keys; returns when the one monitor is shown."""
+    window.forget()
+    window.load(f"{served.url}/scope/monitors")
+    give(window, API_KEY, ADMIN_KEY)
+    window.until(f"return ({FACTS[7:]}).includes('0 requests')")
+
+
 def test_the_page_shows_what_happens_while_it_is_open(browser, served, engine):
     browser.load(f"{served.url}/scope/monitors")
     assert browser.run("return document.querySelector('main').childNodes.length") == 0
@@ -131,10 +140,7 @@ def test_without_both_keys_nothing_is_shown_and_the_page_says_why(api, admin, wh
 
 
 def test_a_server_that_fails_leaves_what_was_shown_and_says_that_it_is_older(window, served):
-    window.forget()
-    window.load(f"{served.url}/scope/monitors")
-    give(window, API_KEY, ADMIN_KEY)
-    window.until(f"return ({FACTS[7:]}).includes('0 requests')")
+    open_page(window, served)
     served.fails = True
     window.until("return document.querySelector('main').classList.contains('stale')")
     assert window.run(FAILED) == "HTTP 500: <b>it fails</b>; what is shown is older."
@@ -147,10 +153,7 @@ def test_a_server_that_fails_leaves_what_was_shown_and_says_that_it_is_older(win
 @pytest.mark.parametrize("hangs", ["nothing", "headers"])
 def test_a_server_that_does_not_answer_is_told(window, served, hangs, monkeypatch):
     monkeypatch.setattr(pages, "_TIMEOUT_S", 2.5)
-    window.forget()
-    window.load(f"{served.url}/scope/monitors")
-    give(window, API_KEY, ADMIN_KEY)
-    window.until(f"return ({FACTS[7:]}).includes('0 requests')")
+    open_page(window, served)
     served.hangs = hangs
     window.until("return document.querySelector('main').classList.contains('stale')")
     said = "no answer from the server within 2.5 s; what is shown is older."
@@ -215,10 +218,7 @@ def test_a_reader_can_pause_it(window, served, engine):
 
 def test_nothing_is_drawn_while_a_button_is_down(window, served, engine):
     """A click on what is replaced between down and up would be lost."""
-    window.forget()
-    window.load(f"{served.url}/scope/monitors")
-    give(window, API_KEY, ADMIN_KEY)
-    window.until(f"return ({FACTS[7:]}).includes('0 requests')")
+    open_page(window, served)
     window.run("dispatchEvent(new Event('pointerdown'))")
     engine.tallies["risky"].add(0.1)
     asked, end = len(served.came), time.monotonic() + 60

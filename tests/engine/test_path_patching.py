@@ -10,6 +10,7 @@ import pytest
 
 import vllm_scope
 from tests.conftest import local_engine
+from tests.engine.test_sweeps import texts
 from vllm_scope import LogitDifference, SpecError, Sweep
 
 SITES = [
@@ -33,10 +34,6 @@ BRANCH = dict.fromkeys(["attn_in", "q", "k", "v", "z"], "attn_out") | {"mlp_in":
 def llm(llama):
     with local_engine(llama, **ENGINE) as llm:
         yield llm
-
-
-def texts(ids):
-    return [{"prompt_token_ids": each} for each in ids]
 
 
 def set_rows(rows, positions, own=slice(None)):

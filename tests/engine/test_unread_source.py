@@ -37,7 +37,7 @@ class PairLayer(LlamaDecoderLayer):
 
 
 class HalvingLayer(LlamaDecoderLayer):
-    """Returns twice what it adds to the stream, which the next layer halves."""
+    """Returns twice what it adds to the stream; the next layer halves what it gets."""
 
     def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> Any:
         if residual is not None:

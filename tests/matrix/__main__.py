@@ -1,8 +1,8 @@
 """`python -m tests.matrix`: compare every architecture that has no line yet, and write the page.
 
 Each architecture runs in a process of its own, with a time limit. A line of results.jsonl is of one
-architecture and one version of vLLM; remove it to run it again. What most people run goes first,
-then what another version verified.
+architecture and one version of vLLM; an architecture whose line is removed runs again. What most
+people run goes first, then what another version verified.
 
     python -m tests.matrix                   all that are left
     python -m tests.matrix GPT2LMHeadModel   these, again

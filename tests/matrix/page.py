@@ -23,7 +23,8 @@ class of transformers, and compares vLLM's rows with what Hugging Face's modules
 position of three prompts and their answers, in float32 on a CPU. The prompts are computed in chunks
 of 32 tokens, and again behind a warm prefix cache. Models with states take whole prompts. Where no
 token came from the cache, the page does not say "warm cache". `make matrix VLLM=0.30.0` does the
-same with another vLLM. It begins with what other versions verified, and goes on where it stopped.
+same with another vLLM. It begins with the architectures that other versions verified. If it was
+stopped, it goes on with those that have no line yet.
 
 An architecture is verified if the worst row of `embed` and `resid_post` differs by at most
 {TOLERANCE:g} of its length. Another site is verified if its rows equal, to the same bound, what one

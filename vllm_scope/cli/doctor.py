@@ -107,10 +107,7 @@ def _say_saes(console: Console, report: ModelReport, paths: Mapping[str, str]) -
     for name, sae in found.items():
         text = f"SAE {name}: {sae.d_sae:,} features of {sae.place.site} {sae.place.layer}, "
         console.print(f"{text}{sizes[name]:.1f} MiB.", soft_wrap=True, markup=False)
-    console.print(
-        f"Encoders: {sum(sizes.values()):.1f} MiB of each device; saes_mib is at least this much.",
-        soft_wrap=True,
-    )
+    _say_total(console, "Encoders", sum(sizes.values()), "saes_mib")
     return READABLE
 
 
@@ -139,11 +136,13 @@ def _say_lenses(console: Console, report: ModelReport, paths: Mapping[str, str])
         layers = _ranges(sorted(place.layer for place in lens.places))
         text = f"lens {name}: {next(iter(lens.places)).site} {layers}, {size:.1f} MiB, "
         console.print(f"{text}sha256 {lens.sha256}.", soft_wrap=True, markup=False)
-    console.print(
-        f"Lenses: {total:.1f} MiB of each device; lenses_mib is at least this much.",
-        soft_wrap=True,
-    )
+    _say_total(console, "Lenses", total, "lenses_mib")
     return READABLE
+
+
+def _say_total(console: Console, what: str, mib: float, option: str) -> None:
+    text = f"{what}: {mib:.1f} MiB of each device; {option} is at least this much."
+    console.print(text, soft_wrap=True)
 
 
 def _say(console: Console, what: str, why: str) -> None:

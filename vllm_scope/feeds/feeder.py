@@ -152,7 +152,7 @@ def run(
     """Start an engine, or use the LLM, and feed. What fails is told to the trainer.
 
     Args:
-        started: is set once the engine runs.
+        started: an event that this sets when the engine runs.
 
     Raises:
         EOFError: the trainer has closed the feed, or is gone.

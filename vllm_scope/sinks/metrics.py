@@ -114,15 +114,20 @@ def count_escalation(outcome: str) -> None:
         metrics.escalations.labels(outcome=outcome).inc()
 
 
-@_once
-def _decisions() -> Counter | None:
+def _counter(name: str, text: str, *labels: str) -> Counter | None:
+    """None without prometheus_client."""
     try:
         from prometheus_client import Counter
     except ImportError:
         return None
-    return Counter(
+    return Counter(name, text, labels)
+
+
+@_once
+def _decisions() -> Counter | None:
+    return _counter(
         "vllm_scope_policy_decisions", "What policies decided: scale, stop, flag; and failed",
-        ["policy", "what"],
+        "policy", "what",
     )  # fmt: skip
 
 
@@ -139,13 +144,9 @@ def count_decision(policy: str, decided: Decided) -> None:
 
 @_once
 def _of_memory() -> Counter | None:
-    try:
-        from prometheus_client import Counter
-    except ImportError:
-        return None
-    return Counter(
+    return _counter(
         "vllm_scope_result_bytes", "Memory for rows of results: used again (reused), or new",
-        ["memory"],
+        "memory",
     )  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """Gathers rows, and applies heads to them, on their way out of the arena.
 
 Owns:  Packer: which rows of a region go where in the batch, and what their heads need.
-Runs:  `hold` and `num_slots` on the worker's thread, `release` on the drain thread; `pack` on the
-       drain thread, and for large steps of a GPU on the worker's; there enqueued on the drain's
-       stream.
+Runs:  `hold` and `num_slots` on the worker's thread, `release` on the drain thread; `pack` on
+       either: on a GPU on the worker's, but for the small steps that the drain puts off. What it
+       does on a GPU is enqueued on the drain's stream.
 From:  drain.   To: codecs.packed, probe_bank, held_saes, lens.
 
 Promise: work and kernel launches grow with (layout, head) pairs and with bytes, not with rows,

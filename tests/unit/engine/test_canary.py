@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_scope.engine.worker.canary import silent_taps
+from vllm_scope.engine.worker.canary import rows_at, silent_taps
 from vllm_scope.graph.tap.definition import tap_rows
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.layout import Widths
@@ -44,9 +44,8 @@ class Model:
 
         region = self.arena.acquire(len(BOUNDARIES) * self.widths.row_slots[0])
         slots = self.arena.view(region)
-        return silent_taps(
-            BOUNDARIES, self.widths, self.tables, slots, region.start, False, forward
-        )
+        found = rows_at(BOUNDARIES, self.widths, self.tables, slots, region.start, False, forward)
+        return silent_taps(found)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

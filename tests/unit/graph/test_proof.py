@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -116,6 +118,15 @@ class Model(nn.Module):
             self.norm(hidden)
         else:
             self.norm(hidden, residual)
+
+
+def watched(model: Model, **parts: Any) -> tuple[Anatomy, Watch]:
+    """A forward of a model of SumLayers, some of whose parts are named."""
+    layers = {int(number): layer for number, layer in model.layers.items()}
+    anatomy = Anatomy(layers, NUM_LAYERS, SUM, "layers", **parts)
+    with torch.inference_mode(), Watch(anatomy) as watch:
+        model()
+    return anatomy, watch
 
 
 def findings(model: Model, convention: Convention, middles=True, norm=True, times=1) -> Findings:
@@ -293,10 +304,7 @@ def test_a_router_runs_once_and_returns_rows_of_the_models_dtype(dtype, times, w
 
     router, model = Router(), Model(SumLayer)
     model.layers["1"].mlp = Experts(1.0)
-    layers = {int(number): layer for number, layer in model.layers.items()}
-    anatomy = Anatomy(layers, NUM_LAYERS, SUM, "layers", routers={1: router})
-    with torch.inference_mode(), Watch(anatomy) as watch:
-        model()
+    anatomy, watch = watched(model, routers={1: router})
     found = find_faults(anatomy, {}, watch, torch.float32).wrong_sites
     expected = {} if words is None else {"router_logits": f"the router of {words}"}
     assert found == expected
@@ -316,10 +324,7 @@ def test_rows_inside_the_attention_are_as_wide_as_configured(keys):
 
     attention, model = Attention(), Model(SumLayer)
     model.layers["1"].mlp = Calling(1.0)
-    layers = {int(number): layer for number, layer in model.layers.items()}
-    anatomy = Anatomy(layers, NUM_LAYERS, SUM, "layers", attention={1: attention})
-    with torch.inference_mode(), Watch(anatomy) as watch:
-        model()
+    anatomy, watch = watched(model, attention={1: attention})
     assert "forward" not in vars(attention)
     sizes = {"q": 8, "k": 4, "v": 4, "z": 8}
     found = find_faults(anatomy, {}, watch, torch.float32, sizes).wrong_sites

@@ -9,7 +9,7 @@ without an error (measured). So a dummy forward reads one row at every tap.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -24,28 +24,6 @@ from vllm_scope.request.sites import boundary_of_point, point_of
 POISON = -1280.0
 
 
-def silent_taps(
-    boundaries: tuple[int, ...],
-    widths: Widths,
-    tables: Tables,
-    slots: Tensor,
-    first_slot: int,
-    to_host: bool,
-    forward: Callable[[Callable[[], None]], object],
-) -> list[int]:
-    """The boundaries at which nothing was written.
-
-    Args:
-        boundaries: that carry a tap here.
-        slots: [n, elements of a slot], model dtype, which the taps write.
-        first_slot: index of the first of them in the arena, or in host memory.
-        to_host: `slots` are in host memory.
-        forward: runs one dummy token after calling its argument.
-    """
-    found = rows_at(boundaries, widths, tables, slots, first_slot, to_host, forward)
-    return [boundary for boundary, row in found.items() if not (row.float() != POISON).any()]
-
-
 def rows_at(
     boundaries: tuple[int, ...],
     widths: Widths,
@@ -56,7 +34,15 @@ def rows_at(
     forward: Callable[[Callable[[], None]], object],
 ) -> dict[int, Tensor]:
     """Boundary -> the row of its tap in one dummy forward: a copy, flat, with the padding of its
-    last slot, CPU. Arguments as for `silent_taps`."""
+    last slot, CPU.
+
+    Args:
+        boundaries: that carry a tap here.
+        slots: [n, elements of a slot], model dtype, which the taps write.
+        first_slot: index of the first of them in the arena, or in host memory.
+        to_host: `slots` are in host memory.
+        forward: runs one dummy token after calling its argument.
+    """
     program = Program.reading(tuple(point_of(boundary, 0) for boundary in boundaries))
     found = _read(program, tables, slots, first_slot, to_host, forward)
     return {
@@ -64,6 +50,11 @@ def rows_at(
         for _, points, first, num_slots in program.layout.rows_at(widths)
         for i, point in enumerate(points)
     }
+
+
+def silent_taps(found: Mapping[int, Tensor]) -> list[int]:
+    """The boundaries at which nothing was written. `found`: as `rows_at` returns it."""
+    return [boundary for boundary, row in found.items() if not (row.float() != POISON).any()]
 
 
 def row_at(
@@ -76,7 +67,7 @@ def row_at(
     """The row of one tap in a dummy forward: a copy, flat, with the padding of its last slot, CPU.
 
     Args:
-        slots, first_slot, forward: as for `silent_taps`, in the arena.
+        slots, first_slot, forward: as for `rows_at`, in the arena.
     """
     program = Program.reading((point_of(boundary, 0),))
     return _read(program, tables, slots, first_slot, False, forward).flatten()

@@ -179,7 +179,8 @@ def check_taps(
     """
 
     def silent(slots: Tensor, first_slot: int, to_host: bool) -> set[int]:
-        return set(silent_taps(here, widths, tables, slots, first_slot, to_host, forward))
+        found = rows_at(here, widths, tables, slots, first_slot, to_host, forward)
+        return set(silent_taps(found))
 
     num_slots = sum(widths.row_slots[kind_of(boundary)] for boundary in here)
     region = arena.acquire(num_slots)
