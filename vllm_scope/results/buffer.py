@@ -231,6 +231,11 @@ class Pending:
         if not self._stages_left and not self.done.done():
             self.done.set_result(None)
 
+    def await_nothing(self) -> None:
+        """The request is over with its last token: workers say of its end only that it came."""
+        self._stages_left.clear()
+        self.done.set_result(None)
+
     def decide(self, decided: Decided) -> None:
         """Take a decision of the request's policy."""
         self.decisions.append(decided)

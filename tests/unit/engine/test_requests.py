@@ -11,7 +11,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from vllm_scope import Add, Read, SpecError, scope
+from vllm_scope import Add, Gate, Read, SpecError, scope
 from vllm_scope.engine.frontend import outputs
 from vllm_scope.engine.frontend import requests as frontend
 from vllm_scope.engine.frontend.connection import Connection, connections
@@ -259,3 +259,26 @@ def test_a_name_that_may_have_changed_while_modules_were_asked_for_is_asked_for_
         return engine.num_asked
 
     assert asyncio.run(run()) == 2
+
+
+@pytest.mark.parametrize(
+    ("actions", "sinks", "waits"),
+    [
+        ((Add([1.0] * 4, layer=0),), {}, False),
+        ((Add([1.0] * 4, layer=0),), {"file": ["read"]}, True),
+        ((Add([1.0] * 4, layer=0), Read("resid_post", layers=[0])), {}, True),
+        ((Add([1.0] * 4, layer=1, gate=Gate([1.0] * 4, 0)),), {}, False),
+        ((Add([1.0] * 4, layer=1, gate=Gate([1.0] * 4, 0, name="g")),), {}, True),
+    ],
+    ids=["edit", "sink for all", "read", "gate", "told gate"],
+)
+def test_a_request_of_edits_alone_is_over_with_its_last_token(actions, sinks, waits):
+    engine = Engine()
+    connections.of(engine.output_processor).sinks = sinks
+    params = SamplingParams(max_tokens=3, n=2, extra_args=scope(*actions))
+    asyncio.run(engine.add_request("a", {"prompt_token_ids": [1, 2]}, params))
+    for state in engine.output_processor.request_states.values():
+        pending = runs.of(state).pending
+        assert pending.done.done() is not waits
+        result = pending.snapshot([1, 2, 3], "length")
+        assert result.status == ("incomplete" if waits else "complete")

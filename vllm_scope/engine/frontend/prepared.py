@@ -50,6 +50,11 @@ class Prepared:
     first_position: int | None
     num_bytes: int
 
+    @property
+    def answered(self) -> bool:
+        """True if workers send something of it: rows, numbers, or a policy's decisions."""
+        return bool(self.asked.taking) or self.asked.policy is not None
+
 
 def prepare(connection: Connection | None, request: EngineCoreRequest) -> Prepared:
     """Check a request of vLLM's against the engine. On any thread.

@@ -93,6 +93,9 @@ def _open(
         connection.num_stages, prepared.num_bytes,
         parent.sampling_params.n if parent is not None else 1,
     )  # fmt: skip
+    if not (prepared.answered or connection.sinks):
+        # A sink may tell what became of the request there.
+        pending.await_nothing()
     recipient = Recipient(
         pending.key,
         box.address.frontend,
