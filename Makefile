@@ -7,7 +7,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export VLLM_NO_USAGE_STATS = 1
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo monitor control features notebooks test test-all lint bench bench-interp \
+.PHONY: demo monitor control features notebooks test test-all lint bench bench-interp bench-maps \
 	soak matrix clean test-gpu bench-gpu
 
 demo: .venv/.ready
@@ -72,7 +72,8 @@ test-openapi:
 	PYTHONPATH=.venv/openapi $(PYTEST) tests/server/test_openapi.py
 test-training:
 	PYTHONPATH=.venv/training $(PYTEST) tests/compat/test_saelens.py \
-		tests/unit/files/test_file_export.py tests/unit/harvests/test_documents.py
+		tests/unit/files/test_file_export.py tests/unit/harvests/test_documents.py \
+		tests/unit/benchmarks/test_causal_maps.py
 test-ray:
 	PYTHONPATH=$(CURDIR)/.venv/ray $(PYTEST) tests/engine/test_ray.py \
 		tests/engine/test_ray_harvest.py \
@@ -99,6 +100,10 @@ bench-interp: .venv/interp-engine/.ready
 	INTERP_ENGINE_PATH=.venv/interp-engine $(BIN)/python -m benchmarks.throughput $(INTERP) --values \
 		--options '{"dtype": "float32", "gpu_memory_utilization": 0.3}'
 
+# A causal map by a sweep, by TransformerLens and by Hugging Face's hooks: five minutes.
+bench-maps: .venv/.ready
+	PYTHONPATH=.venv/training $(BIN)/python -m benchmarks.causal_maps
+
 # Half an hour; MINUTES=2 for a short one.
 soak: .venv/.ready
 	$(BIN)/python -m benchmarks.soak --minutes $(or $(MINUTES),30) $(SOAK)
@@ -112,8 +117,8 @@ matrix: $(VENV)/.ready
 test-gpu:
 	$(PYTHON) -m pytest tests/gpu tests/engine/test_compile_cache.py
 
-# vllm-lens and interp-engine are compared with where VLLM_LENS_PATH and INTERP_ENGINE_PATH say
-# where they are (benchmarks/systems.py).
+# vllm-lens, interp-engine and TransformerLens are compared with where VLLM_LENS_PATH,
+# INTERP_ENGINE_PATH and TRANSFORMER_LENS_PATH say where they are (benchmarks/systems.py).
 bench-gpu:
 	$(PYTHON) -m benchmarks.throughput --gpu --shape 8b \
 		--beside eager huggingface $(if $(VLLM_LENS_PATH),lens)
@@ -122,6 +127,8 @@ bench-gpu:
 	$(PYTHON) -m benchmarks.budget --gpu --shape 0.5b
 	$(PYTHON) -m benchmarks.taps
 	$(if $(INTERP_ENGINE_PATH),$(PYTHON) -m benchmarks.throughput --gpu --shape 8b $(INTERP))
+	$(if $(TRANSFORMER_LENS_PATH),PYTHONPATH=$(TRANSFORMER_LENS_PATH):$(PYTHONPATH) \
+		$(PYTHON) -m benchmarks.causal_maps --gpu --shape 8b)
 
 # The lock holds every package, so nothing is resolved: vLLM's own requirements
 # would bring torchvision, torchaudio, torchcodec and triton built for CUDA, and
