@@ -7,8 +7,8 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export VLLM_NO_USAGE_STATS = 1
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo monitor control features notebooks test test-all lint bench soak matrix clean \
-	test-gpu bench-gpu
+.PHONY: demo monitor control features notebooks test test-all lint bench bench-interp bench-maps \
+	soak matrix clean test-gpu bench-gpu
 
 demo: .venv/.ready
 	$(BIN)/python -m examples.demo
@@ -72,7 +72,8 @@ test-openapi:
 	PYTHONPATH=.venv/openapi $(PYTEST) tests/server/test_openapi.py
 test-training:
 	PYTHONPATH=.venv/training $(PYTEST) tests/compat/test_saelens.py \
-		tests/unit/files/test_file_export.py tests/unit/harvests/test_documents.py
+		tests/unit/files/test_file_export.py tests/unit/harvests/test_documents.py \
+		tests/unit/benchmarks/test_causal_maps.py
 test-ray:
 	PYTHONPATH=$(CURDIR)/.venv/ray $(PYTEST) tests/engine/test_ray.py \
 		tests/engine/test_ray_harvest.py \
@@ -92,6 +93,17 @@ bench: .venv/.ready
 	$(BIN)/python -m benchmarks.throughput
 	$(BIN)/python -m benchmarks.http
 
+# interp-engine has a folder of its own, with the vLLM that it pins: ten minutes.
+INTERP := --beside interp-plain interp interp-one --only 'batch 8' 'batch 64' \
+	--modes 'plugin idle' '1 layer' 'all layers' 'own vector each' '*interp*'
+bench-interp: .venv/interp-engine/.ready
+	INTERP_ENGINE_PATH=.venv/interp-engine $(BIN)/python -m benchmarks.throughput $(INTERP) --values \
+		--options '{"dtype": "float32", "gpu_memory_utilization": 0.3}'
+
+# A causal map by a sweep, by TransformerLens and by Hugging Face's hooks: five minutes.
+bench-maps: .venv/.ready
+	PYTHONPATH=.venv/training $(BIN)/python -m benchmarks.causal_maps
+
 # Half an hour; MINUTES=2 for a short one.
 soak: .venv/.ready
 	$(BIN)/python -m benchmarks.soak --minutes $(or $(MINUTES),30) $(SOAK)
@@ -105,7 +117,8 @@ matrix: $(VENV)/.ready
 test-gpu:
 	$(PYTHON) -m pytest tests/gpu tests/engine/test_compile_cache.py
 
-# vllm-lens is compared with where VLLM_LENS_PATH says where it is.
+# vllm-lens, interp-engine and TransformerLens are compared with where VLLM_LENS_PATH,
+# INTERP_ENGINE_PATH and TRANSFORMER_LENS_PATH say where they are (benchmarks/systems.py).
 bench-gpu:
 	$(PYTHON) -m benchmarks.throughput --gpu --shape 8b \
 		--beside eager huggingface $(if $(VLLM_LENS_PATH),lens)
@@ -113,6 +126,9 @@ bench-gpu:
 	$(PYTHON) -m benchmarks.http --gpu --shape 8b
 	$(PYTHON) -m benchmarks.budget --gpu --shape 0.5b
 	$(PYTHON) -m benchmarks.taps
+	$(if $(INTERP_ENGINE_PATH),$(PYTHON) -m benchmarks.throughput --gpu --shape 8b $(INTERP))
+	$(if $(TRANSFORMER_LENS_PATH),PYTHONPATH=$(TRANSFORMER_LENS_PATH):$(PYTHONPATH) \
+		$(PYTHON) -m benchmarks.causal_maps --gpu --shape 8b)
 
 # The lock holds every package, so nothing is resolved: vLLM's own requirements
 # would bring torchvision, torchaudio, torchcodec and triton built for CUDA, and
@@ -135,6 +151,12 @@ bench-gpu:
 	$(BIN)/pip install --disable-pip-version-check --no-deps --upgrade \
 		--target .venv/training -r requirements/training.txt
 	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+.venv/interp-engine/.ready: requirements/interp-engine.txt .venv/.ready
+	rm -rf .venv/interp-engine
+	$(BIN)/pip install --disable-pip-version-check --no-deps --target .venv/interp-engine \
+		-r requirements/interp-engine.txt
 	touch $@
 
 # The lock with another vLLM, and with what that vLLM needs in another version.

@@ -2,8 +2,12 @@
 
 turns.py         modes that take turns, and what their turns say of a ratio
 throughput.py    starts the engines, takes turns between them, prints the table
-engine.py        one engine in a process of its own, told by lines of JSON what to run
+systems.py       how each system of the table starts, in a process of its own
+engine.py        one engine in such a process, told by lines of JSON what to run
+interp_engine.py interp-engine's static backend, told the same way
 huggingface.py   Hugging Face's model, told the same way
+values.py        rows that an engine delivered, beside Hugging Face's
+causal_maps.py   a causal map by a sweep, by TransformerLens and by hooks
 shapes.py        models by their shape, with random weights
 budget.py        where a step's time on the host goes
 entry.py         what a monitored request costs on the host, without a model

@@ -38,6 +38,7 @@ class Workload:
             GROUPS groups, the same in all measurements.
         lens: read through vllm-lens instead.
         salt: makes the prompts different, so that no run hits another's cache.
+        keep: a file to which the rows are written, for benchmarks.values; "" for none.
     """
 
     name: str
@@ -55,12 +56,26 @@ class Workload:
     shared: int = 0
     lens: bool = False
     salt: int = 0
+    keep: str = ""
 
     @property
     def tokens(self) -> int:
         """What throughput counts: generated tokens, or the prompt's where none are."""
         prompt = self.prompt + self.shared
         return self.batch * (prompt if self.generate == 1 else self.generate)
+
+    def prompts(self, vocab: int) -> list[list[int]]:
+        """The token ids of each request."""
+        import numpy as np
+
+        def tokens(seed: tuple[int, ...], size: int) -> list[int]:
+            found: list[int] = np.random.default_rng(seed).integers(5, vocab, size).tolist()
+            return found
+
+        return [
+            tokens((0, i % GROUPS), self.shared) + tokens((1, self.salt, i), self.prompt)
+            for i in range(self.batch)
+        ]
 
 
 def extra_args(work: Workload, config: Any) -> list[dict[str, Any] | None]:
@@ -128,9 +143,13 @@ def middle_of(config: Any) -> int:
 
 def vector_of(config: Any, seed: int) -> Any:
     """float32 [hidden_size]."""
+    return drawn(config.get_hidden_size(), seed)
+
+
+def drawn(size: int, seed: int) -> Any:
+    """float32 [size]; the edit of the n-th request has the seed 1000 + n."""
     import numpy as np
 
-    size = config.get_hidden_size()
     return np.random.default_rng(seed).normal(size=size).astype(np.float32) / size
 
 
@@ -157,7 +176,6 @@ def delivered(work: Workload, outputs: list[Any]) -> int:
 
 
 def measure(llm: Any, work: Workload) -> dict[str, Any]:
-    import numpy as np
     from vllm import SamplingParams
 
     config = llm.llm_engine.vllm_config.model_config
@@ -171,19 +189,7 @@ def measure(llm: Any, work: Workload) -> dict[str, Any]:
     if work.named:
         register(llm, work.probes)
     set_monitor(llm, work.monitored)
-    vocab = config.get_vocab_size()
-
-    def tokens(seed: tuple[int, ...], size: int) -> list[int]:
-        found: list[int] = np.random.default_rng(seed).integers(5, vocab, size).tolist()
-        return found
-
-    prompts = [
-        {
-            "prompt_token_ids": tokens((0, i % GROUPS), work.shared)
-            + tokens((1, work.salt, i), work.prompt)
-        }
-        for i in range(work.batch)
-    ]
+    prompts = [{"prompt_token_ids": ids} for ids in work.prompts(config.get_vocab_size())]
     started = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
@@ -193,7 +199,24 @@ def measure(llm: Any, work: Workload) -> dict[str, Any]:
         assert all(output.scope.status == "complete" for output in outputs)
     if any(p.extra_args for p in params):
         found["gigabytes"] = delivered(work, outputs) / 1e9
+    if work.keep:
+        keep(work, [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs], rows(outputs))
     return found
+
+
+def rows(outputs: list[Any]) -> list[Any]:
+    """Of each request [num_layers, num_positions, hidden_size]."""
+    import torch
+
+    if hasattr(outputs[0], "activations"):
+        return [output.activations["residual_stream"] for output in outputs]
+    return [torch.stack([o.scope[stream] for stream in sorted(o.scope.keys())]) for o in outputs]
+
+
+def keep(work: Workload, token_ids: list[list[int]], rows: list[Any]) -> None:
+    import torch
+
+    torch.save({"token_ids": token_ids, "rows": rows}, work.keep)
 
 
 def serve(

@@ -41,11 +41,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def make_shape(name: str, folder: Path) -> Path:
-    """A folder that vLLM loads with `load_format="dummy"`."""
+def make_shape(name: str, folder: Path, num_layers: int | None = None) -> Path:
+    """A folder that vLLM loads with `load_format="dummy"`; `num_layers` in place of the shape's."""
     path = folder / name
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(SHAPES[name]))
+    fewer = {} if num_layers is None else {"num_hidden_layers": num_layers}
+    (path / "config.json").write_text(json.dumps(SHAPES[name] | fewer))
     return path
 
 

@@ -9,6 +9,8 @@ median of these with the interval in which it lies with 95 % certainty.
     python -m benchmarks.throughput --shape 8b --gpu --saes 4   # features of 1 and of 4 layers
     python -m benchmarks.throughput --shape 8b --gpu --lens 4   # likeliest tokens at 1 and 4 layers
     python -m benchmarks.throughput --shape 8b --gpu --sums     # sums of all layers on the device
+
+Other systems (`--beside`) are in folders of their own: see benchmarks.systems.
 """
 
 from __future__ import annotations
@@ -16,109 +18,33 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-import threading
-from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import Workload, encode
-from benchmarks.shapes import SHAPES, make_saes, make_shape
+from benchmarks.shapes import SHAPES, make_saes, make_shape, make_tokenizer
+from benchmarks.systems import BESIDE, ROOT, Engine, config_of, spread, start
 from benchmarks.turns import Ratio, order, ratio_of
+from benchmarks.values import Reference
 from vllm_scope.batch.sums import bytes_of
 
-ROOT = Path(__file__).parent.parent
 CPU_WORK = [Workload("batch 1", 1, 16, 64), Workload("batch 16", 16, 16, 64)]
 CPU_WORK += [Workload("prefill 16x200", 16, 200, 1)]
-#: An engine that has not answered by then is ended.
-MOST_SECONDS = 150.0
 #: Engines that get one turn.
 SLOW = ("lens", "huggingface")
 GPU_WORK = [Workload("batch 1", 1, 128, 256), Workload("batch 64", 64, 128, 256)]
 GPU_WORK += [Workload("batch 256", 256, 128, 256), Workload("prefill 64x1024", 64, 1024, 1)]
 GPU_WORK += [Workload("prefill 1x512", 1, 512, 1)]
+#: Run where `--only` names them.
+MORE_CPU_WORK = [Workload("batch 8", 8, 16, 64), Workload("batch 64", 64, 16, 64)]
+MORE_GPU_WORK = [Workload("batch 8", 8, 128, 256)]
 #: Prompts that begin alike: with a prefix cache most of their tokens are hits.
 SHARED = [Workload("shared 256", 256, 96, 128, shared=768)]
 SHARED += [Workload("first token", 16, 96, 1, shared=768)]
-
-
-class Engine:
-    """A child process that runs `benchmarks.engine`, or another module that speaks so."""
-
-    def __init__(
-        self,
-        options: dict[str, Any],
-        log: Path,
-        plugin: bool = False,
-        module: str = "benchmarks.engine",
-        **environment: str,
-    ) -> None:
-        self._again = partial(Engine, options, log, plugin, module, **environment)
-        environment = {**os.environ, "VLLM_SCOPE": "1" if plugin else "0", **environment}
-        self._log = log.open("w")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-            text=True, env=environment, cwd=ROOT, start_new_session=True,
-        )  # fmt: skip
-        self._tell(json.dumps(options))
-
-    @cached_property
-    def start_seconds(self) -> float:
-        """Waits until the engine has started."""
-        return float(self._answer()["start_seconds"])
-
-    def ask(self, line: str) -> dict[str, Any]:
-        """Raises RuntimeError where the engine has ended, or is ended as it does not answer."""
-        assert self.start_seconds
-        end = threading.Timer(MOST_SECONDS, self._kill)
-        end.start()
-        try:
-            self._tell(line)
-            return self._answer()
-        except BrokenPipeError:
-            raise RuntimeError("the engine has ended.") from None
-        finally:
-            end.cancel()
-
-    def again(self) -> Engine:
-        """A new one, in place of one that has ended."""
-        self._kill()
-        self._process.wait()
-        return self._again()
-
-    def _kill(self) -> None:
-        """With the processes that it has started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def _tell(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for answer in self._process.stdout:
-            if answer.startswith("RESULT"):
-                found: dict[str, Any] = json.loads(answer[len("RESULT") :])
-                return found
-        raise RuntimeError("the engine ended:\n" + Path(self._log.name).read_text()[-3000:])
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=120)
-
-
-def spread(num_layers: int, count: int) -> list[int]:
-    return [round((i + 0.5) * num_layers / count - 0.5) for i in range(count)]
 
 
 #: mode -> (engine, what it changes in the workload)
@@ -161,14 +87,23 @@ def modes_of(
     found["vllm-lens idle"] = ("lens", {})
     found["vllm-lens 1 layer"] = ("lens", {"layers": spread(num_layers, 1), "lens": True})
     found["vllm-lens all layers"] = ("lens", {"layers": everything, "lens": True})
+    found["vLLM of interp-engine"] = ("interp-plain", {})
+    found["interp idle"] = ("interp", {})
+    found["interp 1 layer"] = ("interp", {"layers": spread(num_layers, 1)})
+    found["interp all layers"] = ("interp", {"layers": everything})
+    found["interp own vector each"] = ("interp", {"edits": "own"})
+    found["interp-one idle"] = ("interp-one", {})
+    found["interp-one 1 layer"] = ("interp-one", {"layers": spread(num_layers, 1)})
     found["Hugging Face"] = ("huggingface", {})
     found["Hugging Face all layers"] = ("huggingface", {"layers": everything})
     return {mode: how for mode, how in found.items() if how[0] in engines}
 
 
 def run(
-    engines: dict[str, Engine], work: list[Workload], modes: Modes, turns: int
-) -> list[dict[str, Any]]:
+    engines: dict[str, Engine], work: list[Workload], modes: Modes, turns: int,
+    reference: Reference | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The rows of the table; with a reference, each with the error of the rows that were read."""
     rows = []
     salt = 0
     dead: set[str] = set()
@@ -192,9 +127,28 @@ def run(
         for mode, answers in found.items():
             if answers:
                 row = {"work": base.name, "mode": mode} | figures(answers, found["plain vLLM"])
+                if reference is not None:
+                    row |= error_of(engines, modes[mode], base, reference)
                 rows.append(row)
                 print(format_row(row), flush=True)
     return rows
+
+
+def error_of(
+    engines: dict[str, Engine],
+    mode: tuple[str, dict[str, Any]],
+    base: Workload,
+    reference: Reference,
+) -> dict[str, Any]:
+    """Of a mode that reads, or that only adds vectors: then all layers are read."""
+    name, change = mode
+    if not change.keys() & {"layers", "edits"} or change.get("edits") == "gated":
+        return {}
+    change = {"layers": change.get("layers") or reference.layers} | change
+    with tempfile.TemporaryDirectory() as folder:
+        work = replace(base, keep=str(Path(folder) / "rows"), **change)
+        engines[name].ask(encode(work))
+        return {"error": reference.worst(work)}
 
 
 def figures(answers: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
@@ -203,7 +157,7 @@ def figures(answers: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[
     ratio = ratio_of(speeds, [a["tokens"] / a["seconds"] for a in plain[: len(answers)]])
     found = {"tokens_per_s": statistics.median(speeds), "turns": len(answers)}
     found |= {"ratio": ratio.median, "low": ratio.low, "high": ratio.high}
-    if any(a["cached"] for a in plain):
+    if any(a["cached"] for a in plain) and "cached" in answers[0]:
         cached = [sum(a["cached"] for a in each) for each in (answers, plain[: len(answers)])]
         found["hits"] = cached[0] / cached[1]
     if "gigabytes" in answers[0]:
@@ -211,25 +165,13 @@ def figures(answers: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[
     return found
 
 
-def start(name: str, options: dict[str, Any], logs: Path) -> Engine:
-    """One of the engines beside plain vLLM."""
-    log, eager = logs / f"{name}.log", options | {"enforce_eager": True}
-    if name == "scope":
-        return Engine(options, log, plugin=True)
-    if name == "eager":
-        return Engine(eager, log)
-    if name == "huggingface":
-        return Engine(options, log, module="benchmarks.huggingface")
-    path = f"{os.environ['VLLM_LENS_PATH']}:{os.environ.get('PYTHONPATH', '')}"
-    # It knows Model Runner V1 alone.
-    return Engine(eager, log, VLLM_USE_V2_MODEL_RUNNER="0", PYTHONPATH=path)
-
-
 def format_row(row: dict[str, Any]) -> str:
     delivered = f"{row['gb_per_s']:8.3f}" if "gb_per_s" in row else " " * 8
     ratio = Ratio(row["ratio"], row["low"], row["high"])
     if "hits" in row:
         delivered += f"  {row['hits']:.3f} of plain's prefix hits"
+    if "error" in row:
+        delivered += f"  rows differ from Hugging Face's by {row['error']:.1e}"
     return f"{row['work']:16} {row['mode']:22} {row['tokens_per_s']:12,.0f} {ratio} {delivered}"
 
 
@@ -239,8 +181,8 @@ def main() -> None:
     parser.add_argument("--model", default=str(ROOT / "toyworld" / "model"))
     parser.add_argument("--gpu", action="store_true", help="the GPU's workloads")
     parser.add_argument(
-        "--beside", nargs="*", default=[], choices=["eager", "lens", "huggingface"],
-        help="compare with these too; vllm-lens must be importable under VLLM_LENS_PATH",
+        "--beside", nargs="*", default=[], choices=[name for names in BESIDE for name in names],
+        help="compare with these too",
     )  # fmt: skip
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--options", type=json.loads, default={}, help="more LLM arguments, JSON")
@@ -249,7 +191,10 @@ def main() -> None:
     parser.add_argument("--lens", type=int, default=0, help="layers with the 10 likeliest tokens")
     parser.add_argument("--sums", action="store_true", help="sums of all layers on the device")
     parser.add_argument("--only", nargs="*", help="only workloads of these names")
-    parser.add_argument("--modes", nargs="*", help="only these rows")
+    parser.add_argument("--modes", nargs="*", help="only these rows; 'interp*' for several")
+    parser.add_argument(
+        "--values", action="store_true", help="compare rows with Hugging Face's, on the CPU"
+    )
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -260,12 +205,12 @@ def main() -> None:
         } | args.options  # fmt: skip
         if args.shape:
             options["load_format"] = "dummy"
+            make_tokenizer(model)  # interp-engine has none without
         if args.gpu:
             # Three engines are alive at once.
             options.setdefault("gpu_memory_utilization", 0.28)
         logs = Path(os.environ.get("OUT", folder))
-        config = json.loads((model / "config.json").read_text())
-        config |= options.get("hf_overrides", {})
+        config = config_of(options)
         if args.saes:
             layers = spread(config["num_hidden_layers"], args.saes)
             size = config["hidden_size"]
@@ -280,7 +225,10 @@ def main() -> None:
             scope["moments_mib"] = 1.1 * most_mib / 2**20
         work = GPU_WORK if args.gpu else CPU_WORK
         work = work + SHARED if options["enable_prefix_caching"] else work
-        work = [w for w in work if not args.only or w.name in args.only]
+        if args.only:
+            work = work + (MORE_GPU_WORK if args.gpu else MORE_CPU_WORK)
+            work = [w for w in work if w.name in args.only]
+        reference = Reference(model, options.get("dtype", "bfloat16")) if args.values else None
         rows: list[dict[str, Any]] = []
         plain = Engine(options, logs / "plain.log")
         # Engines that start at once would mistake each other's memory for their own.
@@ -288,10 +236,10 @@ def main() -> None:
         if not together:
             assert plain.start_seconds
         # The others come after one another, as far as they would crowd the device.
-        for names in (["scope", "eager"], ["lens", "huggingface"]):
+        for names in BESIDE:
             others = {}
             for name in names:
-                if name == "scope" or name in args.beside:
+                if name in (*args.beside, "scope"):
                     others[name] = start(name, options, logs)
                     if not together:
                         assert others[name].start_seconds
@@ -303,8 +251,9 @@ def main() -> None:
             print(f"{'':16} {'':22} {'tokens/s':>12} {'ratio':>6} {'':16} {'GB/s':>8}")
             modes = modes_of(engines, config["num_hidden_layers"], args.saes, args.lens, args.sums)
             if args.modes:
-                modes = {m: how for m, how in modes.items() if m in ("plain vLLM", *args.modes)}
-            rows += run(engines, work, modes, args.turns)
+                wanted = ["plain vLLM", *args.modes]
+                modes = {m: h for m, h in modes.items() if any(fnmatchcase(m, w) for w in wanted)}
+            rows += run(engines, work, modes, args.turns, reference)
             plain = engines.pop("plain")
             for engine in engines.values():
                 engine.close()

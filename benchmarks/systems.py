@@ -1,0 +1,142 @@
+"""The systems of a comparison, each in a process of its own.
+
+Owns:  Engine (a child process, told by lines of JSON what to run), and how each system starts.
+
+Systems other than vLLM have folders of their own, which the environment names and which come first
+on their path. VLLM_LENS_PATH has vllm-lens. INTERP_ENGINE_PATH has interp-engine and its vLLM:
+
+    make .venv/interp-engine/.ready    # of requirements/interp-engine.txt, with vLLM's CPU build
+    pip install --no-deps --target FOLDER vllm==0.28.0 interp_engine==1.14.2 accelerate==1.15.0
+
+The second command is for a GPU, beside the torch 2.13.0 of vLLM 0.32.0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+#: An engine that has not answered by then is ended.
+MOST_SECONDS = 150.0
+#: Engines beside plain vLLM, in groups that are alive at the same time.
+BESIDE = (["scope", "eager"], ["lens", "huggingface"], ["interp-plain", "interp"], ["interp-one"])
+
+
+class Engine:
+    """A child process that runs `benchmarks.engine`, or another module that speaks so."""
+
+    def __init__(
+        self,
+        options: dict[str, Any],
+        log: Path,
+        plugin: bool = False,
+        module: str = "benchmarks.engine",
+        **environment: str,
+    ) -> None:
+        self._again = partial(Engine, options, log, plugin, module, **environment)
+        environment = {**os.environ, "VLLM_SCOPE": "1" if plugin else "0", **environment}
+        self._log = log.open("w")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+            text=True, env=environment, cwd=ROOT, start_new_session=True,
+        )  # fmt: skip
+        self._tell(json.dumps(options))
+
+    @cached_property
+    def start_seconds(self) -> float:
+        """Waits until the engine has started."""
+        return float(self._answer()["start_seconds"])
+
+    def ask(self, line: str) -> dict[str, Any]:
+        """Raises RuntimeError where the engine has ended, or is ended as it does not answer."""
+        assert self.start_seconds
+        end = threading.Timer(MOST_SECONDS, self._kill)
+        end.start()
+        try:
+            self._tell(line)
+            return self._answer()
+        except BrokenPipeError:
+            raise RuntimeError("the engine has ended.") from None
+        finally:
+            end.cancel()
+
+    def again(self) -> Engine:
+        """A new one, in place of one that has ended."""
+        self._kill()
+        self._process.wait()
+        return self._again()
+
+    def _kill(self) -> None:
+        """With the processes that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for answer in self._process.stdout:
+            if answer.startswith("RESULT"):
+                found: dict[str, Any] = json.loads(answer[len("RESULT") :])
+                return found
+        raise RuntimeError("the engine ended:\n" + Path(self._log.name).read_text()[-3000:])
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=120)
+
+
+def spread(num_layers: int, count: int) -> list[int]:
+    return [round((i + 0.5) * num_layers / count - 0.5) for i in range(count)]
+
+
+def start(name: str, options: dict[str, Any], logs: Path) -> Engine:
+    """One of the engines beside plain vLLM."""
+    log, eager = logs / f"{name}.log", options | {"enforce_eager": True}
+    if name == "scope":
+        return Engine(options, log, plugin=True)
+    if name == "eager":
+        return Engine(eager, log)
+    if name == "huggingface":
+        return Engine(options, log, module="benchmarks.huggingface")
+    if name == "interp-plain":
+        return Engine(options, log, PYTHONPATH=path_of("INTERP_ENGINE_PATH"))
+    if name.startswith("interp"):
+        return Engine(
+            options | (one_declared(options) if name == "interp-one" else {}), log,
+            module="benchmarks.interp_engine", PYTHONPATH=path_of("INTERP_ENGINE_PATH"),
+        )  # fmt: skip
+    # It knows Model Runner V1 alone.
+    return Engine(eager, log, VLLM_USE_V2_MODEL_RUNNER="0", PYTHONPATH=path_of("VLLM_LENS_PATH"))
+
+
+def path_of(variable: str) -> str:
+    """PYTHONPATH with the folder that the variable names before all others."""
+    return f"{Path(os.environ[variable]).absolute()}:{os.environ.get('PYTHONPATH', '')}"
+
+
+def one_declared(options: dict[str, Any]) -> dict[str, Any]:
+    """For an interp-engine that can read one layer and edit none."""
+    (layer,) = spread(config_of(options)["num_hidden_layers"], 1)
+    return {"declared": {"static_points": [f"resid_post.{layer}"], "static_writes": []}}
+
+
+def config_of(options: dict[str, Any]) -> dict[str, Any]:
+    """The model's, with what the options change in it."""
+    config: dict[str, Any] = json.loads((Path(options["model"]) / "config.json").read_text())
+    config |= options.get("hf_overrides", {})
+    return config

@@ -1,0 +1,75 @@
+"""Rows that an engine delivered, beside those of Hugging Face's model for the same tokens.
+
+Rows were kept by `benchmarks.engine` or a module that speaks as it does. The model is run on each
+request by itself, so rows of requests that shared a batch are compared with rows that did not.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.engine import Workload, drawn
+
+
+class Reference:
+    """Hugging Face's model of a folder, on the CPU."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        self._folder, self._dtype = folder, dtype
+
+    @cached_property
+    def _model(self) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        dtype = getattr(torch, self._dtype)
+        return AutoModelForCausalLM.from_pretrained(self._folder, dtype=dtype).eval()
+
+    @property
+    def layers(self) -> list[int]:
+        """All of the model's."""
+        return list(range(self._model.config.num_hidden_layers))
+
+    def worst(self, work: Workload) -> float:
+        """The largest relative error of a row that was kept of this workload."""
+        kept = torch.load(work.keep)
+        found = 0.0
+        for number, (ids, rows) in enumerate(zip(kept["token_ids"], kept["rows"], strict=True)):
+            wanted = self._rows(ids[: rows.shape[1]], self._added(work, number))
+            wanted = wanted[work.layers or []].double()
+            errors = (rows.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+            found = max(found, float(errors.max()))
+        return found
+
+    def _added(self, work: Workload, number: int) -> Tensor | None:
+        """What is added to the stream of one request in the middle layer."""
+        if work.edits is None:
+            return None
+        size = self._model.config.hidden_size
+        return torch.from_numpy(drawn(size, 1000 + (number if work.edits == "own" else 0)))
+
+    @torch.no_grad()
+    def _rows(self, ids: list[int], added: Tensor | None) -> Tensor:
+        """[num_layers, num_positions, hidden_size] of `resid_post`."""
+        layers, streams = self._model.model.layers, []
+
+        def leave(layer: int, out: Tensor) -> Tensor:
+            if added is not None and layer == len(layers) // 2:
+                out = out + added.to(out.dtype)
+            streams.append(out[0])
+            return out
+
+        hooks = [
+            module.register_forward_hook(lambda _, args, out, layer=layer: leave(layer, out))
+            for layer, module in enumerate(layers)
+        ]
+        try:
+            self._model(torch.tensor([ids]), logits_to_keep=1)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.stack(streams)
