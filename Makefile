@@ -72,6 +72,7 @@ test-openapi:
 	PYTHONPATH=.venv/openapi $(PYTEST) tests/server/test_openapi.py
 test-training:
 	PYTHONPATH=.venv/training $(PYTEST) tests/compat/test_saelens.py \
+		tests/compat/test_transformer_lens_patching.py \
 		tests/unit/files/test_file_export.py tests/unit/harvests/test_documents.py \
 		tests/unit/benchmarks/test_causal_maps.py
 test-ray:

@@ -1,12 +1,13 @@
 """`vllm_scope.analysis.patching` returns what TransformerLens's functions of these names return.
 
-TransformerLens is not among the packages of the tests; where it is installed, this runs.
+TransformerLens is not among the packages of the other tests: `make test-training` runs this.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import TOYWORLD, local_engine
 from vllm_scope import LogitDifference
@@ -21,8 +22,13 @@ SITES = ["embed", "resid_mid", "resid_post", "z", "q", "k", "v", "attn_out", "ml
 def theirs():
     lens = pytest.importorskip("transformer_lens.patching")
     bridge = pytest.importorskip("transformer_lens.model_bridge")
+    # A model that it loads itself needs accelerate.
     model = bridge.TransformerBridge.boot_transformers(
-        str(TOYWORLD), device="cpu", dtype=torch.float32
+        str(TOYWORLD),
+        hf_model=AutoModelForCausalLM.from_pretrained(TOYWORLD, dtype=torch.float32),
+        tokenizer=AutoTokenizer.from_pretrained(TOYWORLD),
+        device="cpu",
+        dtype=torch.float32,
     )
     encode = model.tokenizer.encode
     asked, other = (torch.tensor([encode(text)]) for text in (ASKED, OTHER))
