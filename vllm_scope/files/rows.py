@@ -101,11 +101,11 @@ class RequestWriter:
 
 
 def _in_order(blocks: list[tuple[Ints, Tensor]], num_positions: int, codec: Codec | None) -> Stream:
-    positions = np.concatenate([p for p, _ in blocks])
+    positions = blocks[0][0] if len(blocks) == 1 else np.concatenate([p for p, _ in blocks])
     pieces = [rows for _, rows in blocks]
     ascending = bool((positions[1:] > positions[:-1]).all())
     if ascending and (not len(positions) or (positions[0] >= 0 and positions[-1] < num_positions)):
-        return Stream(positions, joined(pieces), codec)
+        return Stream(positions, joined(pieces) if len(pieces) > 1 else pieces, codec)
     distinct, last = last_of_each(positions)
     keep = (distinct >= 0) & (distinct < num_positions)
     return Stream(distinct[keep], [torch.cat(pieces)[torch.from_numpy(last[keep])]], codec)

@@ -77,8 +77,8 @@ class Writer:
         for stream, found in rows.streams(record.num_positions).items():
             codec, encoded = self._encoded(found)
             streams[stream_name(stream)] = EncodedStream(
-                positions=torch.from_numpy(found.positions),
-                parts={part: [one[part] for one in encoded] for part in codec.part_names},
+                positions=found.positions,
+                parts={part: [one[part] for one in encoded] for part in encoded[0]},
                 codec=codec,
                 shape=(len(found.positions), codec.hidden_size),
                 dtype=str(codec.torch_dtype).removeprefix("torch."),
