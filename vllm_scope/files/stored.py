@@ -20,7 +20,6 @@ from vllm_scope.files.index import IndexedRequest, IndexedStream, RequestRecord,
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.publish import Publisher
 
-
 Text = TypeVar("Text", str, str | None)
 
 
