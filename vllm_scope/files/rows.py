@@ -19,7 +19,7 @@ from torch import Tensor
 from vllm_scope.batch.by_position import Ints, last_of_each
 from vllm_scope.codecs import Codec
 from vllm_scope.codecs.packed import EncodedRows
-from vllm_scope.files.buffers import Buffers, copy_rows
+from vllm_scope.files.buffers import Buffers
 from vllm_scope.files.index import RequestRecord
 from vllm_scope.files.stored import Stored
 from vllm_scope.files.tensors import joined
@@ -79,9 +79,7 @@ class RequestWriter:
                 f"{site}.{layer}: rows are [n, {rows.shape[1]}] {rows.dtype}, after "
                 f"[n, {blocks[0][1].shape[1]}] {blocks[0][1].dtype}"
             )
-        copied = self._buffers.empty(tuple(rows.shape), rows.dtype)
-        copy_rows(copied, rows)
-        blocks.append((np.array(positions, np.int64), copied))
+        blocks.append((np.array(positions, np.int64), self._buffers.copy(rows)))
 
     def finish(self, record: RequestRecord) -> Stored:
         """Encode and store. Call it once.

@@ -79,8 +79,8 @@ class EncodedStream:
 
     @property
     def nbytes(self) -> int:
-        pieces = (piece for part in self.parts.values() for piece in part)
-        return self.positions.nbytes + sum(piece.nbytes for piece in pieces)
+        pieces = [piece.nbytes for part in self.parts.values() for piece in part]
+        return self.positions.nbytes + sum(pieces)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ sharded when it is full, or once `flush` or `close` has returned.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,8 +84,8 @@ class Writer:
                 shape=(len(found.positions), codec.hidden_size),
                 dtype=str(codec.torch_dtype).removeprefix("torch."),
             )
-        token_ids = torch.tensor([*record.prompt_ids, *record.output_ids], dtype=torch.int32)
-        return self._layout.add(FinishedRequest(record, streams, token_ids))
+        token_ids = np.array([*record.prompt_ids, *record.output_ids], np.int32)
+        return self._layout.add(FinishedRequest(record, streams, torch.from_numpy(token_ids)))
 
     def _encoded(self, found: Stream) -> tuple[Codec, list[dict[str, Tensor]]]:
         """The codec of a stream, and the parts of each of its blocks."""
