@@ -58,7 +58,7 @@ class Cells:
 
     def __init__(self, road: Road, timed: Timed) -> None:
         from vllm_scope import LogitDifference, Sweep
-        from vllm_scope.engine.frontend.sweeping import Cells as Front
+        from vllm_scope.engine.frontend.alike import Alike
         from vllm_scope.engine.frontend.sweeping import params_of
         from vllm_scope.sweeps.plan import Plan
 
@@ -72,15 +72,19 @@ class Cells:
         read = next(self.jobs)
         assert read is not None
         self.plan.take(read, {5: 0.0, 50: 0.0}, None, None)
-        self.front = Front(road.connection)
+        self.alike = Alike(road.connection)
         self.params = params_of((5, 50))
 
     def opened(self) -> Any:
         """A cell's message."""
         from vllm.v1.engine import EngineCoreRequest
 
+        from vllm_scope.engine.frontend.alike import asking
+        from vllm_scope.engine.frontend.sweeping import cell_of
+
         job = self.timed("front-end: edits", next, self.jobs)
-        params, prepared = self.timed("front-end: prepared", self.front.prepared, job, self.params)
+        prepared = self.timed("front-end: prepared", cell_of, self.alike, job, self.params)
+        params = asking(self.params)
         name = str(next(self.numbers))
         request: Any = EngineCoreRequest(name, job.ids, None, params, None, 0.0, None, None, None)
         self.timed("front-end: buffer and ticket", self.road.open, (request, prepared))

@@ -1,6 +1,6 @@
 """A harvest of the toy model on two cores, beside a loop with Hugging Face.
 
-python -m benchmarks.harvest        # also longer documents, and unpacked ones
+python -m benchmarks.harvest        # also longer documents, unpacked ones, and a loop over batches
 """
 
 from __future__ import annotations
@@ -15,4 +15,4 @@ from tests.conftest import process_engine
 def test_packed_short_documents_are_harvested_five_times_as_fast_as_by_a_loop():
     model, tokenizer = huggingface()
     with process_engine(TOYWORLD, **ENGINE) as llm:
-        assert compare(llm, model, facts(tokenizer, 4000), "pack", turns=5) >= 5
+        assert compare(llm, model, facts(tokenizer, 4000), "pack", 5, {"loop": 1}) >= 5

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple, Self
 
 import torch
@@ -71,6 +72,10 @@ class Codec(BaseModel):
 
     def metadata(self) -> dict[str, object]:
         """Name, shape, dtype and options as plain JSON, for `codec_from`."""
+        return dict(self._metadata)
+
+    @cached_property
+    def _metadata(self) -> dict[str, object]:
         return self.model_dump(mode="json")
 
     def encode(self, rows: Tensor) -> dict[str, Tensor]:

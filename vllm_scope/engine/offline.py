@@ -6,6 +6,7 @@ Runs:  in the harvesting process; one thread at a time.
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -13,8 +14,10 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from vllm_scope.config import KEY
+from vllm_scope.engine.frontend.alike import Alike, asking
 from vllm_scope.engine.frontend.connection import connect_sync, connections, needs_connection
 from vllm_scope.engine.frontend.outputs import drop
+from vllm_scope.engine.frontend.requests import prepared_as
 from vllm_scope.engine.vllm_types import VllmConfig
 from vllm_scope.errors import CompatError, ScopeError, SpecError, reason_of, shown
 from vllm_scope.request.actions import Read
@@ -160,17 +163,18 @@ class OfflineEngine:
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            temperature=0, max_tokens=1, detokenize=False, ignore_eos=True,
+            temperature=0, max_tokens=1, detokenize=False, ignore_eos=True, skip_clone=True,
             output_kind=RequestOutputKind.FINAL_ONLY, extra_args=scope(*reads),
         )  # fmt: skip
         engine = self._llm.llm_engine
         if engine.has_unfinished_requests():
             raise ScopeError("this LLM has requests that run; let them end before the harvest.")
-        with _woken(engine):
-            yield from self._computed(prompts, params)
+        self._sites()  # connects
+        with _woken(engine), _frozen_heap():
+            yield from self._computed(prompts, _Sending(engine, reads, params))
 
     def _computed(
-        self, prompts: Iterable[tuple[T, Sequence[int]]], params: object
+        self, prompts: Iterable[tuple[T, Sequence[int]]], sending: _Sending
     ) -> Generator[tuple[T, ScopeResult]]:
         engine, scheduler = self._llm.llm_engine, self._config.scheduler_config
         waiting, running = iter(prompts), _Running[T]()
@@ -187,7 +191,7 @@ class OfflineEngine:
                         break
                     name = running.add(*found)
                     with _in_words("vLLM refuses a prompt"):
-                        engine.add_request(name, {"prompt_token_ids": list(found[1])}, params)
+                        sending.send(name, list(found[1]))
                 with _in_words("vLLM failed while it computed"):
                     outputs = engine.step() if running.items else []
                 for output in outputs:
@@ -255,6 +259,46 @@ def _woken(engine: Any) -> Iterator[None]:
         yield
     finally:
         over.set()
+
+
+@contextmanager
+def _frozen_heap() -> Iterator[None]:
+    """Let the garbage collector pass over the objects that are there now.
+
+    It would look at all of them again and again, because each request makes hundreds of new ones:
+    a tenth of a harvest's time where vLLM and torch are in this process.
+    """
+    if gc.get_freeze_count():  # the caller did so
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class _Sending:
+    """Sends prompts that differ in nothing but their tokens.
+
+    Args:
+        params: with the reads' spec.
+    """
+
+    def __init__(self, engine: Any, reads: Sequence[Read], params: Any) -> None:
+        self._engine, self._reads, self._params = engine, reads, params
+        self._alike, self._prepared_params = Alike.of_engine(engine), asking(params)
+
+    def send(self, name: str, ids: list[int]) -> None:
+        """Raises SpecError, or what vLLM raises."""
+        prompt, found = {"type": "token", "prompt_token_ids": ids}, None
+        if self._alike is not None:
+            first = self._alike.checked("harvest", self._reads, self._params, ids)
+            found = self._alike.with_prompt(first, ids)
+        params = self._params if found is None else self._prepared_params
+        with prepared_as(found):
+            self._engine.add_request(name, prompt, params)
 
 
 class _Running(Generic[T]):

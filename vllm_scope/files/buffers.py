@@ -21,6 +21,8 @@ from torch import Tensor
 
 #: Smaller blocks come from malloc, which keeps them when they are freed.
 SMALL_BYTES = 1 << 16
+#: torch copies fewer numbers on the caller's thread. torch 2.13, at::internal::GRAIN_SIZE
+ONE_THREAD = 1 << 15
 
 
 class Buffers:
@@ -33,6 +35,14 @@ class Buffers:
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._free: dict[int, deque[mmap.mmap]] = {}
+
+    def copy(self, rows: Tensor) -> Tensor:
+        """A copy of [n, hidden_size], on the CPU."""
+        if rows.device.type == "cpu" and rows.numel() < ONE_THREAD and rows.nbytes < SMALL_BYTES:
+            return rows.detach().clone(memory_format=torch.contiguous_format)
+        copied = self.empty(tuple(rows.shape), rows.dtype)
+        copy_rows(copied, rows)
+        return copied
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised, on the CPU."""

@@ -30,7 +30,7 @@ class PackedLayout(FileLayout):
         self._begin()
 
     def _begin(self) -> None:
-        self._published: list[Future[None]] = []
+        self._published: Future[None] = Future()
         self._stem = f"packed-{self._identity}-{self._num_files:06d}"
         self._tensors: dict[str, list[Tensor]] = {}
         self._manifests: list[IndexedRequest] = []
@@ -42,8 +42,7 @@ class PackedLayout(FileLayout):
         self._tensors |= tensors_of(request, f"{number}/")
         self._manifests.append(manifest)
         self._nbytes += request.nbytes
-        stored = Stored(manifest, Future())
-        self._published.append(stored.published)
+        stored = Stored(manifest, self._published)
         full = self._nbytes >= self._options.file_bytes
         if full or len(self._manifests) >= self._options.packed_requests:
             # A failure is set on the requests' futures.
@@ -55,8 +54,8 @@ class PackedLayout(FileLayout):
         if not self._manifests:
             return
         stem, tensors, index = self._stem, self._tensors, Index("packed", self._manifests)
-        waiting = self._published
+        published = self._published
         self._num_files += 1
         self._begin()
-        with settling(waiting):
+        with settling(published):
             publish_tensors(self._publisher, stem, tensors, index)

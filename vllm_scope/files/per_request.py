@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from vllm_scope.files.index import Index, IndexedRequest
@@ -33,7 +34,7 @@ def tensors_of(request: FinishedRequest, prefix: str = "") -> dict[str, list[Ten
     """Tensor name -> its pieces."""
     found = {f"{prefix}token_ids": [request.token_ids]}
     for name, stream in request.streams.items():
-        found[f"{prefix}{name}.positions"] = [stream.positions]
+        found[f"{prefix}{name}.positions"] = [torch.from_numpy(stream.positions)]
         for part, pieces in stream.parts.items():
             found[prefix + part_key(name, part)] = pieces
     return found

@@ -19,7 +19,7 @@ from torch import Tensor
 from vllm_scope.batch.by_position import Ints, last_of_each
 from vllm_scope.codecs import Codec
 from vllm_scope.codecs.packed import EncodedRows
-from vllm_scope.files.buffers import Buffers, copy_rows
+from vllm_scope.files.buffers import Buffers
 from vllm_scope.files.index import RequestRecord
 from vllm_scope.files.stored import Stored
 from vllm_scope.files.tensors import joined
@@ -79,9 +79,7 @@ class RequestWriter:
                 f"{site}.{layer}: rows are [n, {rows.shape[1]}] {rows.dtype}, after "
                 f"[n, {blocks[0][1].shape[1]}] {blocks[0][1].dtype}"
             )
-        copied = self._buffers.empty(tuple(rows.shape), rows.dtype)
-        copy_rows(copied, rows)
-        blocks.append((np.array(positions, np.int64), copied))
+        blocks.append((np.array(positions, np.int64), self._buffers.copy(rows)))
 
     def finish(self, record: RequestRecord) -> Stored:
         """Encode and store. Call it once.
@@ -101,11 +99,11 @@ class RequestWriter:
 
 
 def _in_order(blocks: list[tuple[Ints, Tensor]], num_positions: int, codec: Codec | None) -> Stream:
-    positions = np.concatenate([p for p, _ in blocks])
+    positions = blocks[0][0] if len(blocks) == 1 else np.concatenate([p for p, _ in blocks])
     pieces = [rows for _, rows in blocks]
     ascending = bool((positions[1:] > positions[:-1]).all())
     if ascending and (not len(positions) or (positions[0] >= 0 and positions[-1] < num_positions)):
-        return Stream(positions, joined(pieces), codec)
+        return Stream(positions, joined(pieces) if len(pieces) > 1 else pieces, codec)
     distinct, last = last_of_each(positions)
     keep = (distinct >= 0) & (distinct < num_positions)
     return Stream(distinct[keep], [torch.cat(pieces)[torch.from_numpy(last[keep])]], codec)

@@ -22,11 +22,14 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_scope.batch.by_position import Ints
 from vllm_scope.codecs import Codec
 from vllm_scope.files.index import Index, IndexedRequest
 from vllm_scope.files.options import FileOptions
@@ -47,63 +50,94 @@ BLOCK_ROWS = 4096
 Summary = Callable[[Iterator[Tensor]], dict[str, Tensor]]
 
 
+@dataclass
+class _Rows:
+    """The rows of one stream in a shard.
+
+    Attributes:
+        parts: part of the codec -> its pieces, of all requests.
+        requests, firsts: of each request with such rows: its number, and its first token among
+            those of the shard.
+        positions: of its rows.
+    """
+
+    codec: Codec
+    num_rows: int = 0
+    parts: dict[str, list[Tensor]] = field(default_factory=dict)
+    requests: list[int] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)
+    positions: list[Ints] = field(default_factory=list)
+
+    def tensors(self, name: str, token_ids: Tensor) -> dict[str, list[Tensor]]:
+        """Args: token_ids: int32, of all requests of the shard."""
+        counts = [len(positions) for positions in self.positions]
+        positions = np.concatenate(self.positions)
+        tokens = torch.from_numpy(positions + np.repeat(self.firsts, counts))
+        requests = np.repeat(np.asarray(self.requests, np.int32), counts)
+        return {
+            **{part_key(name, part): pieces for part, pieces in self.parts.items()},
+            f"{name}.request": [torch.from_numpy(requests)],
+            f"{name}.positions": [torch.from_numpy(positions)],
+            f"{name}.token_ids": [token_ids[tokens]],
+        }
+
+
 class _Shard:
     """Requests whose rows go into one file.
 
     Attributes:
         nbytes: of the tensors so far.
+        published: done when the file is visible, or why it will not be.
     """
 
     def __init__(self, stem: str) -> None:
         self.stem = stem
         self.nbytes = 0
         self.manifests: list[IndexedRequest] = []
-        self.waiting: list[Future[None]] = []
-        self._pieces: dict[str, list[Tensor]] = {"token_ids": []}
-        self._codecs: dict[str, Codec] = {}
-        self._num_rows: dict[str, int] = {}
+        self.published: Future[None] = Future()
+        self._token_ids: list[Tensor] = []
         self._num_tokens = 0
+        self._streams: dict[str, _Rows] = {}
 
     def fits(self, request: FinishedRequest) -> bool:
         """True if each of its streams has the shard's width, dtype and codec."""
+        known = self._streams
         return all(
-            self._codecs.get(name, stream.codec) == stream.codec
+            name not in known or known[name].codec == stream.codec
             for name, stream in request.streams.items()
         )
 
     def add(self, request: FinishedRequest) -> Stored:
         number = len(self.manifests)
-        manifest = request.manifest(
-            f"{self.stem}.safetensors", self._num_rows, number, self._num_tokens
-        )
-        pieces = {"token_ids": [request.token_ids]}
+        firsts = {name: rows.num_rows for name, rows in self._streams.items()}
+        # The only step that can fail, so that a request is in the shard whole or not at all.
+        manifest = request.manifest(f"{self.stem}.safetensors", firsts, number, self._num_tokens)
         for name, stream in request.streams.items():
-            pieces |= {part_key(name, part): found for part, found in stream.parts.items()}
-            pieces[f"{name}.request"] = [
-                torch.full_like(stream.positions, number, dtype=torch.int32)
-            ]
-            pieces[f"{name}.positions"] = [stream.positions]
-            pieces[f"{name}.token_ids"] = [request.token_ids[stream.positions]]
-        # Nothing below can fail, so that a request is in the shard whole or not at all.
-        for key, found in pieces.items():
-            self._pieces.setdefault(key, []).extend(found)
-            self.nbytes += sum(piece.nbytes for piece in found)
-        for name, stream in request.streams.items():
-            self._codecs[name] = stream.codec
-            self._num_rows[name] = self._num_rows.get(name, 0) + stream.shape[0]
+            rows = self._streams.setdefault(name, _Rows(stream.codec))
+            for part, pieces in stream.parts.items():
+                rows.parts.setdefault(part, []).extend(pieces)
+            rows.num_rows += stream.shape[0]
+            rows.requests.append(number)
+            rows.firsts.append(self._num_tokens)
+            rows.positions.append(stream.positions)
+            # Beside a row's position: the number of its request, and its token.
+            self.nbytes += stream.nbytes + 8 * stream.shape[0]
+        self.nbytes += request.token_ids.nbytes
+        self._token_ids.append(request.token_ids)
         self._num_tokens += len(request.token_ids)
         self.manifests.append(manifest)
-        stored = Stored(manifest, Future())
-        self.waiting.append(stored.published)
-        return stored
+        return Stored(manifest, self.published)
 
     def publish(self, publisher: Publisher, summary: Summary | None) -> None:
-        with settling(self.waiting):
+        with settling(self.published):
             body = Index("sharded", self.manifests).encode()
             index = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-            tensors = {**self._pieces, KEY: [index]}
+            token_ids = torch.cat(self._token_ids)
+            tensors: dict[str, list[Tensor]] = {"token_ids": [token_ids], KEY: [index]}
+            for name, rows in self._streams.items():
+                tensors |= rows.tensors(name, token_ids)
             if summary is not None:
-                for stream in self._codecs:
+                for stream in self._streams:
                     made = summary(self._blocks(stream))
                     tensors |= {f"{stream}.{name}": [tensor] for name, tensor in made.items()}
             write = partial(write_tensors, tensors=tensors, metadata={"layout": "sharded"})
@@ -111,11 +145,11 @@ class _Shard:
 
     def _blocks(self, stream: str) -> Iterator[Tensor]:
         """The rows of a stream, decoded, in blocks of about BLOCK_ROWS."""
-        codec = self._codecs[stream]
+        codec, pieces = self._streams[stream].codec, self._streams[stream].parts
         names = list(codec.part_names)
         waiting: list[tuple[Tensor, ...]] = []
         num_rows = 0
-        for parts in zip(*(self._pieces[part_key(stream, name)] for name in names), strict=True):
+        for parts in zip(*(pieces[name] for name in names), strict=True):
             waiting.append(parts)
             num_rows += len(parts[0])
             if num_rows >= BLOCK_ROWS:

@@ -6,18 +6,21 @@ Owns:  EncodedStream, FinishedRequest (a layout's input), Stored (its output), F
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
-import msgspec
 from torch import Tensor
 
+from vllm_scope.batch.by_position import Ints
 from vllm_scope.codecs import Codec
 from vllm_scope.files.index import IndexedRequest, IndexedStream, RequestRecord, Status
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.publish import Publisher
+
+Text = TypeVar("Text", str, str | None)
 
 
 @dataclass(frozen=True)
@@ -49,16 +52,14 @@ def published() -> Future[None]:
 
 
 @contextmanager
-def settling(waiting: Sequence[Future[None]]) -> Iterator[None]:
-    """Set the futures' result when the block ends, or their exception if it raises."""
+def settling(published: Future[None]) -> Iterator[None]:
+    """Set the future's result when the block ends, or its exception if it raises."""
     try:
         yield
     except BaseException as error:
-        for future in waiting:
-            future.set_exception(error)
+        published.set_exception(error)
         raise
-    for future in waiting:
-        future.set_result(None)
+    published.set_result(None)
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,11 @@ class EncodedStream:
     """One stream of a request, ready for a file.
 
     Attributes:
-        positions: int64 [num_rows].
+        positions: of the rows, [num_rows].
         parts: part of the codec -> its pieces along the first axis, at least one.
     """
 
-    positions: Tensor
+    positions: Ints
     parts: dict[str, list[Tensor]]
     codec: Codec
     shape: tuple[int, int]
@@ -78,8 +79,8 @@ class EncodedStream:
 
     @property
     def nbytes(self) -> int:
-        pieces = (piece for part in self.parts.values() for piece in part)
-        return self.positions.nbytes + sum(piece.nbytes for piece in pieces)
+        pieces = [piece.nbytes for part in self.parts.values() for piece in part]
+        return self.positions.nbytes + sum(pieces)
 
 
 @dataclass(frozen=True)
@@ -114,24 +115,25 @@ class FinishedRequest:
         """
         record, first_of = self.record, firsts or {}
         status, reason = _status(record, sum(s.shape[0] for s in self.streams.values()))
-        facts = {
-            **vars(record), "status": status, "reason": reason, "files": [file],
-            "num_prompt_tokens": len(record.prompt_ids),
-            "num_output_tokens": len(record.output_ids),
-            "number": number, "first_token": first_token,
-        }  # fmt: skip
         streams = {
             name: IndexedStream(
                 stream.shape, stream.dtype, stream.codec.metadata(), file, first_of.get(name, 0)
             )
             for name, stream in self.streams.items()
         }
-        texts = {name: _utf8(fact) for name, fact in facts.items() if isinstance(fact, str)}
-        return msgspec.convert({**facts, **texts, "streams": streams}, IndexedRequest)
+        return IndexedRequest(
+            _utf8(record.request_id), _utf8(record.uid), _utf8(record.model), status,
+            _utf8(reason), record.expected, record.delivered, record.dropped,
+            len(record.prompt_ids), len(record.output_ids), [file], streams, _utf8(record.tag),
+            _utf8(record.name), record.child, record.stage, record.num_stages, number,
+            first_token, _utf8(record.owner), record.documents, record.num_layers,
+        )  # fmt: skip
 
 
-def _utf8(text: str) -> str:
+def _utf8(text: Text) -> Text:
     """The text, with `?` for lone surrogates: JSON input may have them, UTF-8 cannot."""
+    if text is None or text.isascii():
+        return text
     return text.encode("utf-8", "replace").decode()
 
 

@@ -19,6 +19,7 @@ sharded when it is full, or once `flush` or `close` has returned.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,14 +78,14 @@ class Writer:
         for stream, found in rows.streams(record.num_positions).items():
             codec, encoded = self._encoded(found)
             streams[stream_name(stream)] = EncodedStream(
-                positions=torch.from_numpy(found.positions),
-                parts={part: [one[part] for one in encoded] for part in codec.part_names},
+                positions=found.positions,
+                parts={part: [one[part] for one in encoded] for part in encoded[0]},
                 codec=codec,
                 shape=(len(found.positions), codec.hidden_size),
                 dtype=str(codec.torch_dtype).removeprefix("torch."),
             )
-        token_ids = torch.tensor([*record.prompt_ids, *record.output_ids], dtype=torch.int32)
-        return self._layout.add(FinishedRequest(record, streams, token_ids))
+        token_ids = np.array([*record.prompt_ids, *record.output_ids], np.int32)
+        return self._layout.add(FinishedRequest(record, streams, torch.from_numpy(token_ids)))
 
     def _encoded(self, found: Stream) -> tuple[Codec, list[dict[str, Tensor]]]:
         """The codec of a stream, and the parts of each of its blocks."""

@@ -7,6 +7,7 @@ From:  job, or member if there are several engines.   To: files.
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -45,7 +46,9 @@ class Storing:
         self._num_layers = engine.num_layers
         self._publisher = HashingPublisher(make_publisher(files.root, files.fsync, files.file_mode))
         self._writer = Writer(files, self._publisher, Statistics.summary)
-        #: Contexts whose shards may still fail, in the order of their ends.
+        #: Of this run's requests: `uid` is `_run` and the number.
+        self._run, self._num_stored = secrets.token_hex(8), 0
+        #: Of the shards that may still fail, in the order in which they were begun.
         self._unpublished: deque[Future[None]] = deque()
 
     @property
@@ -60,7 +63,9 @@ class Storing:
         """See Store."""
         with closing(rows_of(contexts, self._engine, self._reads)) as computed:
             for context, rows in computed:
-                self._unpublished.append(self._stored(context, rows))
+                published = self._stored(context, rows)
+                if not self._unpublished or self._unpublished[-1] is not published:
+                    self._unpublished.append(published)
                 self._settle()
                 yield context
 
@@ -71,11 +76,12 @@ class Storing:
             site, layer, when = column.label
             name = f"{site}.before" if when == "before" else site
             request.write(name, layer, column.positions, column.source)  # type: ignore[arg-type]
+        self._num_stored += 1
         stored = request.finish(
             RequestRecord(
                 context.name, context.token_ids, (), self._engine.model, rows.expected,
                 rows.expected, name=context.name, documents=context.spans,
-                num_layers=self._num_layers,
+                uid=f"{self._run}{self._num_stored:016x}", num_layers=self._num_layers,
             )
         )  # fmt: skip
         return stored.published

@@ -12,7 +12,7 @@ steps may arrive in any order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -290,13 +290,7 @@ class ScopeResult:
         Args:
             rows: False leaves the streams out.
         """
-        streams = [
-            Source(
-                s, self._selectors_of(s), self._encoding_of(s), self._point_of(s),
-                self._sites.row_shape(s[0]),
-            )
-            for s in (self._read_streams() if rows else ())
-        ]  # fmt: skip
+        streams = self._stream_sources.values() if rows else ()
         keys = {key: one.after for one in self._asked.banked for key in cells_of(one)}
         banks = (
             Source(None, (tokens,), bank, point, after=after)
@@ -357,8 +351,17 @@ class ScopeResult:
         return state | {"_score_table": table}
 
     def _read_streams(self) -> list[_Stream]:
-        found = ((*s, read.when) for read in self._asked.reads for s in read.streams)
-        return list(dict.fromkeys(found))
+        return list(self._stream_sources)
+
+    @property
+    def _stream_sources(self) -> Mapping[_Stream, Source]:
+        """Made once for all results of one request's meaning, which many requests share."""
+        known = self._asked.__dict__.get("_stream_sources")
+        if known is None or known[0] is not self._sites:
+            made = _stream_sources(self._asked, self._sites)
+            known = self._asked.__dict__["_stream_sources"] = self._sites, made
+        found: Mapping[_Stream, Source] = known[1]
+        return found
 
     def _accounts(self) -> list[tuple[np.ndarray, np.ndarray, int]]:
         """(positions that are wanted, those that arrived, number of streams or probes).
@@ -388,17 +391,10 @@ class ScopeResult:
         return self.wanted_by(self._selectors_of(stream))
 
     def _selectors_of(self, stream: _Stream) -> tuple[Selector, ...]:
-        site_layer, when = stream[:2], stream[2]
-        return tuple(
-            read.tokens for read in self._asked.reads
-            if site_layer in read.streams and read.when == when
-        )  # fmt: skip
-
-    def _point_of(self, stream: _Stream) -> int:
-        return Place(*stream[:2]).point(stream[2])
+        return self._stream_sources[stream].selectors
 
     def _parts_of(self, stream: _Stream) -> list[Part]:
-        return self.arrived(self._encoding_of(stream), self._point_of(stream))
+        return self.parts_of(self._stream_sources[stream])
 
     def arrived(self, what: What, place: int) -> list[Part]:
         return self.arrived_of(what).get(place, [])
@@ -406,19 +402,13 @@ class ScopeResult:
     def arrived_of(self, what: What) -> Mapping[int, list[Part]]:
         return self._parts.get(what, {})
 
-    def _encoding_of(self, stream: _Stream) -> Encoding | None:
-        return next(
-            read.encoding for read in self._asked.reads
-            if stream[:2] in read.streams and read.when == stream[2]
-        )  # fmt: skip
-
     def _stream(self, key: SiteLayer | _Stream | str) -> _Rows:
         return self._rows_of(self._find(key))
 
     def _rows_of(self, stream: _Stream) -> _Rows:
         if stream not in self._streams:
-            encoding = self._encoding_of(stream)
-            if encoding is None:
+            encoding = self._stream_sources[stream].what
+            if not isinstance(encoding, Encoding):
                 size, dtype = self._sites.row_size(stream[0]), dtype_of(self._sites)
             else:
                 packing = packing_of(encoding)
@@ -426,7 +416,8 @@ class ScopeResult:
             data, positions = last_values(
                 self._parts_of(stream), self._wanted_of(stream), torch.empty((0, size), dtype=dtype)
             )
-            rows = data if encoding is None else EncodedRows(packing.codec, data)
+            encoded = isinstance(encoding, Encoding)
+            rows = EncodedRows(packing.codec, data) if encoded else data
             self._streams[stream] = (rows, positions)
         return self._streams[stream]
 
@@ -445,6 +436,22 @@ class ScopeResult:
                 return stream
         names = ", ".join(f"{site!r} {layer}" for site, layer in self.keys()) or "nothing"
         raise KeyError(f"{key} was not asked for; this request read {names}.")
+
+
+def _stream_sources(asked: Resolved, sites: Sites) -> dict[_Stream, Source]:
+    """The streams that were asked for, in the request's order."""
+    found: dict[_Stream, Source] = {}
+    for read in asked.reads:
+        for site, layer in read.streams:
+            key = (site, layer, read.when)
+            if key in found:
+                also = found[key].selectors
+                found[key] = replace(found[key], selectors=(*also, read.tokens))
+            else:
+                point = Place(site, layer).point(read.when)
+                shape = sites.row_shape(site)
+                found[key] = Source(key, (read.tokens,), read.encoding, point, shape)
+    return found
 
 
 def _key(site: str, layer: int, when: Phase | None) -> SiteLayer | _Stream:

@@ -144,13 +144,15 @@ def _prepared_of(
     Raises:
         SpecError: as `prepare`.
     """
-    shared = _shared_of(parent)
-    if shared.prepared is None:
-        found = _ahead.get()
-        if found is None or not _is_of(found, request):
-            found = prepare(connections.of(processor), request)
+    shared = None if parent is None else _shared_of(parent)
+    if shared is not None and shared.prepared is not None:
+        return shared.prepared
+    found = _ahead.get()
+    if found is None or not _is_of(found, request):
+        found = prepare(connections.of(processor), request)
+    if shared is not None:
         shared.prepared = found
-    return shared.prepared
+    return found
 
 
 def _is_of(found: Prepared, request: EngineCoreRequest) -> bool:

@@ -15,15 +15,13 @@ import itertools
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Final, Literal
 
 import torch
 
-from vllm_scope.engine.frontend import translators
+from vllm_scope.engine.frontend.alike import Alike, asking
 from vllm_scope.engine.frontend.connection import (
     Connection,
     connect_async,
@@ -32,7 +30,7 @@ from vllm_scope.engine.frontend.connection import (
     needs_connection,
 )
 from vllm_scope.engine.frontend.outputs import drop
-from vllm_scope.engine.frontend.prepared import NO_TAPS, Prepared, prepare
+from vllm_scope.engine.frontend.prepared import NO_TAPS, Prepared
 from vllm_scope.engine.frontend.requests import prepared_as
 from vllm_scope.engine.vllm_types import AsyncLLM, Engine, LLMEngine, RequestOutput
 from vllm_scope.errors import CapacityError, ScopeError, SpecError, shown
@@ -96,11 +94,9 @@ class Sweeping:
         _check_logprobs(model, self.plan.token_ids)
         self._ahead, self._config = ahead, config
         self.take_share(share)
-        # Operators' monitors add probes to every request, so that each has to be translated; the
-        # vectors of a module are EngineCore's. The requests of a path differ in what they read.
+        # The vectors of a module are EngineCore's. The requests of a path differ in what they read.
         alike = sweep.module is None and sweep.receivers is None
-        alike = alike and not translators.concerned(SimpleNamespace(extra_args=None), config)
-        self._cells = Cells(self._connection) if alike else None
+        self._alike = Alike.of_engine(engine) if alike else None
         self._jobs = self.plan.jobs()
         #: True once all requests were sent.
         self.over = False
@@ -146,10 +142,9 @@ class Sweeping:
         params = self._params[self.plan.token_ids[job.prompt]]
         if not job.actions:
             return _Request(job, prompt, params, None)
-        if job.place is None or self._cells is None:
-            return _Request(job, prompt, _asking(params, scope(*job.actions)["scope"]), None)
-        params, prepared = self._cells.prepared(job, params)
-        return _Request(job, prompt, params, prepared)
+        if job.place is None or self._alike is None:
+            return _Request(job, prompt, asking(params, scope(*job.actions)["scope"]), None)
+        return _Request(job, prompt, asking(params), cell_of(self._alike, job, params))
 
     def take(self, job: Job, output: RequestOutput | ScopeError) -> Cell | None:
         """As Plan.take."""
@@ -173,30 +168,15 @@ class Sweeping:
         return ReadRows(result, inbox().hold(result.delivered * (row_bytes + LABEL_BYTES)))
 
 
-class Cells:
-    """Makes checked requests of cells. All cells of a prompt differ in the place and the numbers of
-    their edits alone, so the first is checked for all."""
+def cell_of(alike: Alike, job: Job, params: Any) -> Prepared:
+    """The checked request of a cell. All cells of a prompt differ in the place and the numbers of
+    their edits alone, so the first is checked for all.
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        #: Of the prompt whose cells are sent: its index, and its first cell.
-        self._first: tuple[int, Prepared] | None = None
-
-    def prepared(self, job: Job, params: Any) -> tuple[Any, Prepared]:
-        """A cell's SamplingParams and its check.
-
-        Raises:
-            SpecError: the first cell of the prompt is not possible here.
-        """
-        if self._first is None or self._first[0] != job.prompt:
-            asked: Any = SimpleNamespace(
-                sampling_params=_asking(params, scope(*job.actions)["scope"]),
-                prompt_token_ids=job.ids, resumable=False,
-            )  # fmt: skip
-            self._first = job.prompt, prepare(self._connection, asked)
-        prepared = replace(self._first[1], spec=Spec(edits=job.actions))  # type: ignore[arg-type]
-        # The text is not read: `prepared` has the spec.
-        return _asking(params, ""), prepared
+    Raises:
+        SpecError: the first cell of the prompt is not possible here.
+    """
+    first = alike.checked(job.prompt, job.actions, params, job.ids)
+    return replace(first, spec=Spec(edits=job.actions))  # type: ignore[arg-type]
 
 
 class NoTokenizer:
@@ -245,12 +225,6 @@ def params_of(token_ids: tuple[int, ...]) -> Any:
         temperature=0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True, **(asked if token_ids else {"logprobs": -1}),
     )  # fmt: skip
-
-
-def _asking(params: Any, text: str) -> Any:
-    made = copy(params)
-    made.extra_args = {"scope": text}
-    return made
 
 
 def _connection_of(engine: Engine) -> Connection:

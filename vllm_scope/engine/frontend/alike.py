@@ -1,0 +1,87 @@
+"""Requests that are alike: the first is checked for all.
+
+Owns:  Alike.
+Runs:  in the front-end process, on the thread that sends the requests.
+From:  prepared (the check).   To: sweeping, engine.offline; requests (`prepared_as`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from copy import copy
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_scope.engine.frontend import translators
+from vllm_scope.engine.frontend.connection import Connection, connections
+from vllm_scope.engine.frontend.prepared import Prepared, prepare
+from vllm_scope.engine.vllm_types import Engine
+from vllm_scope.request.actions import Action
+from vllm_scope.request.spec import scope
+from vllm_scope.results.budget import bytes_of_prompt
+
+
+class Alike:
+    """Checks the first of some requests for all of them.
+
+    Args:
+        connection: of their engine.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        #: Of the requests that are sent now: their kind, and the check of the first.
+        self._first: tuple[Hashable, Prepared] | None = None
+
+    @staticmethod
+    def of_engine(engine: Engine) -> Alike | None:
+        """None if the engine has no taps, or if its operator's monitors add probes to every
+        request, so that each has to be translated."""
+        connection = connections.of(engine.output_processor)
+        if connection is None or connection.reason is not None:
+            return None
+        no_keys = SimpleNamespace(extra_args=None)
+        return None if translators.concerned(no_keys, engine.vllm_config) else Alike(connection)
+
+    def checked(
+        self, kind: Hashable, actions: Sequence[Action], params: Any, ids: Sequence[int]
+    ) -> Prepared:
+        """The check of the first request of this kind. The next kind replaces it.
+
+        Args:
+            kind: the same for requests for which one check is enough.
+            actions, params, ids: of this request; used if it is the first.
+
+        Raises:
+            SpecError: the first request is not possible here.
+        """
+        if self._first is None or self._first[0] != kind:
+            asked: Any = SimpleNamespace(
+                sampling_params=asking(params, scope(*actions)["scope"]),
+                prompt_token_ids=ids, resumable=False,
+            )  # fmt: skip
+            self._first = kind, prepare(self._connection, asked)
+        return self._first[1]
+
+    def with_prompt(self, checked: Prepared, ids: list[int]) -> Prepared | None:
+        """A request that differs from a checked one in its prompt alone.
+
+        Args:
+            ids: at least one.
+
+        Returns:
+            None if the check depends on the prompt: the actions are not for whole phases, or not
+            for the prompt.
+        """
+        if not checked.asked.uniform or checked.first_position != 0:
+            return None
+        num_bytes = bytes_of_prompt(checked.own, checked.asked, self._connection.sites, ids)
+        return replace(checked, prompt_ids=ids, num_bytes=num_bytes)
+
+
+def asking(params: Any, text: str = "") -> Any:
+    """A copy of SamplingParams with a spec. The text of a prepared request is not read."""
+    made = copy(params)
+    made.extra_args = {"scope": text}
+    return made
