@@ -15,9 +15,9 @@ from tests.lenses import random_lens
 from vllm_scope import LensTopK, Probe, Read, scope
 
 LAST = NUM_LAYERS - 1
-#: Divides by neither 2 nor 64: the second rank's part ends in 75 rows of padding.
-VOCAB = 501
-PROMPTS = [list(range(5, 75)), list(range(90, 100)), [7], list(range(200, 240))]
+#: Divides by neither 2 nor 64: the second rank's part ends in 27 rows of padding.
+VOCAB = 101
+PROMPTS = [list(range(5, 75)), list(range(90, 100)), [7], list(range(60, 100))]
 
 
 @pytest.mark.parametrize(
