@@ -74,9 +74,9 @@ class ScopeConfig(BaseModel):
             folder, or {"path", "sha256"} (vllm_scope.lenses).
         lenses_mib: device memory of each worker for their maps. The engine does not start if they
             take more.
-        lens_head_mib: with tensor parallelism, device memory of the first rank for the other ranks'
-            parts of the unembedding, without which requests cannot have a lens. The engine does not
-            start if they take more. 0: it takes none.
+        unembedding_mib: with tensor parallelism, device memory of the first rank for the other
+            ranks' parts of the unembedding, without which requests cannot have a lens. The engine
+            does not start if they take more. 0: it takes none.
         lens_rows: the most rows that the lenses of one request are applied to: selected tokens,
             those that it may generate too, times layers. 0: requests cannot have a lens.
         lens_rows_running: the same of all running requests together. If a request would exceed it,
@@ -116,7 +116,7 @@ class ScopeConfig(BaseModel):
     saes_dtype: Literal["auto", "fp8"] = "auto"
     lenses: dict[str, Any] = Field(default_factory=dict)
     lenses_mib: Number = Field(default=4096.0, ge=0)
-    lens_head_mib: Number = Field(default=0.0, ge=0)
+    unembedding_mib: Number = Field(default=0.0, ge=0)
     lens_rows: StrictInt = Field(default=1 << 16, ge=0)
     lens_rows_running: StrictInt = Field(default=1 << 20, gt=0)
     moments_mib: Number = Field(default=0.0, ge=0)

@@ -41,7 +41,7 @@ def test_two_ranks_give_the_lens_of_one(family, eager, tmp_path, monkeypatch: py
         logprobs=10, prompt_logprobs=10,
     )  # fmt: skip
     whole = params(scope(LensTopK(layers=[LAST], top_k=VOCAB - 1)))
-    lenses = {"lenses": {"named": str(tmp_path / "named.safetensors")}, "lens_head_mib": 1}
+    lenses = {"lenses": {"named": str(tmp_path / "named.safetensors")}, "unembedding_mib": 1}
     with process_engine(
         path, dtype="float32", tensor_parallel_size=2, skip_tokenizer_init=True,
         enforce_eager=eager, max_num_batched_tokens=32, additional_config={"scope": lenses},

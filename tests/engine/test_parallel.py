@@ -96,7 +96,7 @@ def test_ranks_and_stages_are_put_together(
         else:
             llm.generate(prompts[:1], across, use_tqdm=False)
             with pytest.raises(
-                SpecError, match=r"lens: tensor_parallel_size is 2, .*'lens_head_mib': 1\}"
+                SpecError, match=r"lens: tensor_parallel_size is 2, .*'unembedding_mib': 1\}"
             ):
                 llm.generate(prompts[:1], params(LensTopK()), use_tqdm=False)
     # One rank of each stage drains, and so writes; a boundary belongs to one stage.

@@ -10,9 +10,9 @@ from torch import nn
 
 from vllm_scope.engine.worker.unembedding import check_lens, lens_of, logits_call
 from vllm_scope.engine.worker.vocabulary import (
-    check_head,
-    gather_heads,
-    head_of_one_rank,
+    check_part,
+    gather_parts,
+    part_alone,
     tensors_of,
 )
 from vllm_scope.errors import CompatError, ConfigError
@@ -161,7 +161,7 @@ def split_call(model, hidden):
     call = logits_call(model, hidden[None])
     chunks = {name: one.chunk(NUM_RANKS) for name, one in tensors_of(model.head).items()}
     heads = [
-        head_of_one_rank(model.head, {name: some[rank] for name, some in chunks.items()})
+        part_alone(model.head, {name: some[rank] for name, some in chunks.items()})
         for rank in range(NUM_RANKS)
     ]
     model.head.tp_size = NUM_RANKS
@@ -199,28 +199,28 @@ def test_parts_that_take_more_than_is_allowed_end_the_start_on_every_rank(rank):
     group = SimpleNamespace(ranks=[4, 5, 6], rank_in_group=rank, world_size=3)
     head = Head()
     head.tp_size = 3
-    check_head(head, group)
+    check_part(head, group)
     with pytest.raises(
-        ConfigError, match=r"lens_head_mib is 0\.001; .* take 0\.0 MiB of the first"
+        ConfigError, match=r"unembedding_mib is 0\.001; .* take 0\.0 MiB of the first"
     ):
-        gather_heads(head, group, 0.001)
+        gather_parts(head, group, 0.001)
 
 
 def test_a_head_that_every_rank_holds_whole_is_not_gathered():
     group = SimpleNamespace(ranks=[0, 1], rank_in_group=0, world_size=2)
-    (head,) = gather_heads(Head(), group, 0)
+    (head,) = gather_parts(Head(), group, 0)
     assert head.tp_size == 1
     group.rank_in_group = 1
-    assert gather_heads(Head(), group, 0) == ()
+    assert gather_parts(Head(), group, 0) == ()
 
 
 def test_a_head_of_another_group_or_another_kind_is_refused():
     head = Head()
     head.tp_size, head.parallel_group = 2, object()
     with pytest.raises(CompatError, match="shared by another group"):
-        check_head(head, object())
+        check_part(head, object())
     with pytest.raises(CompatError, match="no single module"):
-        check_head(nn.Sequential(Head()), object())
+        check_part(nn.Sequential(Head()), object())
 
 
 def test_what_an_engine_lacks_is_named():
@@ -241,7 +241,7 @@ def test_what_an_engine_lacks_is_named():
 
     # 2^21 rows of 16 numbers, of which another rank has half.
     assert "tensor_parallel_size is 2, and no rank" in reason(ranks=2)
-    assert "'lens_head_mib': 33}" in reason(ranks=2)
+    assert "'unembedding_mib': 33}" in reason(ranks=2)
     check_lens(config_of(ranks=2), True, sites, sites.boundaries, 33)
     assert "only the last pipeline stage" in reason(is_last=False)
     assert "does not generate" in reason(runner="pooling")

@@ -22,7 +22,7 @@ from vllm_scope.engine.vllm_types import VllmConfig
 from vllm_scope.engine.worker.holding import held_maps
 from vllm_scope.engine.worker.proving import agreed
 from vllm_scope.engine.worker.unembedding import LogitsCall, check_lens, lens_of, logits_call
-from vllm_scope.engine.worker.vocabulary import check_head, gather_heads
+from vllm_scope.engine.worker.vocabulary import check_part, gather_parts
 from vllm_scope.errors import CompatError
 from vllm_scope.request.heads import LENS, LensKey
 from vllm_scope.request.sites import Sites
@@ -56,7 +56,7 @@ class OwnLens:
         self._delivers, self._is_last = delivers, is_last
         self.reason: str | None = "the model is not loaded"
         self.maps: Mapping[LensKey, DeviceMap] = {}
-        self._heads: Sequence[nn.Module] | None = None
+        self._parts: Sequence[nn.Module] | None = None
         self._refused: str | None = None
 
     def load(self, group: Any, device: torch.device) -> None:
@@ -81,13 +81,13 @@ class OwnLens:
             dtype = self._vllm_config.model_config.dtype
             hidden = torch.ones(1, self._sites.hidden_size, dtype=dtype, device=device)
             head = self._call(hidden).head
-            check_head(head, group)
+            check_part(head, group)
         except Exception as error:  # the model is served, without a lens
             self._refused = _said(error)
         self._refused = agreed(self._refused, (group,))
         if self._refused is None:
             assert head is not None
-            self._heads = gather_heads(head, group, self._config.lens_head_mib)
+            self._parts = gather_parts(head, group, self._config.unembedding_mib)
 
     def begin(
         self, rows: Callable[[], tuple[Tensor, Tensor]],
@@ -107,7 +107,7 @@ class OwnLens:
             call = self._call(hidden[None])
             if not self._delivers:
                 return {}
-            lens = lens_of(call, self._final_norm, row, self._heads)
+            lens = lens_of(call, self._final_norm, row, self._parts)
             warm(lambda: lens.reserve(row))
         except Exception as error:  # as above
             self.reason = _said(error)
@@ -125,7 +125,7 @@ class OwnLens:
         if not self._config.lens_rows:
             raise CompatError("it was started with additional_config['scope'].lens_rows 0")
         check_lens(
-            self._vllm_config, self._is_last, self._sites, self._here, self._config.lens_head_mib
+            self._vllm_config, self._is_last, self._sites, self._here, self._config.unembedding_mib
         )
         if self._refused is not None:
             raise CompatError(self._refused)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_scope.engine.vllm_types import VllmConfig
-from vllm_scope.engine.worker.vocabulary import head_of_one_rank, tensors_of
+from vllm_scope.engine.worker.vocabulary import part_alone, tensors_of
 from vllm_scope.errors import CompatError
 from vllm_scope.request.sites import Place, Sites
 from vllm_scope.worker.lens import DeviceLens
@@ -56,13 +56,13 @@ class LogitsCall:
         assert isinstance(self.args[0], nn.Module)
         return self.args[0]
 
-    def logits_by(self, heads: Sequence[nn.Module]) -> Callable[[Tensor], Tensor]:
-        """rows [n, hidden_size] -> logits [n, vocab_size], by the heads of all ranks.
+    def logits_by(self, parts: Sequence[nn.Module]) -> Callable[[Tensor], Tensor]:
+        """rows [n, hidden_size] -> logits [n, vocab_size], by the parts of all ranks.
 
         Raises:
             CompatError: the call takes a tensor of which the ranks' parts are not known.
         """
-        made = [self._logits_of(head) for head in heads]
+        made = [self._logits_of(head) for head in parts]
         if len(made) == 1:
             return made[0]
         vocab_size = int(self.processor.org_vocab_size)  # type: ignore[arg-type]
@@ -92,14 +92,14 @@ class LogitsCall:
 
 
 def check_lens(
-    config: VllmConfig, is_last: bool, sites: Sites, here: Collection[int], head_mib: float
+    config: VllmConfig, is_last: bool, sites: Sites, here: Collection[int], unembedding_mib: float
 ) -> None:
     """Check what a lens needs of an engine, before its model is looked at.
 
     Args:
         is_last: of the pipeline stages.
         here: boundaries with a tap on this worker.
-        head_mib: additional_config['scope'].lens_head_mib.
+        unembedding_mib: additional_config['scope'].unembedding_mib.
 
     Raises:
         CompatError: the text says what is needed.
@@ -112,12 +112,12 @@ def check_lens(
     if config.model_config.runner_type != "generate":
         raise CompatError("the model does not generate, so that it has no unembedding")
     ranks = config.parallel_config.tensor_parallel_size
-    if ranks > 1 and not head_mib:
+    if ranks > 1 and not unembedding_mib:
         size = config.model_config.get_vocab_size() * sites.hidden_size
         needed = size * config.model_config.dtype.itemsize * (ranks - 1) / ranks / 2**20
         raise CompatError(
             f"tensor_parallel_size is {ranks}, and no rank has the whole unembedding; start with "
-            f"additional_config={{'scope': {{'lens_head_mib': {math.ceil(needed * 1.01)}}}}}, so "
+            f"additional_config={{'scope': {{'unembedding_mib': {math.ceil(needed * 1.01)}}}}}, so "
             "that the first rank holds the parts of the others, or read the rows and use "
             "vllm_scope.analysis.lens"
         )
@@ -131,7 +131,7 @@ def check_lens(
 
 def lens_of(
     call: LogitsCall, final_norm: nn.Module | None, row: Tensor,
-    heads: Sequence[nn.Module] | None = None,
+    parts: Sequence[nn.Module] | None = None,
 ) -> DeviceLens:  # fmt: skip
     """The lens of a model.
 
@@ -139,7 +139,7 @@ def lens_of(
         call: of the row that the model returned of `row`.
         final_norm: `Anatomy.norm_here`.
         row: [hidden_size], the exit of the last layer in a forward.
-        heads: of all tensor-parallel ranks, as vocabulary.gather_heads makes them; None: the
+        parts: of all tensor-parallel ranks, as vocabulary.gather_parts makes them; None: the
             model's own is whole.
 
     Raises:
@@ -151,16 +151,14 @@ def lens_of(
     assert isinstance(hidden, Tensor)
     assert isinstance(logits, Tensor)
     head = call.head
-    if heads is None:
+    if parts is None:
         # On a CPU the model's own cannot be used by two threads at once.
-        heads = (
-            [head_of_one_rank(head, tensors_of(head))] if hasattr(head, "cpu_linear") else [head]
-        )
+        parts = [part_alone(head, tensors_of(head))] if hasattr(head, "cpu_linear") else [head]
     with torch.inference_mode():
         if not _near(norm(row[None]), hidden, row.dtype):
             raise CompatError(f"{call.model} does more after its layers than its final norm does")
-        made = call.logits_by(heads)
-        if len(heads) > 1 and not _near(made(hidden), logits, row.dtype):
+        made = call.logits_by(parts)
+        if len(parts) > 1 and not _near(made(hidden), logits, row.dtype):
             raise CompatError(f"the ranks' parts of {call.model}'s unembedding make other logits")
     lens = DeviceLens(lambda rows: made(norm(rows)), logits.shape[1])
     for num_rows in _FIRST_ROWS:

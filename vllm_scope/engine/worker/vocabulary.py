@@ -1,6 +1,6 @@
 """The parts of the unembedding that tensor-parallel ranks hold, together on the first rank.
 
-Owns:  `gather_heads`, `head_of_one_rank`, `tensors_of`.
+Owns:  `gather_parts`, `part_alone`, `tensors_of`.
 Runs:  in every worker of a tensor-parallel group, on its main thread, when the model is loaded, so
        that vLLM counts the memory.
 From:  unembedding (which finds the head), vLLM's group.   To: own_lens.
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vllm_scope.errors import CompatError, ConfigError
 
 
-def check_head(head: nn.Module, group: Any) -> None:
+def check_part(head: nn.Module, group: Any) -> None:
     """Raises CompatError if the parts of a head cannot be gathered.
 
     Args:
@@ -35,15 +35,15 @@ def check_head(head: nn.Module, group: Any) -> None:
         raise CompatError("the unembedding is shared by another group than the layers'")
 
 
-def gather_heads(head: nn.Module, group: Any, most_mib: float) -> tuple[nn.Module, ...]:
-    """The heads of all ranks in the order of their vocabulary; none on another rank than the first.
+def gather_parts(head: nn.Module, group: Any, most_mib: float) -> tuple[nn.Module, ...]:
+    """The parts of all ranks in the order of their vocabulary; none on another rank than the first.
 
     Every rank of the group calls it, on its main thread. The tensors travel through host memory.
 
     Args:
-        head: this rank's, as `check_head` allows.
+        head: this rank's, as `check_part` allows.
         group: vLLM's tensor-parallel group.
-        most_mib: additional_config['scope'].lens_head_mib.
+        most_mib: additional_config['scope'].unembedding_mib.
 
     Raises:
         ConfigError: the parts of the other ranks take more, on every rank alike.
@@ -53,8 +53,8 @@ def gather_heads(head: nn.Module, group: Any, most_mib: float) -> tuple[nn.Modul
     needed = len(others) * sum(one.nbytes for one in tensors.values()) / 2**20
     if needed > most_mib:
         raise ConfigError(
-            f"additional_config['scope'].lens_head_mib is {most_mib:g}; the other ranks' parts of "
-            f"the unembedding take {needed:,.1f} MiB of the first rank's device. Raise it, or "
+            f"additional_config['scope'].unembedding_mib is {most_mib:g}; the other ranks' parts "
+            f"of the unembedding take {needed:,.1f} MiB of the first rank's device. Raise it, or "
             "leave it out: requests then have no lens."
         )
     if group.rank_in_group:
@@ -64,7 +64,7 @@ def gather_heads(head: nn.Module, group: Any, most_mib: float) -> tuple[nn.Modul
     parts = [
         {name: _received(one, rank, group) for name, one in tensors.items()} for rank in others
     ]
-    return tuple(head_of_one_rank(head, some) for some in (tensors, *parts))
+    return tuple(part_alone(head, some) for some in (tensors, *parts))
 
 
 def tensors_of(head: nn.Module) -> dict[str, Tensor]:
@@ -73,7 +73,7 @@ def tensors_of(head: nn.Module) -> dict[str, Tensor]:
     return {name: one for name, one in found.items() if one is not None}
 
 
-def head_of_one_rank(head: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+def part_alone(head: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """A head like this one with other tensors. Its logits are those of its own part alone, and any
     thread may use it.
 
