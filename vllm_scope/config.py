@@ -68,10 +68,15 @@ class ScopeConfig(BaseModel):
         saes_mib: device memory of each worker for the encoders of those SAEs, without which a
             request cannot ask for the strongest features. The engine does not start if they take
             more. 0: workers hold none.
+        saes_dtype: of those encoders: "auto", the model's, or "fp8", float8_e4m3fn with a scale for
+            each feature, which takes half of the memory of bf16 and more time (docs/features.md).
         lenses: lenses that map rows before the model's own norm and unembedding, name -> a file or
             folder, or {"path", "sha256"} (vllm_scope.lenses).
         lenses_mib: device memory of each worker for their maps. The engine does not start if they
             take more.
+        unembedding_mib: with tensor parallelism, device memory of the first rank for the other
+            ranks' parts of the unembedding, without which requests cannot have a lens. The engine
+            does not start if they take more. 0: it takes none.
         lens_rows: the most rows that the lenses of one request are applied to: selected tokens,
             those that it may generate too, times layers. 0: requests cannot have a lens.
         lens_rows_running: the same of all running requests together. If a request would exceed it,
@@ -108,8 +113,10 @@ class ScopeConfig(BaseModel):
     modules: dict[str, str] = Field(default_factory=dict)
     saes: dict[str, str] = Field(default_factory=dict)
     saes_mib: Number = Field(default=4096.0, ge=0)
+    saes_dtype: Literal["auto", "fp8"] = "auto"
     lenses: dict[str, Any] = Field(default_factory=dict)
     lenses_mib: Number = Field(default=4096.0, ge=0)
+    unembedding_mib: Number = Field(default=0.0, ge=0)
     lens_rows: StrictInt = Field(default=1 << 16, ge=0)
     lens_rows_running: StrictInt = Field(default=1 << 20, gt=0)
     moments_mib: Number = Field(default=0.0, ge=0)

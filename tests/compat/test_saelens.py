@@ -1,4 +1,5 @@
 """SAELens trains on the rows of a harvest: from its cache of activations, and as a data provider.
+What a worker makes of its SAEs is what SAELens makes.
 
 make test-training         # SAELens itself reads the rows; elsewhere this is skipped
 """
@@ -15,6 +16,8 @@ import vllm_scope
 from tests import recorded
 from vllm_scope import Read
 from vllm_scope.files import RowDataset, export_saelens
+from vllm_scope.saes.load import load_sae
+from vllm_scope.worker.held_saes import DeviceSae
 
 pytest.importorskip("datasets")
 pytest.importorskip("sae_lens")
@@ -100,3 +103,60 @@ def test_a_row_dataset_is_a_data_provider_of_saelens(harvested, tmp_path):
     again = trained(iter(list(seen)), tmp_path)[1]
     assert weights.keys() == again.keys()
     assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fp8", "of_largest", "of_each", "agreeing"),
+    [
+        pytest.param(torch.float32, False, 1e-6, 2e-6, 1, id="float32"),
+        pytest.param(torch.bfloat16, False, 2e-3, 2e-3, 0.99, id="bfloat16"),
+        pytest.param(torch.float32, True, 0.015, 0.01, 0.97, id="fp8-of-float32"),
+        pytest.param(torch.bfloat16, True, 0.015, 0.01, 0.97, id="fp8-of-bfloat16"),
+    ],
+)
+def test_held_features_are_saelens_encode_in_float32(
+    dtype, fp8, of_largest, of_each, agreeing, tmp_path
+):
+    """Rows are sums of 32 decoder rows and noise. The error of a value is at most `of_largest` of
+    the row's largest feature, and its quadratic mean `of_each` of the value. Of the 32 strongest
+    features at least the share `agreeing` are SAELens's."""
+    from sae_lens.saes.jumprelu_sae import JumpReLUSAE, JumpReLUSAEConfig
+
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator)
+
+    d_in, d_sae, count, num_rows = 1024, 4096, 32, 64
+    sae = JumpReLUSAE(JumpReLUSAEConfig(d_in=d_in, d_sae=d_sae, dtype="float32", device="cpu"))
+    decoder = random(d_sae, d_in)
+    decoder /= decoder.norm(dim=1, keepdim=True)
+    sae.load_state_dict({
+        "W_dec": decoder, "W_enc": (decoder.T + random(d_in, d_sae) / 64).contiguous(),
+        "b_dec": random(d_in) / 2, "b_enc": random(d_sae) / 8,
+        "threshold": torch.full((d_sae,), 1.5),
+    })  # fmt: skip
+    sae.cfg.metadata.hook_name = HOOK
+    sae.save_model(tmp_path)
+    planted = torch.zeros(num_rows, d_sae)
+    for row in planted:
+        at = torch.randperm(d_sae, generator=generator)[:count]
+        row[at] = 1 + 9 * torch.rand(count, generator=generator)
+    rows = planted @ decoder + sae.b_dec.data + random(num_rows, d_in) / 10
+    with torch.no_grad():
+        exact = sae.encode(rows)
+    packed = DeviceSae(load_sae(tmp_path), dtype, torch.device("cpu"), fp8).pack(
+        rows.to(dtype), count
+    )
+    words = packed.view(torch.int32)[:, : 2 * count]
+    indices, values = words[:, :count].long(), words[:, count:].view(torch.float32)
+    same, best = exact.gather(1, indices), exact.topk(count)
+    errors, large = (values - same).abs(), same > 1.6
+    assert large.sum() > num_rows * count * 0.9
+    assert (errors / best.values[:, :1])[large].max() <= of_largest
+    assert (errors / same)[large].square().mean().sqrt() <= of_each
+    shared = (indices[:, :, None] == best.indices[:, None, :]).any(2)
+    assert shared.float().mean() >= agreeing
+    # Which of the others are chosen is decided near the weakest of the strongest.
+    weakest = best.values[:, -1:]
+    assert ((same - weakest).abs() <= 2 * of_largest * best.values[:, :1])[~shared].all()

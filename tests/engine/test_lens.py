@@ -229,18 +229,6 @@ def test_under_ngram_speculation(llama, ref):
         assert len(found[0]) == len(output.prompt_token_ids) + 39
 
 
-def test_two_tensor_parallel_ranks_refuse(llama, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    with process_engine(
-        llama, dtype="float32", tensor_parallel_size=2, skip_tokenizer_init=True,
-        enforce_eager=True,
-    ) as llm:  # fmt: skip
-        with pytest.raises(SpecError, match="lens: tensor_parallel_size is 2, so that no rank has"):
-            run(llm, PROMPTS[:1], asked(LensTopK()))
-        (output,) = run(llm, PROMPTS[:1], asked(Read("resid_post")))
-        assert output.scope.status == "complete"
-
-
 def test_two_pipeline_stages_apply_it_on_the_last(llama, ref, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     with process_engine(

@@ -14,7 +14,7 @@ from tests.engine import test_branch_sites as branches
 from tests.engine.test_edits import EDITS, check, direction, params
 from tests.engine.test_gates import gated
 from tests.engine.test_sinks import check_equal
-from vllm_scope import Add, Gate, Probe, Read, SpecError
+from vllm_scope import Add, Gate, LensTopK, Probe, Read, SpecError
 from vllm_scope.analysis.attention import attention_pattern
 from vllm_scope.request.sites import Place
 
@@ -95,6 +95,10 @@ def test_ranks_and_stages_are_put_together(
                 llm.generate(prompts[:1], across, use_tqdm=False)
         else:
             llm.generate(prompts[:1], across, use_tqdm=False)
+            with pytest.raises(
+                SpecError, match=r"lens: tensor_parallel_size is 2, .*'unembedding_mib': 1\}"
+            ):
+                llm.generate(prompts[:1], params(LensTopK()), use_tqdm=False)
     # One rank of each stage drains, and so writes; a boundary belongs to one stage.
     assert [rank["drains"] for rank in ranks] == [True, False][:tensor] * pipeline
     beside = [Place(site, k).boundary for site in (*branches.SITES, *INSIDE) for k in range(3)]

@@ -7,7 +7,7 @@ Runs:  in workers that drain: loaded at start; computed on a GPU on the worker's
 From:  saes.sae.   To: packer.
 
 Promise: the host never waits for the device. Memory beside the rows is bounded by MOST_BYTES of
-products, and about as much again.
+products, and about as much again; of UNPACKED_BYTES more for weights in float8.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from vllm_scope.codecs.scaled import Fp8
 from vllm_scope.errors import ConfigError, shown
 from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
 from vllm_scope.request.heads import LensKey
@@ -26,36 +27,44 @@ from vllm_scope.saes.sae import Sae
 
 #: Products that are computed at once.
 MOST_BYTES = 128 << 20
+#: float8 weights that are unpacked at once, in bytes of what they become.
+UNPACKED_BYTES = 32 << 20
+FP8 = torch.float8_e4m3fn
 #: Features whose maximum is looked at first. The k strongest features are in the k groups with the
 #: largest maxima, so that the whole width is read once and not sorted.
 GROUP = 64
 
 
 def num_bytes(sae: Sae, dtype: torch.dtype) -> int:
-    """What the SAE's encoder takes with weights of this dtype."""
-    return sae.d_sae * (sae.d_model * dtype.itemsize + 4 * (1 + _has_thresholds(sae)))
+    """What the SAE's encoder takes with weights of this dtype; those of FP8 have scales."""
+    num_vectors = 1 + _has_thresholds(sae) + (dtype == FP8)
+    return sae.d_sae * (sae.d_model * dtype.itemsize + 4 * num_vectors)
 
 
 def hold_saes(
-    saes: Iterable[Sae], most_mib: float, dtype: torch.dtype, device: torch.device
-) -> dict[str, DeviceSae]:
+    saes: Iterable[Sae], most_mib: float, dtype: torch.dtype, device: torch.device,
+    fp8: bool = False,
+) -> dict[str, DeviceSae]:  # fmt: skip
     """The encoders on the device, by their SAEs' names; none if `most_mib` is 0.
 
     Args:
         most_mib: additional_config['scope'].saes_mib.
+        fp8: as in DeviceSae.
 
     Raises:
         ConfigError: they take more.
     """
     every = list(saes) if most_mib else []
-    needed = sum(num_bytes(sae, kept_dtype(dtype, device)) for sae in every) / 2**20
+    kept = FP8 if fp8 else kept_dtype(dtype, device)
+    needed = sum(num_bytes(sae, kept) for sae in every) / 2**20
     if needed > most_mib:
         raise ConfigError(
             f"additional_config['scope'].saes_mib is {most_mib:g}; the encoders of "
             f"{', '.join(shown(sae.name) for sae in every[:8])} take {needed:,.1f} MiB of each "
-            "device. Name fewer, or raise it; with 0 requests can name single features alone."
+            f"device. Name fewer{'' if fp8 else ', set saes_dtype to fp8'}, or raise it; with 0 "
+            "requests can name single features alone."
         )
-    return {sae.name: DeviceSae(sae, dtype, device) for sae in every}
+    return {sae.name: DeviceSae(sae, dtype, device, fp8) for sae in every}
 
 
 class PairMaker(Protocol):
@@ -75,11 +84,16 @@ class DeviceSae:
 
     Args:
         dtype: of rows and weights. Sums are float32.
+        fp8: weights are float8_e4m3fn with a float32 scale for each feature, as codecs.scaled.Fp8
+            has rows. They are exact in each dtype of rows, to which they are unpacked in parts.
     """
 
-    def __init__(self, sae: Sae, dtype: torch.dtype, device: torch.device) -> None:
-        shape, kept = (sae.d_sae, sae.d_model), kept_dtype(dtype, device)
+    def __init__(
+        self, sae: Sae, dtype: torch.dtype, device: torch.device, fp8: bool = False
+    ) -> None:
+        shape, kept = (sae.d_sae, sae.d_model), FP8 if fp8 else kept_dtype(dtype, device)
         self._weight = torch.empty(shape, dtype=kept, device=device)
+        self._scale = torch.empty(sae.d_sae, device=device) if fp8 else None
         self._bias = torch.empty(sae.d_sae, device=device)
         self._threshold = torch.zeros(sae.d_sae, device=device) if _has_thresholds(sae) else None
         self._k = sae.d_sae if sae.k is None else sae.k
@@ -87,10 +101,16 @@ class DeviceSae:
         first, b_dec = 0, sae.decoder_bias.to(device).double()
         for part in sae.folded(device):
             here = slice(first, first := first + len(part.bias))
-            weight, bias = part.encoder.to(dtype), part.bias
+            weight, bias, exact = part.encoder.to(dtype), part.bias, part.encoder
+            rounded = weight.double()
+            if self._scale is not None:
+                scaled = Fp8(hidden_size=sae.d_model, dtype="float32").encode(exact.float())
+                weight, scale = scaled["q"], scaled["scale"]
+                self._scale[here] = scale[:, 0]
+                rounded = weight.double() * scale.double()
             if sae.apply_b_dec_to_input:
                 # The rounding of the weights then counts for x - b_dec, not for x and for b_dec.
-                bias = bias + (part.encoder - weight.double()) @ b_dec / sae.input_scale
+                bias = bias + (exact - rounded) @ b_dec / sae.input_scale
             self._weight[here] = weight
             self._bias[here] = bias
             if self._threshold is not None and part.threshold is not None:
@@ -113,7 +133,7 @@ class DeviceSae:
 
     def _strongest(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The largest features of each row, of an SAE without thresholds before the ReLU."""
-        products = _products(rows, self._weight)
+        products = self._products(rows)
         if rows.is_cuda and _grouped(products.shape[1], count):
             # Triton is there where there is a GPU.
             from vllm_scope.worker.maxima import maxima
@@ -121,6 +141,18 @@ class DeviceSae:
             largest = maxima(products, self._bias, self._threshold, GROUP)
             return _among(largest, count, partial(self._features_at, products))
         return strongest(self._features(products.add_(self._bias), self._threshold), count)
+
+    def _products(self, rows: Tensor) -> Tensor:
+        """float32 [n, d_sae], x . weight."""
+        if self._scale is None:
+            return _products(rows, self._weight)
+        d_sae, d_model = self._weight.shape
+        dtype = kept_dtype(rows.dtype, rows.device)
+        products = torch.empty(len(rows), d_sae, device=rows.device)
+        size = max(1, UNPACKED_BYTES // (d_model * dtype.itemsize))
+        for some, into in zip(self._weight.split(size), products.split(size, 1), strict=True):
+            into.copy_(_products(rows, some.to(dtype)))
+        return products.mul_(self._scale)
 
     def _features_at(self, products: Tensor, at: Tensor) -> Tensor:
         thresholds = None if self._threshold is None else self._threshold[at]

@@ -8,8 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_scope.engine.worker.unembedding import check_lens, lens_of
-from vllm_scope.errors import CompatError
+from vllm_scope.engine.worker.unembedding import check_lens, lens_of, logits_call
+from vllm_scope.engine.worker.vocabulary import (
+    check_part,
+    gather_parts,
+    part_alone,
+    tensors_of,
+)
+from vllm_scope.errors import CompatError, ConfigError
 from vllm_scope.request.sites import Sites
 
 WIDTH, VOCAB, PADDED = 16, 50, 64
@@ -20,22 +26,24 @@ class Norm(nn.LayerNorm):
         return super().forward(rows), residual
 
 
+def product_of(layer, rows, bias=None):
+    return layer.cpu_linear(rows, layer.weight, bias)
+
+
 class Head(nn.Module):
     """As vLLM's on a CPU: its product has a state."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(PADDED, WIDTH), requires_grad=False)
-        self.tp_size, self.quant_method, self.num_calls = 1, self, 0
+        self.tp_size, self.num_calls = 1, 0
+        self.quant_method = SimpleNamespace(apply=product_of)
 
         def product(rows, weight, bias):
             self.num_calls += 1
             return nn.functional.linear(rows, weight, bias)
 
         self.cpu_linear = product
-
-    def apply(self, layer, rows, bias=None):
-        return layer.cpu_linear(rows, layer.weight, bias)
 
 
 class Model(nn.Module):
@@ -92,7 +100,7 @@ ROW = torch.randn(WIDTH, generator=torch.Generator().manual_seed(0))
 def test_a_lens_is_norm_head_cap_and_scale_without_padding():
     model = Model()
     hidden = model.norm(ROW[None])[0][0]
-    lens = lens_of(model, model.norm, ROW, hidden)
+    lens = lens_of(logits_call(model, hidden[None]), model.norm, ROW)
     assert lens.vocab_size == VOCAB
     num_calls = model.head.num_calls
     rows = torch.randn(7, WIDTH)
@@ -114,26 +122,127 @@ def test_a_model_that_does_more_has_no_lens(model, words):
     made = model()
     hidden = made.norm(ROW[None])[0][0]
     with pytest.raises(CompatError, match=words):
-        lens_of(made, made.norm, ROW, hidden)
+        logits_call(made, hidden[None])
     with pytest.raises(CompatError, match="does more after its layers than its final norm"):
-        lens_of(Model(), made.norm, ROW, hidden / 8)
+        lens_of(logits_call(Model(), hidden[None] / 8), made.norm, ROW)
     with pytest.raises(CompatError, match="does not call exactly one norm after its layers"):
-        lens_of(Model(), None, ROW, hidden)
+        lens_of(logits_call(Model(), hidden[None]), None, ROW)
+
+
+NUM_RANKS = 4
+
+
+class Biased(Model):
+    """As Phi: the bias of the head is an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.bias = nn.Parameter(torch.randn(PADDED), requires_grad=False)
+
+    def compute_logits(self, hidden):
+        return self.processor(self.head, hidden, self.head.bias)
+
+
+class Elsewhere(Model):
+    """Its bias is no part of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.zeros(PADDED)
+
+    def compute_logits(self, hidden):
+        return self.processor(self.head, hidden, embedding_bias=self.bias)
+
+
+def split_call(model, hidden):
+    """(the call as the first of several ranks sees it, the heads of all): the last rank's part ends
+    in the padding, whose logits would be the largest."""
+    model.head.weight[VOCAB:] = 100 * hidden
+    call = logits_call(model, hidden[None])
+    chunks = {name: one.chunk(NUM_RANKS) for name, one in tensors_of(model.head).items()}
+    heads = [
+        part_alone(model.head, {name: some[rank] for name, some in chunks.items()})
+        for rank in range(NUM_RANKS)
+    ]
+    model.head.tp_size = NUM_RANKS
+    return call, heads
+
+
+@pytest.mark.parametrize("model", [Model, Biased])
+def test_the_heads_of_all_ranks_make_the_logits_of_one(model):
+    made = model()
+    hidden = made.norm(ROW[None])[0][0]
+    whole = lens_of(logits_call(made, hidden[None]), made.norm, ROW)
+    call, heads = split_call(made, hidden)
+    lens = lens_of(call, made.norm, ROW, heads)
+    assert lens.vocab_size == VOCAB
+    rows = torch.randn(7, WIDTH)
+    torch.testing.assert_close(lens.logits(rows), whole.logits(rows))
+    assert (lens.pack(rows, VOCAB)[:, : 4 * VOCAB].view(torch.int32) < VOCAB).all()
+    assert heads[0].weight.data_ptr() == made.head.weight.data_ptr()
+
+
+def test_heads_of_other_parts_make_no_lens():
+    model = Model()
+    hidden = model.norm(ROW[None])[0][0]
+    call, heads = split_call(model, hidden)
+    for some in (heads[::-1], heads[:3], [*heads[:3], heads[0]]):
+        with pytest.raises(CompatError, match="parts of Model's unembedding make other logits"):
+            lens_of(call, model.norm, ROW, some)
+    call, heads = split_call(Elsewhere(), hidden)
+    with pytest.raises(CompatError, match="adds a tensor to its logits that is not its unemb"):
+        lens_of(call, model.norm, ROW, heads)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_parts_that_take_more_than_is_allowed_end_the_start_on_every_rank(rank):
+    group = SimpleNamespace(ranks=[4, 5, 6], rank_in_group=rank, world_size=3)
+    head = Head()
+    head.tp_size = 3
+    check_part(head, group)
+    with pytest.raises(
+        ConfigError, match=r"unembedding_mib is 0\.001; .* take 0\.0 MiB of the first"
+    ):
+        gather_parts(head, group, 0.001)
+
+
+def test_a_head_that_every_rank_holds_whole_is_not_gathered():
+    group = SimpleNamespace(ranks=[0, 1], rank_in_group=0, world_size=2)
+    (head,) = gather_parts(Head(), group, 0)
+    assert head.tp_size == 1
+    group.rank_in_group = 1
+    assert gather_parts(Head(), group, 0) == ()
+
+
+def test_a_head_of_another_group_or_another_kind_is_refused():
+    head = Head()
+    head.tp_size, head.parallel_group = 2, object()
+    with pytest.raises(CompatError, match="shared by another group"):
+        check_part(head, object())
+    with pytest.raises(CompatError, match="no single module"):
+        check_part(nn.Sequential(Head()), object())
 
 
 def test_what_an_engine_lacks_is_named():
     sites = Sites(3, WIDTH, "float32", (0, 2, 4, 6))
 
-    def reason(ranks=1, runner="generate", is_last=True, here=sites.boundaries):
-        config = SimpleNamespace(
+    def config_of(ranks=1, runner="generate"):
+        return SimpleNamespace(
             parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
-            model_config=SimpleNamespace(runner_type=runner),
+            model_config=SimpleNamespace(
+                runner_type=runner, dtype=torch.bfloat16, get_vocab_size=lambda: 2**21
+            ),
         )
+
+    def reason(is_last=True, here=sites.boundaries, **options):
         with pytest.raises(CompatError) as caught:
-            check_lens(config, is_last, sites, here)
+            check_lens(config_of(**options), is_last, sites, here, 0)
         return str(caught.value)
 
-    assert "tensor_parallel_size is 2" in reason(ranks=2)
+    # 2^21 rows of 16 numbers, of which another rank has half.
+    assert "tensor_parallel_size is 2, and no rank" in reason(ranks=2)
+    assert "'unembedding_mib': 33}" in reason(ranks=2)
+    check_lens(config_of(ranks=2), True, sites, sites.boundaries, 33)
     assert "only the last pipeline stage" in reason(is_last=False)
     assert "does not generate" in reason(runner="pooling")
     assert "resid_post of the last layer, 2, has no tap" in reason(here=(0, 2, 4))

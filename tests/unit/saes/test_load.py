@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.unit.saes import published
 from tests.unit.saes.published import D_IN, D_SAE, FORMATS, Published
+from vllm_scope.errors import SpecError
 from vllm_scope.saes.load import load_sae, load_saes
 from vllm_scope.saes.sae import Sae
 
@@ -126,3 +128,23 @@ def test_several_saes_get_their_names(tmp_path):
     saes = load_saes(paths)
     assert {name: sae.name for name, sae in saes.items()} == {"a": "a", "b": "b"}
     assert [sae.place for sae in saes.values()] == [("resid_post", 12), ("resid_post", 5)]
+
+
+def test_weights_in_float8_are_read_as_the_numbers_that_they_are(tmp_path):
+    config = published.V6 | {"architecture": "standard", "apply_b_dec_to_input": True}
+    exact = published.random_weights("b_enc")
+    path = published.write_saelens(tmp_path, config, exact)
+    some = {name: torch.tensor(one).to(torch.float8_e4m3fn) for name, one in exact.items()}
+    save_file(some, path / "sae_weights.safetensors")
+    sae, w = load_sae(path), {name: one.float().numpy() for name, one in some.items()}
+    assert sae.encoder.dtype == sae.decoder.dtype == torch.float8_e4m3fn
+    x = np.random.default_rng(1).normal(size=(4, D_IN)).astype(np.float32) * 2
+    features = published.relu((x - w["b_dec"]) @ w["W_enc"] + w["b_enc"])
+    close(sae.encode(torch.tensor(x)), features)
+    close(sae.encode(torch.tensor(x), [7, 0]), features[:, [7, 0]])
+    close(sae.decode(torch.tensor(features)), features @ w["W_dec"] + w["b_dec"])
+    close(sae.feature(3).decoder, w["W_dec"][3])
+    # A scale beside them would belong to a format that is not known.
+    save_file(some | {"W_enc_scale": torch.ones(D_SAE)}, path / "sae_weights.safetensors")
+    with pytest.raises(SpecError, match="has 'W_enc_scale', which an SAE of this format does not"):
+        load_sae(path)

@@ -8,10 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.conftest import TOYWORLD
 from tests.unit.saes.published import D_IN, D_SAE, FORMATS, Published
+from vllm_scope.config import ScopeConfig
+from vllm_scope.engine.worker.holding import held_saes as held_by_worker
 from vllm_scope.errors import ConfigError
 from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
+from vllm_scope.request.sites import Place
 from vllm_scope.saes.load import load_sae
+from vllm_scope.saes.sae import Sae
 from vllm_scope.worker import held_saes
 from vllm_scope.worker.held_saes import DeviceSae, hold_saes, num_bytes, strongest
 
@@ -81,3 +86,70 @@ def test_the_bound_names_what_is_needed(tmp_path):
     assert set(hold_saes(saes, 1, torch.float32, CPU)) == {"a", "b"}
     with pytest.raises(ConfigError, match=r"saes_mib is 0\.0001; .* 'a', 'b' take 0\.0 MiB"):
         hold_saes(saes, 1e-4, torch.float32, CPU)
+
+
+def features_of(packed: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 indices and float32 values, [n, count]."""
+    words = packed.view(torch.int32)[:, : 2 * count]
+    return words[:, :count].long(), words[:, count:].view(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["standard", "jumprelu", "topk", "gated"])
+def test_weights_that_float8_holds_exactly_make_the_same_features(architecture, dtype, monkeypatch):
+    monkeypatch.setattr(held_saes, "MOST_BYTES", 4 * 200 * 3)  # three rows at once
+    monkeypatch.setattr(held_saes, "UNPACKED_BYTES", 4 * 32 * 70)  # and 70 or 140 features
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    # The largest weight of a feature is 448 times a power of two: that power is its scale.
+    encoder = (random(200, 32) * 40).clamp(-448, 448)
+    encoder[:, 0] = 448
+    encoder = encoder.to(torch.float8_e4m3fn).float() * 2.0 ** -torch.arange(200)[:, None].fmod(9)
+    more = {
+        "standard": {}, "topk": {"k": 20}, "jumprelu": {"threshold": random(200).abs() * 9},
+        "gated": {"gate_bias": random(200), "gain": torch.zeros(200)},
+    }  # fmt: skip
+    sae = Sae(
+        "s", architecture, Place("resid_post", 0), encoder, encoder, random(200), random(32),
+        **more[architecture],
+    )  # fmt: skip
+    rows = random(20, 32).to(dtype)
+    held = DeviceSae(sae, dtype, CPU, fp8=True)
+    assert held._weight.dtype == torch.float8_e4m3fn
+    indices, values = features_of(held.pack(rows, 20), 20)
+    exact = sae.encode(rows.float())
+    tolerance = 1e-5 * float(exact.max())
+    torch.testing.assert_close(values, exact.topk(20).values, rtol=0, atol=tolerance)
+    torch.testing.assert_close(exact.gather(1, indices), values, rtol=0, atol=tolerance)
+    assert len(held.pack(rows[:0], 20)) == 0
+
+
+def test_an_engine_holds_float8_if_the_configuration_says_so():
+    folder = str(TOYWORLD / "sae")
+    sae = load_sae(folder)
+    x = sae.decode(20 * torch.eye(sae.d_sae)[:40])  # one feature each
+    here, found = (sae.place.boundary,), {}
+    for dtype in ("auto", "fp8"):
+        config = ScopeConfig.parse({"saes": {"toy": folder}, "saes_dtype": dtype})
+        held = held_by_worker(config, here, torch.float32, CPU)["toy"]
+        found[dtype] = features_of(held.pack(x, 8), 8)[1]
+    exact = sae.encode(x).topk(8).values
+    torch.testing.assert_close(found["auto"], exact, rtol=1e-4, atol=1e-4)
+    largest = exact[:, 0]
+    assert (largest > 5).all()
+    error = ((found["fp8"][:, 0] - largest) / largest).abs().max()
+    assert 1e-5 < float(error) < 0.05
+    with pytest.raises(ConfigError, match="saes_dtype is 'int4'"):
+        ScopeConfig.parse({"saes_dtype": "int4"})
+
+
+def test_float8_takes_a_byte_for_each_weight(tmp_path):
+    sae = load_sae(FORMATS[0](tmp_path / "a").path, name="a")
+    assert num_bytes(sae, torch.float8_e4m3fn) == D_SAE * (D_IN + 8)
+    needed = num_bytes(sae, torch.float8_e4m3fn) / 2**20
+    assert set(hold_saes([sae], needed, torch.bfloat16, CPU, fp8=True)) == {"a"}
+    with pytest.raises(ConfigError, match="Name fewer, set saes_dtype to fp8, or raise it"):
+        hold_saes([sae], needed, torch.bfloat16, CPU)

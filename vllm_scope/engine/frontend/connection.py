@@ -110,7 +110,9 @@ class Connection:
             sites, reason, first["num_stages"], deliver_timeout_s, limits[0],
             next((r["sinks"] for r in replies if r["drains"]), {}), {},
         )  # fmt: skip
-        found.no_lens = {b: r["lens"] for r in replies if r["lens"] for b in r["taps_here"]}
+        found.no_lens = {
+            b: r["lens"] for r in replies if r["drains"] and r["lens"] for b in r["taps_here"]
+        }
         maps = [(name, b) for r in replies for name, some in r["lenses"].items() for b in some]
         found.lenses = {
             name: frozenset(place for place in sites.of_lenses if (name, place.boundary) in maps)

@@ -36,7 +36,8 @@ def held_saes(
 
     some = [sae for sae in load_saes(config.saes).values() if sae.place.boundary in here]
     found: dict[str | LensKey, PairMaker] = {}
-    found.update(hold_saes(some, config.saes_mib, dtype, device).items())
+    fp8 = config.saes_dtype == "fp8"
+    found.update(hold_saes(some, config.saes_mib, dtype, device, fp8).items())
     return found
 
 

@@ -1,8 +1,9 @@
 """The final norm and the unembedding of a loaded model, as the lens of its rows.
 
-Owns:  `lens_of`, `check_lens`.
-Runs:  in every worker, once, after the canary.
-From:  graph.anatomy (the final norm), vLLM's LogitsProcessor.   To: worker.lens.
+Owns:  LogitsCall, `logits_call`, `lens_of`, `check_lens`.
+Runs:  in every worker, once, after the canary; with several ranks `logits_call` when the model is
+       loaded, too.
+From:  graph.anatomy (the final norm), vLLM's LogitsProcessor.   To: own_lens, worker.lens.
 
 Promise: fail closed. The lens applies what the model itself applies: the norm that it calls after
 its layers, then its LogitsProcessor, with the same head and bias. A dummy forward shows that
@@ -12,8 +13,8 @@ has no lens, and requests are told why.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,12 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from vllm_scope.engine.vllm_types import VllmConfig
+from vllm_scope.engine.worker.vocabulary import part_alone, tensors_of
 from vllm_scope.errors import CompatError
 from vllm_scope.request.sites import Place, Sites
 from vllm_scope.worker.lens import DeviceLens
 
 #: Of a row's length: how far the norm of the row may be from what the model itself made of it,
-#: before the row was rounded. Of another norm it is of the order of 1.
+#: before the row was rounded. Of another norm it is of the order of 1. The same of logits.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 #: Rows of the first calls: some models' norms are compiled for one row, for two, and for many, and
 #: not on the drain thread.
@@ -34,36 +36,74 @@ _FIRST_ROWS = (1, 2, 3)
 
 
 @dataclass
-class _Call:
-    """What a LogitsProcessor was called with, and what it returned.
+class LogitsCall:
+    """What a model's LogitsProcessor was called with, and what it returned.
 
     Attributes:
-        copies: of the rows and the logits, as they were then.
+        model: the model's name, for messages.
+        args: the head, [n, hidden_size] rows, and more.
+        logits: [n, vocab_size]; None where the rank of another one makes them.
     """
 
+    model: str
     processor: nn.Module
     args: tuple[object, ...]
     kwargs: dict[str, object]
     logits: object
-    copies: list[Tensor]
+
+    @property
+    def head(self) -> nn.Module:
+        assert isinstance(self.args[0], nn.Module)
+        return self.args[0]
+
+    def logits_by(self, parts: Sequence[nn.Module]) -> Callable[[Tensor], Tensor]:
+        """rows [n, hidden_size] -> logits [n, vocab_size], by the parts of all ranks.
+
+        Raises:
+            CompatError: the call takes a tensor of which the ranks' parts are not known.
+        """
+        made = [self._logits_of(head) for head in parts]
+        if len(made) == 1:
+            return made[0]
+        vocab_size = int(self.processor.org_vocab_size)  # type: ignore[arg-type]
+        return lambda rows: torch.cat([one(rows) for one in made], -1)[:, :vocab_size]
+
+    def _logits_of(self, head: nn.Module) -> Callable[[Tensor], Tensor]:
+        rest = [self._of(head, value) for value in self.args[2:]]
+        options = {name: self._of(head, value) for name, value in self.kwargs.items()}
+
+        def made(rows: Tensor) -> Tensor:
+            found = self.processor(head, rows, *rest, **options)
+            assert isinstance(found, Tensor)
+            return found
+
+        return made
+
+    def _of(self, head: nn.Module, value: object) -> object:
+        """What another head's call takes in the place of a value: of a tensor, the head's own."""
+        if not isinstance(value, Tensor):
+            return value
+        for name, one in tensors_of(self.head).items():
+            if one is value:
+                return tensors_of(head)[name]
+        if getattr(self.head, "tp_size", 1) == 1:
+            return value
+        raise CompatError(f"{self.model} adds a tensor to its logits that is not its unembedding's")
 
 
-def check_lens(config: VllmConfig, is_last: bool, sites: Sites, here: Collection[int]) -> None:
+def check_lens(
+    config: VllmConfig, is_last: bool, sites: Sites, here: Collection[int], unembedding_mib: float
+) -> None:
     """Check what a lens needs of an engine, before its model is looked at.
 
     Args:
         is_last: of the pipeline stages.
         here: boundaries with a tap on this worker.
+        unembedding_mib: additional_config['scope'].unembedding_mib.
 
     Raises:
         CompatError: the text says what is needed.
     """
-    ranks = config.parallel_config.tensor_parallel_size
-    if ranks > 1:
-        raise CompatError(
-            f"tensor_parallel_size is {ranks}, so that no rank has the whole vocabulary; start "
-            "with tensor_parallel_size 1, or read the rows and use vllm_scope.analysis.lens"
-        )
     if not is_last:
         raise CompatError(
             "only the last pipeline stage has the final norm and the unembedding; name layers of "
@@ -71,6 +111,16 @@ def check_lens(config: VllmConfig, is_last: bool, sites: Sites, here: Collection
         )
     if config.model_config.runner_type != "generate":
         raise CompatError("the model does not generate, so that it has no unembedding")
+    ranks = config.parallel_config.tensor_parallel_size
+    if ranks > 1 and not unembedding_mib:
+        size = config.model_config.get_vocab_size() * sites.hidden_size
+        needed = size * config.model_config.dtype.itemsize * (ranks - 1) / ranks / 2**20
+        raise CompatError(
+            f"tensor_parallel_size is {ranks}, and no rank has the whole unembedding; start with "
+            f"additional_config={{'scope': {{'unembedding_mib': {math.ceil(needed * 1.01)}}}}}, so "
+            "that the first rank holds the parts of the others, or read the rows and use "
+            "vllm_scope.analysis.lens"
+        )
     last = sites.num_layers - 1
     if Place("resid_post", last).boundary not in here:
         raise CompatError(
@@ -80,32 +130,48 @@ def check_lens(config: VllmConfig, is_last: bool, sites: Sites, here: Collection
 
 
 def lens_of(
-    model: nn.Module, final_norm: nn.Module | None, row: Tensor, hidden: Tensor
-) -> DeviceLens:
+    call: LogitsCall, final_norm: nn.Module | None, row: Tensor,
+    parts: Sequence[nn.Module] | None = None,
+) -> DeviceLens:  # fmt: skip
     """The lens of a model.
 
     Args:
-        model: vLLM's, with `compute_logits`.
+        call: of the row that the model returned of `row`.
         final_norm: `Anatomy.norm_here`.
         row: [hidden_size], the exit of the last layer in a forward.
-        hidden: [hidden_size], what the model returned of it there.
+        parts: of all tensor-parallel ranks, as vocabulary.gather_parts makes them; None: the
+            model's own is whole.
 
     Raises:
         CompatError: the model has no such lens; the text says why.
     """
-    name = type(model).__name__
     if final_norm is None:
-        raise CompatError(f"{name} does not call exactly one norm after its layers")
-    norm = _norm_of(final_norm)
+        raise CompatError(f"{call.model} does not call exactly one norm after its layers")
+    norm, hidden, logits = _norm_of(final_norm), call.args[1], call.logits
+    assert isinstance(hidden, Tensor)
+    assert isinstance(logits, Tensor)
+    head = call.head
+    if parts is None:
+        # On a CPU the model's own cannot be used by two threads at once.
+        parts = [part_alone(head, tensors_of(head))] if hasattr(head, "cpu_linear") else [head]
     with torch.inference_mode():
-        error = (norm(row[None])[0].float() - hidden.float()).norm()
-        if not error <= _TOLERANCE[row.dtype] * hidden.float().norm():
-            raise CompatError(f"{name} does more after its layers than its final norm does")
-        made, logits = _unembedding_of(model, hidden[None])
+        if not _near(norm(row[None]), hidden, row.dtype):
+            raise CompatError(f"{call.model} does more after its layers than its final norm does")
+        made = call.logits_by(parts)
+        if len(parts) > 1 and not _near(made(hidden), logits, row.dtype):
+            raise CompatError(f"the ranks' parts of {call.model}'s unembedding make other logits")
     lens = DeviceLens(lambda rows: made(norm(rows)), logits.shape[1])
     for num_rows in _FIRST_ROWS:
         lens.pack(row.expand(num_rows, -1).contiguous(), 1)
     return lens
+
+
+def _near(found: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
+    """True if rows that were computed in this dtype are the same, up to rounding."""
+    if found.shape != exact.shape:
+        return False
+    error = (found.float() - exact.float()).norm()
+    return bool(error <= _TOLERANCE[dtype] * exact.float().norm())
 
 
 def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -123,25 +189,35 @@ def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
     return norm
 
 
-def _unembedding_of(model: nn.Module, hidden: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """(hidden [n, hidden_size] -> logits [n, vocab_size], the logits of `hidden`)"""
+def logits_call(model: nn.Module, hidden: Tensor) -> LogitsCall:
+    """How the model makes its logits. All tensor-parallel ranks call it together.
+
+    Args:
+        model: vLLM's, with `compute_logits`.
+        hidden: [n, hidden_size], what the model returned.
+
+    Raises:
+        CompatError: the model does more than to call one LogitsProcessor.
+    """
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
     name = type(model).__name__
     if any(isinstance(getattr(m, "base_layer", None), LogitsProcessor) for m in model.modules()):
         raise CompatError("LoRA adapters may change the unembedding; start without enable_lora")
-    calls: list[_Call] = []
+    calls: list[LogitsCall] = []
+    copies: list[Tensor] = []
 
     def see(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object],
             logits: object) -> None:  # fmt: skip
-        copies = [one.clone() for one in (*args[1:2], logits) if isinstance(one, Tensor)]
-        calls.append(_Call(module, args, kwargs, logits, copies))
+        copies.extend(one.clone() for one in (*args[1:2], logits) if isinstance(one, Tensor))
+        calls.append(LogitsCall(name, module, args, kwargs, logits))
 
     before = hidden.clone()
     every = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
     handles = [one.register_forward_hook(see, with_kwargs=True) for one in every]
     try:
-        logits = model.compute_logits(hidden)  # type: ignore[operator]
+        with torch.inference_mode():
+            logits = model.compute_logits(hidden)  # type: ignore[operator]
     finally:
         for handle in handles:
             handle.remove()
@@ -149,27 +225,11 @@ def _unembedding_of(model: nn.Module, hidden: Tensor) -> tuple[Callable[[Tensor]
         raise CompatError(f"{name} does not make its logits with one LogitsProcessor")
     (call,) = calls
     # compute_logits itself must change neither the row nor the logits, in place neither.
-    same = len(call.args) > 1 and call.args[1] is hidden and call.logits is logits
-    if not same or not all(map(torch.equal, call.copies, (before, logits))):
+    same = (
+        len(call.args) > 1 and isinstance(call.args[0], nn.Module)
+        and call.args[1] is hidden and call.logits is logits
+    )  # fmt: skip
+    after = [before] if logits is None else [before, logits]
+    if not same or len(copies) != len(after) or not all(map(torch.equal, copies, after)):
         raise CompatError(f"{name} changes its rows or its logits outside of LogitsProcessor")
-    head, rest, options = _own_head(call.args[0]), call.args[2:], call.kwargs
-
-    def made(rows: Tensor) -> Tensor:
-        found = call.processor(head, rows, *rest, **options)
-        assert isinstance(found, Tensor)
-        return found
-
-    assert isinstance(logits, Tensor)
-    return made, logits
-
-
-def _own_head(head: object) -> object:
-    """The head for another thread. On a CPU vLLM's product has a state (oneDNN's memory), which two
-    threads must not use at once; the copy shares the weights, and uses torch's product.
-    vllm 0.32, model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm
-    """
-    if not hasattr(head, "cpu_linear"):
-        return head
-    own = copy.copy(head)
-    own.cpu_linear = torch.nn.functional.linear
-    return own
+    return call

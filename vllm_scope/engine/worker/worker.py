@@ -15,7 +15,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 
 import msgspec
 from torch import Tensor
@@ -35,7 +34,7 @@ from vllm_scope.engine.worker import runners
 from vllm_scope.engine.worker.attention import kernel_of
 from vllm_scope.engine.worker.delivery import IDLE_COUNTERS, NOBODY, WorkerDelivery
 from vllm_scope.engine.worker.faults import Faults
-from vllm_scope.engine.worker.holding import held_maps, held_saes
+from vllm_scope.engine.worker.holding import held_saes
 from vllm_scope.engine.worker.loading import (
     Forward,
     check_taps,
@@ -43,18 +42,18 @@ from vllm_scope.engine.worker.loading import (
     last_rows,
     load_taps,
 )
+from vllm_scope.engine.worker.own_lens import OwnLens
 from vllm_scope.engine.worker.proving import Proved, agreed, proved_anatomy
 from vllm_scope.engine.worker.replies import Connected, Described
 from vllm_scope.engine.worker.scaling import Scaling
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.engine.worker.steps import Steps
-from vllm_scope.engine.worker.unembedding import check_lens, lens_of
 from vllm_scope.errors import CapacityError, CompatError, ConfigError, ScopeError
 from vllm_scope.graph.anatomy.supposed import compare_compiled
 from vllm_scope.graph.tap import op
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.held import Held
-from vllm_scope.request.heads import LENS, LensKey
+from vllm_scope.request.heads import LensKey
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Place
 from vllm_scope.request.ticket import Recipient
@@ -62,7 +61,6 @@ from vllm_scope.sinks.request import Ended
 from vllm_scope.transport.messages import Address
 from vllm_scope.vectors import load_vectors
 from vllm_scope.worker.held_saes import PairMaker
-from vllm_scope.worker.lens import DeviceMap
 from vllm_scope.worker.plan import Planner
 
 logger = logging.getLogger("vllm.vllm_scope")
@@ -77,7 +75,7 @@ class ScopeWorker:
     Attributes:
         reason: why the model cannot be tapped; None if it can.
         steps: None if the model cannot be tapped.
-        no_lens: why the model's lens cannot be applied here; None if it can.
+        lens: None if the model cannot be tapped.
         here: boundaries with a tap on this worker.
     """
 
@@ -86,7 +84,7 @@ class ScopeWorker:
         self._vllm_config = worker.vllm_config
         self.config = config
         self.reason: str | None = None
-        self.no_lens: str | None = "its model is not loaded"
+        self.lens: OwnLens | None = None
         self.runner_version = "unknown"
         self.here: tuple[int, ...] = ()
         self._planner: Planner | None = None
@@ -98,7 +96,6 @@ class ScopeWorker:
         self._faults: Faults | None = None
         self._scaling: Scaling | None = None
         self._pair_makers: dict[str | LensKey, PairMaker] = {}
-        self._maps: Mapping[LensKey, DeviceMap] = {}
         self._heard = Heard()
         #: Requests that EngineCore has named and that are not over, also those that failed.
         self._entered: set[str] = set()
@@ -155,12 +152,14 @@ class ScopeWorker:
         self.here, self.limits = loaded.here, loaded.limits
         self._tables, self._arena = loaded.tables, loaded.arena
         self._functions = StepFunctions(anatomy, runner.get_model())
-        self._final_norm = anatomy.norm_here
+        device, dtype = self._worker.device, self._vllm_config.model_config.dtype
+        self.lens = OwnLens(
+            runner.get_model(), anatomy.norm_here, self._vllm_config, self.config, self.sites,
+            self.here, self.drains, self.is_last,
+        )  # fmt: skip
+        self.lens.load(groups[0], device)
         if self.drains:
-            device, dtype = self._worker.device, self._vllm_config.model_config.dtype
             self._pair_makers |= held_saes(self.config, self.here, dtype, device)
-            if self.is_last:
-                self._maps = held_maps(self.config, self.sites, self.here, dtype, device)
             self._delivery = WorkerDelivery.open(
                 self.config, self._arena, loaded.sizes, self.sites, self.here,
                 (self.stage, self.num_stages), str(self._vllm_config.model_config.model),
@@ -210,8 +209,8 @@ class ScopeWorker:
         try:
             check_taps(self.here, self.limits.widths, self._tables, self._arena, ring, forward)
             self._check_rows(forward)
-            if self.reason is None:
-                self._load_lens(forward)
+            if self.reason is None and self.lens is not None:
+                self._begin_lens(self.lens, forward)
         finally:
             steps.active = False
 
@@ -237,30 +236,13 @@ class ScopeWorker:
             # The taps stay in the graph, and no step is planned.
             self._planner = self.steps = None
 
-    def _load_lens(self, forward: Forward) -> None:
-        """Have the packer apply the model's lens, or remember why not."""
-        from vllm.config import set_current_vllm_config
-
-        try:
-            if not self.config.lens_rows:
-                raise CompatError("it was started with additional_config['scope'].lens_rows 0")
-            check_lens(self._vllm_config, self.is_last, self.sites, self.here)
-            row, hidden = last_rows(
-                self.sites, self.limits.widths, self._tables, self._arena, forward
-            )
-            with set_current_vllm_config(self._vllm_config):
-                model = self._worker.model_runner.get_model()
-                lens = lens_of(model, self._final_norm, row, hidden)
-            if self._delivery is not None:
-                self._delivery.drain.warm(partial(lens.reserve, row))
-            self._pair_makers[LENS] = lens
-            self._pair_makers |= {key: lens.of(one) for key, one in self._maps.items()}
-            self.no_lens = None
-        except CompatError as error:
-            self.no_lens = str(error)
-        except Exception as error:  # the model is served, without a lens
-            logger.exception("vllm-scope: the model's lens failed")
-            self.no_lens = f"it failed at the start ({type(error).__name__}); the log says why"
+    def _begin_lens(self, lens: OwnLens, forward: Forward) -> None:
+        """Have the packer apply the model's lens, if it can be applied."""
+        delivery = self._delivery
+        self._pair_makers |= lens.begin(
+            lambda: last_rows(self.sites, self.limits.widths, self._tables, self._arena, forward),
+            (lambda call: None) if delivery is None else delivery.drain.warm,
+        )
 
     @property
     def is_last(self) -> bool:
@@ -515,11 +497,8 @@ class ScopeWorker:
             "arena_mib": self._arena.num_bytes / 2**20 if tapped else 0.0,
             "limits": msgspec.to_builtins(limits),
             "sinks": self._delivery.describe() if self._delivery is not None else {},
-            "lens": self.no_lens,
-            "lenses": {
-                name: [b for of, b in self._maps if of == name]
-                for name in (self.config.lenses if self.drains and self.is_last else ())
-            },
+            "lens": None if self.lens is None else self.lens.reason,
+            "lenses": {} if self.lens is None else self.lens.describe(),
         }
 
     def counters(self) -> dict[str, object]:

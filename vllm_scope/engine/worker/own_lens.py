@@ -1,0 +1,145 @@
+"""The lens of one worker, from the load of its model to its first request.
+
+Owns:  OwnLens.
+Runs:  in every worker, on its main thread, at the start.
+From:  worker.   To: unembedding (which knows the model), vocabulary (several ranks), holding.
+
+Promise: all ranks of a tensor-parallel group make the same calls in the same order, whatever the
+first rank finds. A model whose lens cannot be applied is served without one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm_scope.config import ScopeConfig
+from vllm_scope.engine.vllm_types import VllmConfig
+from vllm_scope.engine.worker.holding import held_maps
+from vllm_scope.engine.worker.proving import agreed
+from vllm_scope.engine.worker.unembedding import LogitsCall, check_lens, lens_of, logits_call
+from vllm_scope.engine.worker.vocabulary import check_part, gather_parts
+from vllm_scope.errors import CompatError
+from vllm_scope.request.heads import LENS, LensKey
+from vllm_scope.request.sites import Sites
+from vllm_scope.worker.held_saes import PairMaker
+from vllm_scope.worker.lens import DeviceMap
+
+logger = logging.getLogger("vllm.vllm_scope")
+
+
+class OwnLens:
+    """A model's lens on one worker. Verbs: `load`, then `begin`.
+
+    Args:
+        final_norm: `Anatomy.norm_here`.
+        delivers: the worker is its tensor-parallel group's first, which alone applies the lens.
+        is_last: of the pipeline stages.
+        here: boundaries with a tap on this worker.
+
+    Attributes:
+        reason: why the lens cannot be applied here; None if it can.
+        maps: of the lenses that the configuration names, of rows with a tap here.
+    """
+
+    def __init__(
+        self, model: nn.Module, final_norm: nn.Module | None, vllm_config: VllmConfig,
+        config: ScopeConfig, sites: Sites, here: Collection[int], delivers: bool, is_last: bool,
+    ) -> None:  # fmt: skip
+        self._model, self._final_norm = model, final_norm
+        self._vllm_config, self._config = vllm_config, config
+        self._sites, self._here = sites, here
+        self._delivers, self._is_last = delivers, is_last
+        self.reason: str | None = "the model is not loaded"
+        self.maps: Mapping[LensKey, DeviceMap] = {}
+        self._parts: Sequence[nn.Module] | None = None
+        self._refused: str | None = None
+
+    def load(self, group: Any, device: torch.device) -> None:
+        """Take the memory that the lens needs beside the model, so that vLLM counts it.
+
+        Args:
+            group: vLLM's tensor-parallel group, all of whose ranks call it.
+
+        Raises:
+            ScopeError: it is more than the configuration allows, or the maps cannot be read.
+        """
+        dtype = self._vllm_config.model_config.dtype
+        if group.world_size > 1:
+            self._gather(group, device)
+        if self._delivers and self._is_last:
+            self.maps = held_maps(self._config, self._sites, self._here, dtype, device)
+
+    def _gather(self, group: Any, device: torch.device) -> None:
+        head: nn.Module | None = None
+        try:
+            self._check()
+            dtype = self._vllm_config.model_config.dtype
+            hidden = torch.ones(1, self._sites.hidden_size, dtype=dtype, device=device)
+            head = self._call(hidden).head
+            check_part(head, group)
+        except Exception as error:  # the model is served, without a lens
+            self._refused = _said(error)
+        self._refused = agreed(self._refused, (group,))
+        if self._refused is None:
+            assert head is not None
+            self._parts = gather_parts(head, group, self._config.unembedding_mib)
+
+    def begin(
+        self, rows: Callable[[], tuple[Tensor, Tensor]],
+        warm: Callable[[Callable[[], None]], None],
+    ) -> dict[LensKey | str, PairMaker]:  # fmt: skip
+        """The lenses of this worker: the model's own, and each of the configuration's; none with a
+        `reason`, and none on a rank that does not deliver.
+
+        Args:
+            rows: the exit of the last layer in a forward, and what the model returned of it, as
+                loading.last_rows.
+            warm: as Drain.warm.
+        """
+        try:
+            self._check()
+            row, hidden = rows()
+            call = self._call(hidden[None])
+            if not self._delivers:
+                return {}
+            lens = lens_of(call, self._final_norm, row, self._parts)
+            warm(lambda: lens.reserve(row))
+        except Exception as error:  # as above
+            self.reason = _said(error)
+            return {}
+        self.reason = None
+        return {LENS: lens, **{key: lens.of(one) for key, one in self.maps.items()}}
+
+    def describe(self) -> dict[str, list[int]]:
+        """As Described.lenses."""
+        names = self._config.lenses if self._delivers and self._is_last else ()
+        return {name: [b for of, b in self.maps if of == name] for name in names}
+
+    def _check(self) -> None:
+        """Raises CompatError for a reason that all ranks know."""
+        if not self._config.lens_rows:
+            raise CompatError("it was started with additional_config['scope'].lens_rows 0")
+        check_lens(
+            self._vllm_config, self._is_last, self._sites, self._here, self._config.unembedding_mib
+        )
+        if self._refused is not None:
+            raise CompatError(self._refused)
+
+    def _call(self, hidden: Tensor) -> LogitsCall:
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self._vllm_config):
+            return logits_call(self._model, hidden)
+
+
+def _said(error: Exception) -> str:
+    """Why there is no lens."""
+    if isinstance(error, CompatError):
+        return str(error)
+    logger.error("vllm-scope: the model's lens failed", exc_info=error)
+    return f"it failed at the start ({type(error).__name__}); the log says why"

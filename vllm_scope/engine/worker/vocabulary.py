@@ -1,0 +1,106 @@
+"""The parts of the unembedding that tensor-parallel ranks hold, together on the first rank.
+
+Owns:  `gather_parts`, `part_alone`, `tensors_of`.
+Runs:  in every worker of a tensor-parallel group, on its main thread, when the model is loaded, so
+       that vLLM counts the memory.
+From:  unembedding (which finds the head), vLLM's group.   To: own_lens.
+
+Promise: ranks exchange messages for a lens here alone, before the first request. A lens that works
+later waits for no other rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllm_scope.errors import CompatError, ConfigError
+
+
+def check_part(head: nn.Module, group: Any) -> None:
+    """Raises CompatError if the parts of a head cannot be gathered.
+
+    Args:
+        head: the model's own.
+        group: vLLM's tensor-parallel group.
+    """
+    ranks = getattr(head, "tp_size", None)
+    if not isinstance(ranks, int) or head._modules:
+        raise CompatError("the unembedding is no single module of vLLM's")
+    if ranks > 1 and getattr(head, "parallel_group", None) not in (None, group):
+        raise CompatError("the unembedding is shared by another group than the layers'")
+
+
+def gather_parts(head: nn.Module, group: Any, most_mib: float) -> tuple[nn.Module, ...]:
+    """The parts of all ranks in the order of their vocabulary; none on another rank than the first.
+
+    Every rank of the group calls it, on its main thread. The tensors travel through host memory.
+
+    Args:
+        head: this rank's, as `check_part` allows.
+        group: vLLM's tensor-parallel group.
+        most_mib: additional_config['scope'].unembedding_mib.
+
+    Raises:
+        ConfigError: the parts of the other ranks take more, on every rank alike.
+    """
+    tensors = tensors_of(head)
+    others = group.ranks[1:] if head.tp_size != 1 else []
+    needed = len(others) * sum(one.nbytes for one in tensors.values()) / 2**20
+    if needed > most_mib:
+        raise ConfigError(
+            f"additional_config['scope'].unembedding_mib is {most_mib:g}; the other ranks' parts "
+            f"of the unembedding take {needed:,.1f} MiB of the first rank's device. Raise it, or "
+            "leave it out: requests then have no lens."
+        )
+    if group.rank_in_group:
+        for one in tensors.values() if others else ():
+            torch.distributed.send(_bytes_of(one), group.ranks[0], group=group.cpu_group)
+        return ()
+    parts = [
+        {name: _received(one, rank, group) for name, one in tensors.items()} for rank in others
+    ]
+    return tuple(part_alone(head, some) for some in (tensors, *parts))
+
+
+def tensors_of(head: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a head, by name."""
+    found = {**head._parameters, **head._buffers}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def part_alone(head: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A head like this one with other tensors. Its logits are those of its own part alone, and any
+    thread may use it.
+
+    Args:
+        tensors: as of `tensors_of`.
+    """
+    own = copy.copy(head)
+    own._parameters = {
+        name: one if one is None else nn.Parameter(tensors[name], requires_grad=False)
+        for name, one in head._parameters.items()
+    }
+    own._buffers = {name: tensors.get(name) for name in head._buffers}
+    own.tp_size = 1  # type: ignore[assignment]
+    if hasattr(head, "cpu_linear"):
+        # On a CPU vLLM's product has a state (oneDNN's memory), which two threads must not use.
+        # vllm 0.32, model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm
+        own.cpu_linear = nn.functional.linear  # type: ignore[assignment]
+    return own
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """uint8 [num_bytes], on the CPU."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _received(like: Tensor, rank: int, group: Any) -> Tensor:
+    """Another rank's tensor, on the device of this rank's."""
+    host = torch.empty(like.shape, dtype=like.dtype)
+    torch.distributed.recv(host.reshape(-1).view(torch.uint8), rank, group=group.cpu_group)
+    return torch.empty_like(like).copy_(host)
