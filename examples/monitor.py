@@ -160,8 +160,10 @@ def main() -> None:
         print(f"  lies that were said: {sum(each.false is True for each in spoken)}")
         if action == "flag":
             print(f"  AUROC at the third token of a lie: {auroc_at_third(spoken):.3f}")
-            kinds = [[e.values()[: e.end] for e in spoken if e.false is f] for f in (False, True)]
-            write_monitor_figure(OUTPUT / "monitor.png", *kinds, monitor["threshold"])
+            honest, lying = (
+                [e.values()[: e.end] for e in spoken if e.false is f] for f in (False, True)
+            )
+            write_monitor_figure(OUTPUT / "monitor.png", honest, lying, monitor["threshold"])
         else:
             print(f"  ended one token after the verdict: {sum(e.is_stopped for e in flagged)}")
     write_monitor_page(OUTPUT / "monitor.html", strips)

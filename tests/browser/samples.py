@@ -8,7 +8,8 @@ import torch
 from tests.unit.saes.test_max_activating import documents, table, unique
 from vllm_scope.batch.sparse import SparseRows
 from vllm_scope.compat.vllm_lens.attention import compute_attention_weights
-from vllm_scope.control.activity import OUTCOMES, Activity, Ring, State, Tally
+from vllm_scope.control.activity import OUTCOMES, Activity, Ring, State
+from vllm_scope.control.tally import Tally
 from vllm_scope.results.features import SparseFeatures
 from vllm_scope.results.lens import LensTokens, TopTokens
 from vllm_scope.saes.max_activating import MaxActivating

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 
 from tests.browser.browser import Browser
 from tests.unit.server.test_routes import Remembering, app_with
-from vllm_scope.control.activity import Tally
+from vllm_scope.control.tally import Tally
 from vllm_scope.server import pages
 
 API_KEY, ADMIN_KEY = "key-of-one", "operator"

@@ -67,7 +67,7 @@ def test_a_list_of_prompts_with_two_completions_each(client, ref):
     )
     assert [choice.index for choice in out.choices] == [0, 1, 2, 3]
     for choice, raw in zip(out.choices, out.raw["choices"], strict=True):
-        check(choice, *ids_of(raw, out.raw), ref)
+        check(choice, *ids_of(raw, out.raw), ref=ref)
 
 
 def test_sampled_completions_of_chat(client, ref):

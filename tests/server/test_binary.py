@@ -85,7 +85,7 @@ def test_several_choices_each_have_their_own_tensors(client, in_json, ref):
     options = OPTIONS | {"n": 3, "temperature": 2.0}
     sampled = client.chat(MESSAGES, Read("resid_post", layers=[5]), Read("embed"), **options)
     for one, raw in zip(sampled.choices, sampled.raw["choices"], strict=True):
-        check(one, *ids_of(raw, sampled.raw), ref)
+        check(one, *ids_of(raw, sampled.raw), ref=ref)
 
 
 @pytest.mark.parametrize("stream", ["rows", "scores"])
@@ -124,7 +124,7 @@ def test_rows_that_json_leaves_to_a_file_are_in_a_binary_answer(client, in_json,
     assert found.raw["choices"][0]["scope"]["result"] is None
     assert filed.raw["choices"][0]["scope"]["result"]["num_bytes"] > 256 * 1024
     same(found.scope, filed.scope)
-    check(found.choices[0], *ids_of(found.raw["choices"][0], found.raw), ref)
+    check(found.choices[0], *ids_of(found.raw["choices"][0], found.raw), ref=ref)
 
 
 def test_a_file_that_is_asked_for_stays_a_file(server):

@@ -139,4 +139,5 @@ def test_nothing_is_left_behind(run, server):
 
 def test_who_comes_after_them_is_served(outcome, client, ref):
     out = client.complete(TEXT, READ, PROBE, **options(3))
-    check_completion(AsResult(out.choices[0].scope), *ids_of(out.raw["choices"][0], out.raw), ref)
+    ids = ids_of(out.raw["choices"][0], out.raw)
+    check_completion(AsResult(out.choices[0].scope), *ids, ref=ref)

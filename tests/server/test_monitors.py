@@ -13,7 +13,7 @@ from tests.browser.browser import MISSING, browsing
 from tests.server.conftest import ADMIN_KEY, API_KEY
 from vllm_scope import Probe, Read, scope
 from vllm_scope.cli import app
-from vllm_scope.control.activity import MOST_RANGES, MOST_VERDICTS
+from vllm_scope.control.tally import MOST_RANGES, MOST_VERDICTS
 
 ADMIN = {"X-Scope-Admin-Key": ADMIN_KEY}
 WEIGHT = np.random.default_rng(0).normal(size=256).tolist()

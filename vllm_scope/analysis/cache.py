@@ -11,43 +11,19 @@ input of layer 0, with positions and scaling, so it equals `blocks.0.hook_resid_
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
+from vllm_scope.analysis.hook_names import Key, hook_of, pattern_hook, pattern_layer, stream_of_key
 from vllm_scope.analysis.rows import Result, check_complete
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.sites import ALIASES, MODEL_SITES, SiteLayer
+from vllm_scope.request.sites import SiteLayer
 
-#: Site of a layer -> its hook's name after "blocks.{layer}.".
-_HOOKS = {
-    "resid_pre": "hook_resid_pre", "resid_mid": "hook_resid_mid", "resid_post": "hook_resid_post",
-    "attn_out": "hook_attn_out", "mlp_out": "hook_mlp_out", "mlp_post": "mlp.hook_post",
-    # TransformerBridge's; `hook_attn_in` and `hook_mlp_in` are before the norms.
-    "attn_in": "attn.hook_in", "mlp_in": "mlp.hook_in",
-    "q": "attn.hook_rot_q", "k": "attn.hook_rot_k", "v": "attn.hook_v", "z": "attn.hook_z",
-}  # fmt: skip
-#: TransformerLens's `ln_final.hook_normalized` is the row before the norm's weight, so that
-#: `ln_final` goes by its own name.
-_MODEL_HOOKS = {"embed": "hook_embed", "ln_final": "ln_final"}
-#: Made of `q` and `k`.
-_PATTERN_HOOK = "attn.hook_pattern"
 #: Components of the stream that `decompose_resid` returns.
 _Mode = Literal["all", "attn", "mlp"]
-#: TransformerLens's shorthands for rotated queries and keys.
-_ROTATED = {"rot_q": "q", "rot_k": "k"}
-_SITE_OF = {hook: site for site, hook in _HOOKS.items()}
-_HOOK = re.compile(r"blocks\.([0-9]+)\.([a-z_.]+)")
-
-
-def stream_of_hook(name: str) -> SiteLayer | None:
-    """The site and layer of TransformerLens's `blocks.3.hook_resid_post`; None for another name."""
-    match = _HOOK.fullmatch(name)
-    site = None if match is None else _SITE_OF.get(match[2])
-    return None if match is None or site is None else (site, int(match[1]))
 
 
 class ActivationCache(Mapping[str, Tensor]):
@@ -90,46 +66,45 @@ class ActivationCache(Mapping[str, Tensor]):
                 raise SpecError(f"{where} has other streams than results[0]; read all alike.")
             lengths.append(_length(result, where))
         self._results, self._num_layers = batch, num_layers
-        self._read = {_hook(stream): stream for stream in streams}
+        self._read = {hook_of(stream): stream for stream in streams}
         #: Name that was not read -> the stream with the same rows.
         self._same: dict[str, SiteLayer] = {}
         for stream in streams:
             for twin in _twins(stream):
                 if all(_same_rows(result, stream, twin) for result in batch):
-                    self._same.setdefault(_hook(twin), stream)
+                    self._same.setdefault(hook_of(twin), stream)
         if num_layers is not None:
             # There is no layer behind the last one.
-            self._same.pop(_hook(("resid_pre", num_layers)), None)
+            self._same.pop(hook_of(("resid_pre", num_layers)), None)
         self._names = dict.fromkeys([*self._read, *self._same])
         self._values: dict[str, Tensor] = {}
         self.lengths = torch.tensor(lengths)
         self.mask = torch.arange(max(lengths)) < self.lengths[:, None]
 
-    def __getitem__(self, key: str | tuple[str] | tuple[str, int]) -> Tensor:
+    def __getitem__(self, key: Key) -> Tensor:
         if (layer := self._pattern_layer(key)) is not None:
             return self._pattern(layer)
-        name = _hook(self._stream_of(key))
+        name = hook_of(self._stream_of(key))
         stream = self._read.get(name) or self._same.get(name)
         if stream is None:
             raise KeyError(f"{name} was not read; this cache has {', '.join(self._names)}.")
-        name = _hook(stream)
+        name = hook_of(stream)
         if name not in self._values:
             rows = [result[stream] for result in self._results]
             self._values[name] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         return self._values[name]
 
-    def _pattern_layer(self, key: str | tuple[str] | tuple[str, int]) -> int | None:
+    def _pattern_layer(self, key: Key) -> int | None:
         if isinstance(key, str):
-            match = _HOOK.fullmatch(key)
-            return int(match[1]) if match is not None and match[2] == _PATTERN_HOOK else None
+            return pattern_layer(key)
         return self._stream_of(("q", key[1]))[1] if len(key) == 2 and key[0] == "pattern" else None
 
     def _pattern(self, layer: int) -> Tensor:
         from vllm_scope.analysis.attention import attention_pattern
 
-        name = f"blocks.{layer}.{_PATTERN_HOOK}"
+        name = pattern_hook(layer)
         if name not in self._values:
-            needed = [_hook((site, layer)) for site in ("q", "k")]
+            needed = [hook_of((site, layer)) for site in ("q", "k")]
             if missing := [one for one in needed if one not in self._read]:
                 raise KeyError(f"{name} follows from {' and '.join(missing)}; read q and k, too.")
             patterns = [attention_pattern(result, layer) for result in self._results]
@@ -267,27 +242,9 @@ class ActivationCache(Mapping[str, Tensor]):
             raise SpecError(f"{what} needs the model's depth: give the cache num_layers=....")
         return self._num_layers
 
-    def _stream_of(self, key: str | tuple[str] | tuple[str, int]) -> SiteLayer:
-        if isinstance(key, str):
-            if (found := stream_of_hook(key)) is not None:
-                return found
-            key = (key.removeprefix("hook_"),)
-        site = ALIASES.get(key[0], key[0])
-        if site in MODEL_SITES:
-            return site, 0
-        site = _ROTATED.get(site, site)
-        if site not in _HOOKS or len(key) != 2:
-            raise KeyError(
-                f"{shown(key)} names no stream; write 'blocks.3.hook_resid_post' or "
-                "('resid_post', 3)."
-            )
-        layer = key[1]
+    def _stream_of(self, key: Key) -> SiteLayer:
+        site, layer = stream_of_key(key)
         return site, layer + self._layers(f"layer {layer}") if layer < 0 else layer
-
-
-def _hook(stream: SiteLayer) -> str:
-    site, layer = stream
-    return _MODEL_HOOKS.get(site) or f"blocks.{layer}.{_HOOKS[site]}"
 
 
 def _same_rows(result: Result, read: SiteLayer, twin: SiteLayer) -> bool:

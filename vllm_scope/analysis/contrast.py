@@ -89,6 +89,20 @@ def pairs_digest(pairs: Iterable[tuple[str, str]]) -> str:
     return f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"
 
 
+def made_by(method: str, normalised: bool, known: Provenance | None) -> Provenance:
+    """The provenance of vectors that this package has made.
+
+    Args:
+        known: the fields that the caller knows: model, revision, dataset.
+    """
+    return dataclasses.replace(
+        known or Provenance(),
+        method=method,
+        normalised=normalised,
+        created_by=f"vllm-scope {__version__}",
+    )
+
+
 def _module(
     positives: Rows,
     negatives: Rows,
@@ -115,13 +129,7 @@ def _module(
         if length <= 1e-12 * max(up.abs().max(), down.abs().max()):
             raise SpecError(f"{name}: positives and negatives do not differ, in the mean.")
         vectors[stream] = vector / length if normalise else vector
-    known = dataclasses.replace(
-        provenance or Provenance(),
-        method=method,
-        normalised=normalise,
-        created_by=f"vllm-scope {__version__}",
-    )
-    return SteeringModule(vectors, known)
+    return SteeringModule(vectors, made_by(method, normalise, provenance))
 
 
 def _checked(rows: Tensor, what: str) -> Tensor:

@@ -10,7 +10,6 @@ LinearDiscriminantAnalysis (solver "lsqr") and PCA, within rounding.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_scope import __version__
+from vllm_scope.analysis.contrast import made_by
 from vllm_scope.analysis.probes import LinearProbe
 from vllm_scope.batch.sums import Sums
 from vllm_scope.errors import SpecError, shown
@@ -108,13 +107,7 @@ def difference_of_means(
         if length <= 1e-12 * max(np.abs(up).max(), np.abs(down).max()):
             raise SpecError(f"{name_of(stream)}: the two means do not differ.")
         vectors[stream] = torch.from_numpy(vector / length if normalise else vector)
-    known = dataclasses.replace(
-        provenance or Provenance(),
-        method="mean_difference",
-        normalised=normalise,
-        created_by=f"vllm-scope {__version__}",
-    )
-    return SteeringModule(vectors, known)
+    return SteeringModule(vectors, made_by("mean_difference", normalise, provenance))
 
 
 def ridge_probe(
@@ -157,7 +150,9 @@ def ridge_probe(
     mean_y = y / one.count
     weight = _solve(_scatter(one) + alpha * np.eye(len(one.x)), xy - mean_y * one.x)
     bias = mean_y - float(one.mean @ weight)
-    return _probe(weight, bias, stream, pooling, model, template)
+    return LinearProbe(
+        weight.astype(np.float32), bias, *stream, pooling=pooling, model=model, template=template
+    )
 
 
 def lda_probe(
@@ -195,7 +190,9 @@ def lda_probe(
     shrunk = (1 - shrinkage) * within + shrinkage * np.trace(within) / width * np.eye(width)
     weight = _solve(shrunk, up.mean - down.mean)
     bias = math.log(up.count / down.count) - float((up.mean + down.mean) @ weight) / 2
-    return _probe(weight, bias, stream, pooling, model, template)
+    return LinearProbe(
+        weight.astype(np.float32), bias, *stream, pooling=pooling, model=model, template=template
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -300,13 +297,4 @@ def _solve(matrix: Floats, vector: Floats) -> Floats:
     raise SpecError(
         "the covariance of the rows is singular; take more rows than a row has numbers, or a "
         "larger alpha or shrinkage."
-    )
-
-
-def _probe(
-    weight: Floats, bias: float, stream: SiteLayer,
-    pooling: str | None, model: str | None, template: str | None,
-) -> LinearProbe:  # fmt: skip
-    return LinearProbe(
-        weight.astype(np.float32), bias, *stream, pooling=pooling, model=model, template=template
     )

@@ -8,10 +8,11 @@
         out.scope["resid_post", 5]  # float32 [positions, hidden_size]
 
 answers.py    the answers: Completion, Choice, Chunk, ScoredToken, ScopeData, Verdict
-parsing.py    the server's JSON, files and binary answers as these
+parsing.py    the server's JSON, files and binary answers as these; bodies.py has the JSON's fields
 features.py   features in them: SparseFeatures
 lens.py       tokens of lenses in them: TopTokens
 frames.py     binary answers: their JSON and their tensors
+messages.py   one HTTP request and its response, an event of a stream, errors of the server
 calls.py      every call once, for both clients: what is sent, how the response is parsed
 transport.py  ScopeClient and AsyncScopeClient, which send the calls
 """
@@ -25,9 +26,9 @@ from vllm_scope.client.answers import (
     Scores,
     Verdict,
 )
-from vllm_scope.client.calls import ServerError, UnreachableError
 from vllm_scope.client.features import SparseFeatures
 from vllm_scope.client.lens import TopTokens
+from vllm_scope.client.messages import ServerError, UnreachableError
 from vllm_scope.client.transport import AsyncScopeClient, ScopeClient
 
 __all__ = [

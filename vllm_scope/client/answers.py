@@ -50,6 +50,11 @@ class Rows:
             return self.bits
         return (self.bits.astype(np.uint32) << 16).view(np.float32)
 
+    def at(self, positions: NDArray[np.int64]) -> Rows:
+        """Those at some of the positions."""
+        here = np.isin(self.positions, positions)
+        return Rows(self.positions[here], self.bits[here], self.dtype)
+
 
 class Scores(dict[str, NDArray[np.float32]]):
     """Name of a probe -> its scores or its aggregates, float32 [n], in position order; NaN if not
@@ -62,6 +67,11 @@ class Scores(dict[str, NDArray[np.float32]]):
     def positions(self, name: str) -> NDArray[np.int64]:
         """int64 [n], ascending."""
         return self._positions[name]
+
+    def at(self, name: str, positions: NDArray[np.int64]) -> Scored:
+        """Those of a probe at some of the positions."""
+        here = np.isin(self._positions[name], positions)
+        return self._positions[name][here], self[name][here]
 
 
 @dataclass(frozen=True)

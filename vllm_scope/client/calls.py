@@ -1,8 +1,7 @@
 """Every call of a client, written once, for both transports.
 
-Owns:  Calls (requests, and the parsing of responses), SweepEvents, Call, Response, Method,
-       ServerError, UnreachableError.
-To:    transport, which sends a Call and returns the Response.
+Owns:  Calls (requests, and the parsing of responses), SweepEvents, Method.
+From:  messages.   To: transport, which sends a Call and returns the Response.
 
 A flow is a generator that yields Calls, receives Responses, and returns the answer. Some flows need
 several Calls: one for an answer, and one for the file with its rows.
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from types import MethodType
@@ -24,11 +22,11 @@ import msgspec
 from vllm_scope.client import parsing
 from vllm_scope.client.answers import Choice, Chunk, Completion, ScopeData
 from vllm_scope.client.frames import Frame
+from vllm_scope.client.messages import Call, Json, Response, decoded, event_body
 from vllm_scope.client.parsing import T, converted
 from vllm_scope.control.activity import Activity
-from vllm_scope.errors import CapacityError, ScopeError, SpecError, shown
+from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions import Action, Moments
-from vllm_scope.request.media import BINARY
 from vllm_scope.request.spec import scope
 from vllm_scope.sweeps import Cell, Sweep, SweepTable
 from vllm_scope.sweeps.wire import AskedSweep, TableReader
@@ -40,109 +38,11 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 Messages = Sequence[Mapping[str, object]]
 Content = bytes | bytearray | memoryview
-Json = dict[str, object]
 OnCell = Callable[[Cell], object]
 P = ParamSpec("P")
 SelfT = TypeVar("SelfT")
 StreamT = TypeVar("StreamT")
 PartT = TypeVar("PartT", Choice, Chunk)
-
-
-class ServerError(ScopeError):
-    """The server refused the request, or failed. `status` is HTTP's."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class UnreachableError(ScopeError):
-    """The server did not answer, or stopped in the middle: no connection, a timeout, no HTTP.
-    The cause is httpx's error."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One HTTP request. `admin`: with the operator's key. `binary`: a binary answer is welcome."""
-
-    method: str
-    path: str
-    body: object = None
-    content: bytes | None = None
-    admin: bool = False
-    binary: bool = False
-
-
-@dataclass(frozen=True)
-class Response:
-    """A transport's response. `location`: of a redirect. `kind`: its media type."""
-
-    status: int
-    content: bytes
-    location: str | None = None
-    kind: str = ""
-
-    def checked(self) -> Response:
-        """The response itself.
-
-        Raises:
-            SpecError: status 400. CapacityError: 429. ServerError: any other that is not 2xx.
-        """
-        if 200 <= self.status < 300:
-            return self
-        if self.location is not None:
-            raise ServerError(
-                f"HTTP {self.status}: it is at {shown(self.location)}; give the server's own URL, "
-                "as keys are not sent on.", self.status,
-            )  # fmt: skip
-        message = error_message(self.content)
-        if self.status == 400:
-            raise SpecError(message)
-        if self.status == 429:
-            raise CapacityError(message)
-        raise ServerError(f"HTTP {self.status}: {message}", self.status)
-
-    def json(self) -> Json:
-        """The parsed content. Raises ServerError if it is not JSON, such as a proxy's page."""
-        return _decoded(self.content, self.status)
-
-    @property
-    def frame(self) -> Frame:
-        """The answer with its tensors; without tensors if it is JSON, as of older servers."""
-        return Frame.parse(self.content) if self.kind == BINARY else Frame(self.content, {})
-
-
-def error_message(content: bytes) -> str:
-    """The sentence of an error's body in any of vLLM's shapes."""
-    try:
-        body = json.loads(content)
-        error = body.get("error", body.get("detail", body))
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, AttributeError, KeyError):
-        return content[:200].decode("utf-8", "replace") or "no reason was given"
-
-
-def _decoded(content: bytes | str, status: int = 200) -> Json:
-    try:
-        found = json.loads(content)
-    except ValueError:
-        raise ServerError(f"the answer is no JSON but {shown(content[:200])}.", status) from None
-    return converted(found, Json, "answer")
-
-
-def event_body(event: Frame) -> Json | None:
-    """The JSON of a stream's event; None if it has none. Raises as Response.checked if it is an
-    error."""
-    answer = event.answer or b""
-    if not answer.startswith(b"{"):
-        return None
-    body = _decoded(answer)
-    if "error" in body:
-        error = body["error"]
-        code = error.get("code") if isinstance(error, dict) else None
-        status = code if isinstance(code, int) and code >= 400 else 500
-        Response(status, answer).checked()
-    return body
 
 
 def sweep_call(prompts: object, sweep: Sweep) -> Call:
@@ -345,7 +245,7 @@ class Calls(Generic[StreamT]):
         call = yield from self._opening(prompt, actions, fields, chat)
         response = (yield call).checked()
         frame = response.frame
-        body = _decoded(frame.answer or b"", response.status)
+        body = decoded(frame.answer or b"", response.status)
         return Completion(tuple((yield from self._parts(body, Choice, frame))), body)
 
     def _chunks(self, event: Frame) -> Flow[list[Chunk]]:

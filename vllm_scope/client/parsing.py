@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,6 +26,14 @@ from vllm_scope.client.answers import (
     StreamKey,
     Verdict,
 )
+from vllm_scope.client.bodies import (
+    FeaturesBody,
+    LensBody,
+    RowsBody,
+    ScopeBody,
+    ScoresBody,
+    TokenBody,
+)
 from vllm_scope.client.features import SparseFeatures, sparse_features
 from vllm_scope.client.frames import FileTensor, tensors_of
 from vllm_scope.client.lens import TopTokens
@@ -39,70 +47,6 @@ V = TypeVar("V")
 _DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int64": "<i8"}
 #: dtype in safetensors -> in JSON.
 _FILE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64"}
-
-
-class _RowsBody(msgspec.Struct):
-    site: str
-    layer: int
-    spans: list[tuple[int, int]]
-    dtype: str
-    shape: list[int]
-    when: str = "after"
-    data: bytes | None = None
-    tensor: str | None = None
-
-
-class _ScoresBody(msgspec.Struct):
-    spans: list[tuple[int, int]]
-    values: list[float | None] | None = None
-    aggregates: list[float | None] | None = None
-
-
-class _FeaturesBody(msgspec.Struct):
-    spans: list[tuple[int, int]]
-    indices: list[list[int]] | None = None
-    values: list[list[float | None]] | None = None
-    tensor: str | None = None
-
-
-class _LensBody(msgspec.Struct):
-    name: str
-    layer: int
-    spans: list[tuple[int, int]]
-    token_ids: list[list[int]] | None = None
-    log_probs: list[list[float | None]] | None = None
-    tensor: str | None = None
-
-
-class _VerdictBody(msgspec.Struct):
-    position: int
-    value: float | None
-
-
-class _DecidedBody(msgspec.Struct):
-    position: int
-    acts_from: int | None
-    scale: dict[str, float]
-    stop: bool
-    flag: str | None
-    error: str | None
-
-
-class _ScopeBody(msgspec.Struct):
-    rows: list[_RowsBody] = []
-    scores: dict[str, _ScoresBody] = {}
-    features: dict[str, _FeaturesBody] = {}
-    lens: list[_LensBody] = []
-    verdicts: dict[str, _VerdictBody] = {}
-    begun: dict[str, int] = {}
-    decisions: list[_DecidedBody] = []
-
-
-class _TokenBody(msgspec.Struct):
-    id: int
-    text: str
-    position: int
-    scores: dict[str, float | None]
 
 
 def converted(found: object, kind: type[T], what: str) -> T:
@@ -126,69 +70,94 @@ def parse_scope(
         ScopeError: a server of this version does not send that.
     """
     counts = converted(body, Counts, "scope")
-    told = converted(body, _ScopeBody, "scope")
-    rows: dict[StreamKey, Rows] = {}
+    told = converted(body, ScopeBody, "scope")
+    at = _Elsewhere(_parse_tensors(beside or {}), ScopeData() if file is None else parse_file(file))
     scores: dict[str, Scored] = {}
     aggregates: dict[str, Scored] = {}
-    # The file has all values; an item without values says which of them are new.
-    filed = ScopeData() if file is None else parse_file(file)
-    here = _parse_tensors(beside or {})
-    for one in told.rows:
-        stream, positions = (one.site, one.layer, one.when), _positions(one.spans)
-        if one.tensor is not None:
-            rows[stream] = _here(here.rows, stream, one.tensor)
-        elif one.data is not None:
-            rows[stream] = Rows(positions, _array(one.data, one.dtype, one.shape), one.dtype)
-        elif stream in filed.rows:
-            whole = filed.rows[stream]
-            new = np.isin(whole.positions, positions)
-            rows[stream] = Rows(whole.positions[new], whole.bits[new], whole.dtype)
-    for name, each in told.scores.items():
-        positions = _positions(each.spans)
-        if each.values is not None:
-            scores[name] = (positions, _numbers(each.values))
-            if each.aggregates is not None:
-                aggregates[name] = (positions, _numbers(each.aggregates))
-        elif name in filed.scores:
-            at = filed.scores.positions(name)
-            new = np.isin(at, positions)
-            scores[name] = (at[new], filed.scores[name][new])
-            if name in filed.aggregates:
-                aggregates[name] = (at[new], filed.aggregates[name][new])
-    features = {}
-    for name, sparse in told.features.items():
-        tokens = _positions(sparse.spans)
-        if sparse.tensor is not None:
-            features[name] = _here(here.features, name, sparse.tensor)
-        elif sparse.indices is not None and sparse.values is not None:
-            features[name] = sparse_features(tokens, sparse.indices, sparse.values)
-        elif name in filed.features:
-            features[name] = filed.features[name].at(tokens)
+    for name, one in told.scores.items():
+        _take_scores(name, one, at.filed, scores, aggregates)
+    rows = {(one.site, one.layer, one.when): _rows(one, at) for one in told.rows}
+    features = {name: _features(name, one, at) for name, one in told.features.items()}
     lens: dict[str, dict[int, TopTokens]] = {}
-    for each_lens in told.lens:
-        positions, (name, layer) = _positions(each_lens.spans), (each_lens.name, each_lens.layer)
-        if each_lens.tensor is not None:
-            own = lens.setdefault(name, {})
-            own[layer] = _here(here.lens.get(name, {}), layer, each_lens.tensor)
-        elif each_lens.token_ids is not None and each_lens.log_probs is not None:
-            ids, log_probs = _table(each_lens.token_ids), _table(each_lens.log_probs)
-            lens.setdefault(name, {})[layer] = TopTokens(
-                positions, ids.astype(np.int64), log_probs.astype(np.float32)
-            )
-        elif layer in filed.lens.get(name, {}):
-            lens.setdefault(name, {})[layer] = filed.lens[name][layer].at(positions)
+    for each in told.lens:
+        if (tokens := _lens(each, at)) is not None:
+            lens.setdefault(each.name, {})[each.layer] = tokens
     verdicts = {
         name: Verdict(each.position, math.inf if each.value is None else each.value)
         for name, each in told.verdicts.items()
     }
     return ScopeData(
-        **vars(counts), rows=rows, scores=Scores(scores), aggregates=Scores(aggregates),
-        features=features, lens=lens, verdicts=verdicts, begun=told.begun,
+        **vars(counts), rows=_there(rows), scores=Scores(scores), aggregates=Scores(aggregates),
+        features=_there(features), lens=lens, verdicts=verdicts, begun=told.begun,
         decisions=tuple(Decided(*msgspec.structs.astuple(one)) for one in told.decisions),
     )  # fmt: skip
 
 
-def _here(found: Mapping[K, V], key: K, tensor: str) -> V:
+class _Elsewhere(NamedTuple):
+    """Values that are not in the JSON.
+
+    Attributes:
+        beside: the tensors of a binary answer, which an item names.
+        filed: the result's file. It has all values: an item with positions alone says which of
+            them are new.
+    """
+
+    beside: ScopeData
+    filed: ScopeData
+
+
+def _rows(one: RowsBody, at: _Elsewhere) -> Rows | None:
+    stream, positions = (one.site, one.layer, one.when), _positions(one.spans)
+    if one.tensor is not None:
+        return _named(at.beside.rows, stream, one.tensor)
+    if one.data is not None:
+        return Rows(positions, _array(one.data, one.dtype, one.shape), one.dtype)
+    return at.filed.rows[stream].at(positions) if stream in at.filed.rows else None
+
+
+def _take_scores(
+    name: str,
+    one: ScoresBody,
+    filed: ScopeData,
+    scores: dict[str, Scored],
+    aggregates: dict[str, Scored],
+) -> None:
+    positions = _positions(one.spans)
+    if one.values is not None:
+        scores[name] = positions, _numbers(one.values)
+        if one.aggregates is not None:
+            aggregates[name] = positions, _numbers(one.aggregates)
+        return
+    for known, found in ((filed.scores, scores), (filed.aggregates, aggregates)):
+        if name in known:
+            found[name] = known.at(name, positions)
+
+
+def _features(name: str, one: FeaturesBody, at: _Elsewhere) -> SparseFeatures | None:
+    tokens = _positions(one.spans)
+    if one.tensor is not None:
+        return _named(at.beside.features, name, one.tensor)
+    if one.indices is not None and one.values is not None:
+        return sparse_features(tokens, one.indices, one.values)
+    return at.filed.features[name].at(tokens) if name in at.filed.features else None
+
+
+def _lens(one: LensBody, at: _Elsewhere) -> TopTokens | None:
+    positions = _positions(one.spans)
+    if one.tensor is not None:
+        return _named(at.beside.lens.get(one.name, {}), one.layer, one.tensor)
+    if one.token_ids is not None and one.log_probs is not None:
+        ids, log_probs = _table(one.token_ids), _table(one.log_probs)
+        return TopTokens(positions, ids.astype(np.int64), log_probs.astype(np.float32))
+    filed = at.filed.lens.get(one.name, {})
+    return filed[one.layer].at(positions) if one.layer in filed else None
+
+
+def _there(found: Mapping[K, V | None]) -> dict[K, V]:
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _named(found: Mapping[K, V], key: K, tensor: str) -> V:
     if key not in found:
         raise ScopeError(f"the server's answer names the tensor {shown(tensor)} and has none.")
     return found[key]
@@ -202,7 +171,7 @@ def parse_tokens(body: Mapping[str, object]) -> tuple[ScoredToken, ...]:
     """
     given = body.get("tokens", [])
     try:
-        found = msgspec.convert(given, list[_TokenBody])
+        found = msgspec.convert(given, list[TokenBody])
     except msgspec.ValidationError:
         raise ScopeError(
             f"the server's tokens are not of id, text, position and scores: {shown(given)}."

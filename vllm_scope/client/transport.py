@@ -10,19 +10,9 @@ from contextlib import aclosing, closing, contextmanager
 from typing import Generic, TypeVar
 
 from vllm_scope.client.answers import Chunk
-from vllm_scope.client.calls import (
-    Call,
-    Calls,
-    Flow,
-    OnCell,
-    Response,
-    ServerError,
-    StreamT,
-    SweepEvents,
-    UnreachableError,
-    sweep_call,
-)
+from vllm_scope.client.calls import Calls, Flow, OnCell, StreamT, SweepEvents, sweep_call
 from vllm_scope.client.frames import Frame, Frames
+from vllm_scope.client.messages import Call, Response, ServerError, UnreachableError
 from vllm_scope.client.parsing import T
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.media import BINARY

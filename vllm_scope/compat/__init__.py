@@ -2,9 +2,10 @@
 
 vllm_lens/      extra_args of vllm-lens, SteeringVector, output.activations, its client
 steering_http/  the steering fork's keys, capture_results, modules and /v1/steering
-probe_hook.py   LLM, AsyncLLM and SamplingParams of vllm-probe-hook
+probe_hook.py   LLM, AsyncLLM and SamplingParams of vllm-probe-hook; hidden_states.py: outputs
 act_capture.py  VLLM_ACT_* variables and the .npz files of the Activation Capture System
-inspect.py      a model provider, a solver and a scorer for Inspect; own_loop.py is its engine
+inspect.py      a model provider for Inspect; own_loop.py is its engine
+inspect_scoring.py  a solver and a scorer for Inspect
 bounds.py       limits of a request in another system's words
 
 TransformerLens's names are `out.scope.as_cache()`.

@@ -1,34 +1,21 @@
-"""What monitors have found since they were set, in bounded memory, and the state of the plugin.
+"""What monitors have found since they were set, and the state of the plugin, as callers are told.
 
-Owns:  Tally (counts one monitor), and what is told of it: Found, Histogram, Slice, Flagged; State,
-       Ring, and Activity, which is all of it.
-Runs:  in the front-end. `add` on the event loop, `found` on any thread.
-From:  engine.monitors, which has a Tally for each monitor.
+Owns:  Found (of one monitor), with Histogram, Slice and Flagged; State, with Ring; Activity, which
+       has all of these.
+From:  tally, engine.http.calls.
 To:    server.routes; client, cli.monitor and views.monitors, which show it.
 
-Promise: a Tally holds MOST_RANGES ranges of scores, MOST_SLICES slices of time and MOST_VERDICTS
-verdicts at most, however many requests end. No text of a request is in it.
+Promise: no text of a request is in it.
 """
 
 from __future__ import annotations
 
-import math
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-#: Ranges of scores on each side of the threshold, and in all.
-_SIDE = 32
-MOST_RANGES = 2 * _SIDE
-#: Seconds of a slice of time; ten minutes of them are kept.
-SLICE_S, MOST_SLICES = 5, 120
+#: Seconds of a slice of time.
+SLICE_S = 5
 #: Slices of which a rate is made: about a minute.
 _RATE_SLICES = 12
-MOST_VERDICTS = 50
-#: Characters of a request's id, which a client may choose.
-MOST_ID = 128
 #: What became of verdicts for a webhook, and how many wait for it.
 OUTCOMES = ("sent", "failed", "dropped", "waiting")
 
@@ -165,155 +152,3 @@ class Activity:
     at_s: float
     monitors: dict[str, Found]
     state: State
-
-
-class Tally:
-    """Counts what one monitor finds. A monitor that is set anew gets a new one.
-
-    Args:
-        threshold: the monitor's; a float64.
-        since_s: see Found.
-    """
-
-    def __init__(
-        self, threshold: float, since_s: float = 0.0, clock: Callable[[], float] = time.time
-    ) -> None:
-        self._threshold, self.since_s, self._clock = threshold, since_s, clock
-        self._lock = threading.Lock()
-        self._requests = self._verdicts = self._not_finite = 0
-        #: The width of a range is 2 ** _exponent. Range -> requests, as Histogram counts ranges.
-        self._exponent = -math.inf
-        self._ranges: dict[int, int] = {}
-        self._slices: deque[list[int]] = deque(maxlen=MOST_SLICES)
-        self._recent: deque[Flagged] = deque(maxlen=MOST_VERDICTS)
-
-    def __deepcopy__(self, memo: object) -> Tally:
-        # vLLM copies SamplingParams, which hold it until the request enters.
-        return self
-
-    def add(
-        self, value: float | None, request_id: str = "", completion: int = 0,
-        verdict: tuple[int, float] | None = None,
-    ) -> None:  # fmt: skip
-        """Count a completion that has ended.
-
-        Args:
-            value: its largest; None if nothing was scored.
-            verdict: (position, value) of its verdict; None if it has none.
-        """
-        now = self._clock()
-        with self._lock:
-            if value is not None:
-                self._requests += 1
-                self._add_value(value, verdict is not None)
-            current = self._slice(int(now // SLICE_S) * SLICE_S)
-            current[1] += value is not None
-            if verdict is not None:
-                self._verdicts += 1
-                current[2] += 1
-                position, at = verdict
-                told = at if math.isfinite(at) else None
-                # Lone surrogates have no place in UTF-8.
-                named = request_id[:MOST_ID].encode("utf-8", "replace").decode()
-                self._recent.appendleft(Flagged(now, named, completion, position, told))
-
-    def _slice(self, begin_s: int) -> list[int]:
-        # A clock that is set back adds to the last slice.
-        if not self._slices or self._slices[-1][0] < begin_s:
-            self._slices.append([begin_s, 0, 0])
-        return self._slices[-1]
-
-    def _add_value(self, value: float, above: bool) -> None:
-        distance = value - self._threshold
-        if not math.isfinite(distance):
-            self._not_finite += 1
-            return
-        # |distance| < 2 ** needed * _SIDE
-        needed = math.frexp(distance)[1] - _SIDE.bit_length() + 1 if distance else -1000
-        if needed > self._exponent:
-            self._ranges = _merged([(self._ranges, self._exponent)], needed)
-            self._exponent = needed
-        index = math.ceil(math.ldexp(distance, -int(self._exponent))) - 1
-        # The worker compared float32 numbers: its verdict decides about the side.
-        index = max(index, 0) if above else min(index, -1)
-        self._ranges[index] = self._ranges.get(index, 0) + 1
-
-    def found(
-        self, site: str, action: str, layers: Sequence[int], after: str | None,
-        escalations: Mapping[str, int],
-    ) -> Found:  # fmt: skip
-        """What was counted, with what the monitor is."""
-        begin_s = _first_slice(self._clock())
-        with self._lock:
-            slices = [Slice(*one) for one in self._slices if one[0] >= begin_s]
-            return Found(
-                site, self._threshold, action, list(layers), after, self.since_s, self._requests,
-                self._verdicts, self._not_finite, _histogram(self._ranges, self._exponent),
-                slices, list(self._recent), dict(escalations),
-            )  # fmt: skip
-
-
-def _first_slice(now_s: float) -> int:
-    """The begin of the first of the last MOST_SLICES slices."""
-    return (int(now_s // SLICE_S) - MOST_SLICES + 1) * SLICE_S
-
-
-def _merged(some: Sequence[tuple[Mapping[int, int], float]], exponent: int) -> dict[int, int]:
-    """The sum of ranges of several widths, as ranges of a width that is at least theirs."""
-    found: dict[int, int] = {}
-    for ranges, own in some:
-        for index, count in ranges.items():
-            wider = index >> (exponent - int(own))
-            found[wider] = found.get(wider, 0) + count
-    return found
-
-
-def _histogram(ranges: Mapping[int, int], exponent: float) -> Histogram:
-    if not ranges:
-        return Histogram()
-    first, last = min(ranges), max(ranges)
-    counts = [ranges.get(i, 0) for i in range(first, last + 1)]
-    return Histogram(math.ldexp(1.0, int(exponent)), first, counts)
-
-
-def joined(found: Sequence[Found], now_s: float) -> Found:
-    """What one monitor has found in several API server processes, as one.
-
-    Args:
-        found: at least one; all of the same setting of the same monitor. They may have been told
-            long ago, by a process in which nothing ended since.
-        now_s: of `time.time()`.
-    """
-    begin_s = _first_slice(now_s)
-    one, slices = found[0], dict[int, list[int]]()
-    for each in found:
-        for piece in each.slices:
-            if piece.begin_s < begin_s:
-                continue
-            total = slices.setdefault(piece.begin_s, [0, 0])
-            total[0] += piece.requests
-            total[1] += piece.verdicts
-    last = sorted(slices.items())[-MOST_SLICES:]
-    recent = sorted((v for each in found for v in each.recent), key=lambda v: -v.time_s)
-    escalations: dict[str, int] = {}
-    for each in found:
-        for outcome, count in each.escalations.items():
-            escalations[outcome] = escalations.get(outcome, 0) + count
-    return Found(
-        one.site, one.threshold, one.action, one.layers, one.after, one.since_s,
-        sum(each.requests for each in found), sum(each.verdicts for each in found),
-        sum(each.not_finite for each in found), _sum_of([each.histogram for each in found]),
-        [Slice(begin, *counts) for begin, counts in last], recent[:MOST_VERDICTS], escalations,
-    )  # fmt: skip
-
-
-def _sum_of(histograms: Sequence[Histogram]) -> Histogram:
-    some = [
-        (dict(enumerate(each.counts, each.first)), math.frexp(each.width)[1] - 1)
-        for each in histograms
-        if each.counts
-    ]
-    if not some:
-        return Histogram()
-    exponent = max(own for _, own in some)
-    return _histogram(_merged(some, exponent), exponent)

@@ -27,11 +27,13 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from vllm_scope.control.background import Uncopied
+from vllm_scope.control.bounded_edits import BoundedEdits
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions import Add, Edit
+from vllm_scope.request.actions import Edit
 from vllm_scope.request.spec import scope
 
 logger = logging.getLogger("vllm.vllm_scope")
@@ -99,7 +101,7 @@ def find_edits_by(finder: Callable[[Any], ServerEdits]) -> None:
     _finders.append(finder)
 
 
-class Controller:
+class Controller(Uncopied):
     """Server-wide edits, by name, that a callback changes. They are all server-wide edits of the
     engine while it runs.
 
@@ -133,14 +135,13 @@ class Controller:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._callback, self._clock = callback, clock
-        self._edits, self._bounds, self._max_step = dict(edits), dict(bounds), dict(max_step or {})
         if not 1e-4 <= rate <= 1000 or not 0 < patience_s <= 3600:
             raise SpecError(
                 f"rate is {rate} and patience_s {patience_s}; rate is from 0.0001 to 1000, and "
                 "patience_s above 0 and at most 3600."
             )
         self._period_s, self._patience_s = 1 / rate, patience_s
-        self._check()
+        self._edits = BoundedEdits(dict(edits), dict(bounds), dict(max_step or {}))
         self.counts: Counter[str] = Counter()
         self._seen: deque[Observation] = deque(maxlen=MOST_WAITING)
         self._due, self._began, self._hung, self._quiet = -math.inf, math.inf, False, False
@@ -148,29 +149,10 @@ class Controller:
         self._server: ServerEdits | None = None
         self._before: str | None = None
 
-    def _check(self) -> None:
-        for name, (lo, hi) in self._bounds.items():
-            edit = self._edits.get(name)
-            if not isinstance(edit, Add):
-                raise SpecError(f"bounds names {shown(name)}, which is no Add of edits.")
-            if not lo <= edit.scale <= hi or not math.isfinite(hi - lo):
-                raise SpecError(
-                    f"bounds[{name!r}] is {shown((lo, hi))}, and the scale is {edit.scale:g}; the "
-                    "bounds are finite numbers, and the scale lies between them."
-                )
-        for name, step in self._max_step.items():
-            if name not in self._bounds or not step > 0:
-                raise SpecError(f"max_step[{name!r}] is {shown(step)}; it needs bounds, above 0.")
-
-    def __deepcopy__(self, memo: object) -> Controller:
-        # vLLM copies SamplingParams, which hold `tell` until the request enters.
-        return self
-
     @property
     def scales(self) -> dict[str, float]:
         """The scales in force, of the edits with bounds."""
-        bounded = ((name, self._edits[name]) for name in self._bounds)
-        return {name: edit.scale for name, edit in bounded if isinstance(edit, Add)}
+        return self._edits.scales
 
     def tell(self, observation: Observation) -> None:
         """Add an observation. Any thread; never blocks."""
@@ -216,42 +198,23 @@ class Controller:
         self._quiet = True
 
     def _apply(self, change: Change) -> None:
-        edits, told = dict(self._edits), []
-        for name, wanted in change.to.items():
-            edits[name] = self._moved(name, wanted)
-            if edits[name] != self._edits[name]:
-                told.append((name, self._edits[name], edits[name]))
-        if not told:
+        edits = self._edits.moved(change.to)
+        before, after = self._edits.edits, edits.edits
+        changed = [name for name in change.to if after[name] != before[name]]
+        if not changed:
             return
         self._set(edits)
         self._edits = edits
         self.counts["changes"] += 1
-        for name, *pair in told:
-            old, new = (getattr(one, "scale", one.kind) for one in pair)
+        for name in changed:
+            old, new = (getattr(one[name], "scale", one[name].kind) for one in (before, after))
             logger.info(
                 "vllm-scope: the edit %r went from %s to %s: %s", name, old, new, change.reason
             )
 
-    def _moved(self, name: str, wanted: Any) -> Edit:
-        """An edit as it is wanted, within bounds."""
-        old = self._edits.get(name)
-        if old is None:
-            raise SpecError(f"the edit {shown(name)} does not exist; {', '.join(self._edits)} do.")
-        if name not in self._bounds:
-            if not isinstance(wanted, Edit):
-                raise SpecError(f"{name!r} has no bounds: it takes an edit, not {shown(wanted)}.")
-            return wanted
-        number = isinstance(wanted, int | float) and not isinstance(wanted, bool)
-        if not number or not math.isfinite(wanted):
-            raise SpecError(f"{name!r} has bounds, so it takes a scale, not {shown(wanted)}.")
-        assert isinstance(old, Add)
-        (lo, hi), step = self._bounds[name], self._max_step.get(name, math.inf)
-        near = min(max(float(wanted), old.scale - step), old.scale + step)
-        return replace(old, scale=min(max(near, lo), hi))
-
-    def _set(self, edits: Mapping[str, Edit]) -> None:
+    def _set(self, edits: BoundedEdits) -> None:
         if self._server is not None:
-            self._server.set(scope(*edits.values())["scope"])
+            self._server.set(scope(*edits.edits.values())["scope"])
 
     # While it runs
 

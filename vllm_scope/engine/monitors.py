@@ -26,8 +26,9 @@ from typing import Any
 import msgspec
 
 from vllm_scope.config import KEY
-from vllm_scope.control.activity import Found, Tally, joined
+from vllm_scope.control.activity import Found
 from vllm_scope.control.controller import Observation
+from vllm_scope.control.tally import Tally, joined
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.frontend import ahead, translators
 from vllm_scope.engine.frontend.connection import connect_sync, connections, needs_connection

@@ -12,13 +12,12 @@ from __future__ import annotations
 import json
 import logging
 import queue
-import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
-from functools import cached_property
 
 from vllm_scope.control.activity import OUTCOMES
+from vllm_scope.control.background import Background
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.sinks.metrics import count_escalation
 
@@ -27,7 +26,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 MOST_WAITING, TIMEOUT_S = 1024, 5.0
 
 
-class Webhook:
+class Webhook(Background):
     """One address.
 
     Args:
@@ -35,16 +34,13 @@ class Webhook:
     """
 
     def __init__(self, url: str) -> None:
+        super().__init__("vllm-scope-webhook")
         self.url = url
         self._waiting: queue.Queue[tuple[bytes, Callable[[], object] | None]] = queue.Queue(
             MOST_WAITING
         )
         #: Dropped on the event loop, the others on the thread: no key has two writers.
         self._ended = dict.fromkeys(OUTCOMES, 0)
-
-    def __deepcopy__(self, memo: object) -> Webhook:
-        # vLLM copies SamplingParams, which hold it until the request enters.
-        return self
 
     @staticmethod
     def parse(url: object, where: str) -> Webhook:
@@ -69,17 +65,11 @@ class Webhook:
             ended: called on the thread when the outcome of the object is counted; not if the
                 object is dropped, which is counted here.
         """
-        assert self._thread.daemon
+        self._start()
         try:
             self._waiting.put_nowait((json.dumps(body).encode(), ended))
         except queue.Full:
             self._count("dropped")
-
-    @cached_property
-    def _thread(self) -> threading.Thread:
-        found = threading.Thread(target=self._run, name="vllm-scope-webhook", daemon=True)
-        found.start()
-        return found
 
     def _run(self) -> None:
         while True:

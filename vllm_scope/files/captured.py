@@ -1,7 +1,7 @@
 """One captured request, read from its files: one for each pipeline stage.
 
-Owns:  CapturedRequest, StoredStream, and the files that are open.
-From:  reader (which finds the files).
+Owns:  CapturedRequest, Piece.
+From:  reader (which finds the files).   To: streams.
 
 Promise: rows are read only when they are asked for. Every size that a file states is compared
 with the file before it is used.
@@ -10,8 +10,8 @@ with the file before it is used.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 import torch
@@ -19,28 +19,17 @@ from torch import Tensor
 
 from vllm_scope.codecs import Codec, codec_from
 from vllm_scope.errors import ConfigError, FileError, shown
-from vllm_scope.files.datafile import MappedFile, NpzFile, open_data
 from vllm_scope.files.feature_rows import SUFFIX, features_in
-from vllm_scope.files.folder import Folder
-from vllm_scope.files.index import IndexedRequest, IndexedStream, parse_stream, stream_name
-from vllm_scope.files.per_request import part_key
+from vllm_scope.files.index import (
+    STATUSES,
+    IndexedRequest,
+    IndexedStream,
+    parse_stream,
+    stream_name,
+)
+from vllm_scope.files.streams import OpenFiles, StoredStream
 from vllm_scope.request.sites import SiteLayer
 from vllm_scope.results.features import SparseFeatures
-
-#: Files that are open at once. A tensor of a closed file stays valid.
-MAX_OPEN = 64
-
-
-class OpenFiles:
-    """The data files of a folder, opened when first needed."""
-
-    def __init__(self, folder: Folder) -> None:
-        self.get = lru_cache(maxsize=MAX_OPEN)(self._open)
-        self.dtypes: dict[str, dict[str, str]] = {}
-        self._folder = folder
-
-    def _open(self, name: str) -> MappedFile | NpzFile:
-        return open_data(self._folder, name, self.dtypes.get(name, {}))
 
 
 @dataclass(frozen=True)
@@ -55,92 +44,6 @@ class Piece:
     name: str
     prefix: str
     manifest: IndexedRequest
-
-
-@dataclass(frozen=True)
-class StoredStream:
-    """Rows of one stream in one file, of one request or of consecutive ones.
-
-    Attributes:
-        name: of the file.
-        key: of the stream in the file.
-        first, num_rows: the rows, in the file's stream.
-        codec: of the rows.
-    """
-
-    files: OpenFiles
-    name: str
-    key: str
-    first: int
-    num_rows: int
-    codec: Codec
-
-    @property
-    def encoded(self) -> bool:
-        """False if `rows` gives views of the file."""
-        return self.codec.codec != "none"
-
-    @property
-    def positions(self) -> Tensor:
-        """int64 [num_rows]."""
-        found = self._slice(f"{self.key}.positions", torch.int64)
-        if found.dim() != 1:
-            raise FileError(f"{self.name}: positions of {self.key} are {list(found.shape)}")
-        return found
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """[stop - start, hidden_size], decoded; a view of the file if there is no codec."""
-        if not self.codec.rowwise:
-            return self._decode(self._parts(), self.num_rows)[start:stop]
-        parts = {name: part[start:stop] for name, part in self._parts().items()}
-        return self._decode(parts, stop - start)
-
-    def take(self, index: Tensor) -> Tensor:
-        """[len(index), hidden_size], decoded."""
-        if not self.codec.rowwise:
-            return self._decode(self._parts(), self.num_rows)[index]
-        parts = {name: _select(part, index) for name, part in self._parts().items()}
-        return self._decode(parts, len(index))
-
-    def joined(self, other: StoredStream) -> StoredStream | None:
-        """Both as one if the other's rows follow in the file, else None."""
-        if (
-            self.codec.rowwise
-            and (self.name, self.key, self.codec) == (other.name, other.key, other.codec)
-            and self.first + self.num_rows == other.first
-        ):
-            return replace(self, num_rows=self.num_rows + other.num_rows)
-        return None
-
-    def _parts(self) -> dict[str, Tensor]:
-        keys = {part: part_key(self.key, part) for part in self.codec.part_names}
-        if self.codec.rowwise:
-            return {part: self._slice(key, None) for part, key in keys.items()}
-        file = self.files.get(self.name)
-        return {part: file.tensor(key) for part, key in keys.items()}
-
-    def _slice(self, key: str, dtype: torch.dtype | None) -> Tensor:
-        tensor = self.files.get(self.name).tensor(key)
-        last = self.first + self.num_rows
-        if tensor.dim() < 1 or tensor.shape[0] < last or dtype not in (None, tensor.dtype):
-            raise FileError(
-                f"{self.name}: {key} is {list(tensor.shape)} {tensor.dtype}; its index says "
-                f"that it has rows up to {last}"
-            )
-        return tensor[self.first : last]
-
-    def _decode(self, parts: dict[str, Tensor], num_rows: int) -> Tensor:
-        try:
-            return self.codec.decode(parts, num_rows)
-        except (ValueError, RuntimeError) as error:
-            raise FileError(f"{self.name}: {self.key} cannot be decoded: {error}") from None
-
-
-def _select(part: Tensor, index: Tensor) -> Tensor:
-    # torch has no index_select for fp8 on CPUs.
-    if part.dtype == torch.float8_e4m3fn:
-        return part.view(torch.uint8).index_select(0, index).view(part.dtype)
-    return part.index_select(0, index)
 
 
 class CapturedRequest:
@@ -286,7 +189,7 @@ def _merge(pieces: Sequence[Piece]) -> IndexedRequest:
             if name in streams:
                 raise FileError(f"{name} is in {streams[name].file} and in {piece.name}")
             streams[name] = msgspec.structs.replace(stream, file=piece.name)
-    worst = max(manifests, key=lambda m: ("ok", "partial", "error").index(m.status))
+    worst = max(manifests, key=lambda m: STATUSES.index(m.status))
     status, reason = worst.status, worst.reason
     missing = sorted(set(range(first.num_stages)) - {m.stage for m in manifests})
     if missing and status == "ok":

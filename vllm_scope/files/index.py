@@ -10,14 +10,17 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from vllm_scope.errors import FileError, shown
 from vllm_scope.request.sites import SiteLayer
 
+#: `ok`: all rows that were asked for; `partial`: some of them; `error`: see the reason.
 Status = Literal["ok", "partial", "error"]
+#: From best to worst.
+STATUSES: tuple[Status, ...] = get_args(Status)
 
 FORMAT = 1
 #: Larger than any index that a writer makes. Checked before an index is read.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vllm_scope.errors import FileError
 from vllm_scope.files.buffers import Buffers
-from vllm_scope.files.captured import StoredStream
+from vllm_scope.files.streams import StoredStream
 
 #: Rows that are read at once for shuffling: 1 MB if a row has 4096 bf16 values.
 RUN_ROWS = 128
@@ -154,10 +154,7 @@ class _Pool:
     """
 
     def __init__(
-        self,
-        spans: Sequence[StoredStream],
-        runs: Sequence[_Run],
-        mapped: Callable[[int], Tensor],
+        self, spans: Sequence[StoredStream], runs: Sequence[_Run], mapped: Callable[[int], Tensor]
     ) -> None:
         self.kept: list[Tensor] = []
         begins = np.empty(len(runs), np.int64)

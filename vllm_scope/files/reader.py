@@ -20,10 +20,11 @@ from operator import attrgetter
 from torch import Tensor
 
 from vllm_scope.errors import shown
-from vllm_scope.files.captured import CapturedRequest, OpenFiles, Piece
+from vllm_scope.files.captured import CapturedRequest, Piece
 from vllm_scope.files.datafile import read_index
 from vllm_scope.files.iterate import iter_rows
 from vllm_scope.files.roots import find_folder
+from vllm_scope.files.streams import OpenFiles
 from vllm_scope.request.sites import SiteLayer
 
 

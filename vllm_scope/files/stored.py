@@ -101,11 +101,7 @@ class FinishedRequest:
         return self.token_ids.nbytes + sum(stream.nbytes for stream in self.streams.values())
 
     def manifest(
-        self,
-        file: str,
-        firsts: dict[str, int] | None = None,
-        number: int = 0,
-        first_token: int = 0,
+        self, file: str, firsts: dict[str, int] | None = None, number: int = 0, first_token: int = 0
     ) -> IndexedRequest:
         """The manifest of this request as number `number` of `file`.
 

@@ -28,7 +28,9 @@ from vllm_scope.request.sites import Sites
 from vllm_scope.results.allocator import PLAIN, CachingAllocator
 from vllm_scope.results.budget import FULL, Share
 from vllm_scope.results.copiers import Copy
-from vllm_scope.results.result import ScopeResult, Status, What, dtype_of
+from vllm_scope.results.result import ScopeResult, Status
+from vllm_scope.results.snapshot import What
+from vllm_scope.results.streams import dtype_of
 from vllm_scope.results.table import ArrivedParts, Table, TableKey
 from vllm_scope.sinks import Manifest
 from vllm_scope.sinks.metrics import count_decision

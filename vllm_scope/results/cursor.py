@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from vllm_scope.batch.by_position import Ints, Part, joined_rows, last_of_each
+from vllm_scope.batch.by_position import Ints, Part, joined_rows
 from vllm_scope.batch.readout import Readout, Verdict
 from vllm_scope.batch.sparse import sparse_rows
 from vllm_scope.codecs.packed import EncodedRows, packing_of
@@ -25,88 +25,10 @@ from vllm_scope.request.heads import Encoding
 from vllm_scope.request.resolved import ResolvedFeatures, ResolvedProbe
 from vllm_scope.request.selectors import Selector
 from vllm_scope.results.column import Column
-from vllm_scope.results.result import ScopeResult, Source, What
+from vllm_scope.results.following import START, Places, State, follow
+from vllm_scope.results.result import ScopeResult
 from vllm_scope.results.scores import cells_of, summed
-
-_NONE: Ints = np.zeros(0, np.int64)
-#: Where values are, int64 [n] each: the index of the part, and the index in it.
-_Places = tuple[Ints, Ints]
-
-
-@dataclass(frozen=True)
-class _State:
-    """How far one stream or probe was followed. Streams whose rows arrive together share it.
-
-    Attributes:
-        seen: each position below it was returned, is due, or is not wanted.
-        due: wanted positions that were not returned yet, ascending.
-        taken: of each part, the number of values that were looked at.
-        early: positions that arrived before an earlier one, and where their values are.
-    """
-
-    seen: int
-    due: Ints
-    taken: tuple[int, ...]
-    early: tuple[Ints, _Places]
-
-    @property
-    def settled(self) -> int:
-        """Each position below it was returned, or is not wanted."""
-        return int(self.due[0]) if len(self.due) else self.seen
-
-
-_START = _State(0, _NONE, (), (_NONE, (_NONE, _NONE)))
-
-
-def _next(
-    state: _State, selectors: Sequence[Selector], result: ScopeResult, arrived: Sequence[Ints]
-) -> tuple[_State, Ints, _Places]:
-    """The state after a later snapshot; the positions that can be returned, and their places.
-
-    Args:
-        arrived: of each part, the positions that arrived.
-    """
-    new = result.wanted(selectors, state.seen)
-    due = new if not len(state.due) else np.concatenate([state.due, new])
-    taken = (*state.taken, *(0 for _ in arrived[len(state.taken) :]))
-    fresh = [i for i, positions in enumerate(arrived) if len(positions) > taken[i]]
-    after = replace(
-        state, seen=max(state.seen, result.num_processed), due=due,
-        taken=tuple(map(len, arrived)) or taken,
-    )  # fmt: skip
-    if len(fresh) == 1 and not len(state.early[0]):
-        # The usual case: what arrived is what is due, in order.
-        came = arrived[fresh[0]][taken[fresh[0]] :]
-        if np.array_equal(came, due[: len(came)]):
-            places = np.arange(taken[fresh[0]], len(arrived[fresh[0]]))
-            return (
-                replace(after, due=due[len(came) :]), came,
-                (np.full(len(came), fresh[0]), places),
-            )  # fmt: skip
-    if not fresh and not len(state.early[0]):
-        return after, _NONE, (_NONE, _NONE)
-    return _in_order(after, arrived, taken, fresh)
-
-
-def _in_order(
-    state: _State, arrived: Sequence[Ints], taken: Sequence[int], fresh: Sequence[int]
-) -> tuple[_State, Ints, _Places]:
-    waiting, (parts, places) = state.early
-    came = np.concatenate([waiting, *(arrived[i][taken[i] :] for i in fresh)])
-    parts = np.concatenate([parts, *(np.full(len(arrived[i]) - taken[i], i) for i in fresh)])
-    places = np.concatenate([places, *(np.arange(taken[i], len(arrived[i])) for i in fresh)])
-    # The last computed value holds; positions that are known to be unwanted go.
-    came, at = last_of_each(came)
-    keep = (came >= state.seen) | np.isin(came, state.due)
-    came, at = came[keep], at[keep]
-    present = np.isin(state.due, came)
-    count = int(np.argmin(present)) if not present.all() else len(present)
-    found, due = state.due[:count], state.due[count:]
-    now = np.searchsorted(came, found)
-    rest = ~np.isin(came, found)
-    early = (came[rest], (parts[at[rest]], places[at[rest]]))
-    after = replace(state, due=due, early=early)
-    return after, found, (parts[at[now]], places[at[now]])
+from vllm_scope.results.snapshot import Source, What
 
 
 @dataclass
@@ -120,7 +42,7 @@ class _Track:
     """
 
     source: Source
-    state: _State | None = _START
+    state: State | None = START
     new: list[Column] = field(default_factory=list)
     sent: list[Ints] = field(default_factory=list)
 
@@ -182,18 +104,18 @@ class Cursor:
         """Take in a later snapshot of the request."""
         self._num_prompt = result.num_prompt
         #: Streams of one table share their positions, so they share the result.
-        known: dict[tuple[int, ...], tuple[_State, Ints, _Places]] = {}
+        known: dict[tuple[int, ...], tuple[State, Ints, Places]] = {}
         for track in self._of(result):
             if track.state is None:
                 first = self._begins(track.source.after)
                 if first is None:
                     continue
-                track.state = replace(_START, seen=first)
+                track.state = replace(START, seen=first)
             parts = result.parts_of(track.source)
             arrived = [part.positions for part in parts]
             key = (id(track.state), id(track.source.selectors), *map(id, arrived))
             if key not in known:
-                known[key] = _next(track.state, track.source.selectors, result, arrived)
+                known[key] = follow(track.state, track.source.selectors, result, arrived)
             track.state, positions, places = known[key]
             if len(positions):
                 track.new.append(_column(track.source, parts, positions, places))
@@ -266,7 +188,7 @@ class Cursor:
             self._tracks = []
             for source in result.sources(self._rows):
                 selectors = alike.setdefault(source.selectors, source.selectors)
-                state = _START if source.after is None else None
+                state = START if source.after is None else None
                 self._tracks.append(_Track(replace(source, selectors=selectors), state))
             numbers = {(t.source.what, t.source.place, t.source.selectors): t for t in self._tracks}
             banked: tuple[ResolvedProbe | ResolvedFeatures, ...]
@@ -278,7 +200,7 @@ class Cursor:
         return self._tracks
 
 
-def _column(source: Source, parts: Sequence[Part], positions: Ints, places: _Places) -> Column:
+def _column(source: Source, parts: Sequence[Part], positions: Ints, places: Places) -> Column:
     which, at = places
     first = int(which[0])
     if (which == first).all():

@@ -10,7 +10,6 @@ arrive is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
 
@@ -18,6 +17,8 @@ import torch
 from torch import Tensor
 
 from vllm_scope.batch.sparse import SparseRows
+from vllm_scope.results.scores import Named, ScoreTable
+from vllm_scope.results.snapshot import Snapshot
 
 
 class SparseFeatures:
@@ -94,27 +95,15 @@ class SparseFeatures:
         return feature_list(self)._repr_html_()
 
 
-class Features(Mapping[str, SparseFeatures]):
-    """Name of the action -> its features.
+class Features(Named[SparseFeatures]):
+    """Name of the action -> its features."""
 
-    Args:
-        find: returns those of a name.
-    """
-
-    def __init__(self, names: Sequence[str], find: Callable[[str], SparseFeatures]) -> None:
-        self._names, self._find = names, find
+    def __init__(self, table: ScoreTable, of: Snapshot) -> None:
+        names = [name for name, one in table.features.items() if one.lens is None]
+        super().__init__(names, table, of)
 
     def __getitem__(self, name: str) -> SparseFeatures:
-        if name not in self._names:
-            asked = ", ".join(self._names) or "none"
-            raise KeyError(f"no features of this request are called {name!r}; it has: {asked}.")
-        return self._find(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __repr__(self) -> str:
-        return f"Features({', '.join(f'{name}: {self[name]!r}' for name in self)})"
+        self._check(name, "features of this request are", "it has")
+        rows, positions = self._table.sparse(name, self._of)
+        width = self._table.features[name].num_features
+        return SparseFeatures(rows, torch.from_numpy(positions), width)

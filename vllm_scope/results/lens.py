@@ -7,13 +7,17 @@ From:  batch.sparse, scores.   To: result; server.encode; analysis.lens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from vllm_scope.batch.sparse import SparseRows
+from vllm_scope.request.resolved import lens_label
+from vllm_scope.results.scores import Named, ScoreTable
+from vllm_scope.results.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from vllm_scope.views.document import Picture
@@ -104,30 +108,20 @@ class LensTokens(Mapping[int, TopTokens]):
         return self.picture()._repr_html_()
 
 
-class Lenses(Mapping[str, LensTokens]):
-    """Name of a LensTopK -> its tokens.
+class Lenses(Named[LensTokens]):
+    """Name of a LensTopK -> its tokens."""
 
-    Args:
-        layers: name -> the layers.
-        find: returns the tokens of a name and a layer.
-    """
-
-    def __init__(
-        self, layers: Mapping[str, list[int]], find: Callable[[str, int], TopTokens]
-    ) -> None:
-        self._layers, self._find = layers, find
+    def __init__(self, table: ScoreTable, of: Snapshot) -> None:
+        self._layers: dict[str, list[int]] = {}
+        for one in table.features.values():
+            if one.lens is not None:
+                self._layers.setdefault(one.lens[0], []).append(one.cells[0].place.layer)
+        super().__init__(list(self._layers), table, of)
 
     def __getitem__(self, name: str) -> LensTokens:
-        if name not in self._layers:
-            asked = ", ".join(self._layers) or "none"
-            raise KeyError(f"no lens of this request is called {name!r}; it has: {asked}.")
-        return LensTokens({layer: self._find(name, layer) for layer in self._layers[name]})
+        self._check(name, "lens of this request is", "it has")
+        return LensTokens({layer: self._tokens_of(name, layer) for layer in self._layers[name]})
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layers)
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
-    def __repr__(self) -> str:
-        return f"Lenses({', '.join(f'{name}: {self[name]!r}' for name in self)})"
+    def _tokens_of(self, name: str, layer: int) -> TopTokens:
+        rows, positions = self._table.sparse(lens_label(name, layer), self._of)
+        return TopTokens.of_rows(rows, torch.from_numpy(positions))

@@ -2,7 +2,7 @@
 
 Owns:  ScopeResult (a snapshot).
 Runs:  in the front-end, on any thread, and in every process that it is pickled to.
-From:  buffer.
+From:  buffer.   To: streams and scores, as their Snapshot.
 
 Promise: one row per (site, layer, position), the last that was computed, of the positions that
 were asked for and processed; and counts that say whether any is missing. Messages of stages and
@@ -12,7 +12,6 @@ steps may arrive in any order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,53 +19,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_scope.batch.by_position import Part, last_values, num_processed, wanted_positions
+from vllm_scope.batch.by_position import Part, num_processed, wanted_positions
 from vllm_scope.batch.readout import Verdict
-from vllm_scope.codecs.packed import EncodedRows, packing_of
+from vllm_scope.codecs.packed import EncodedRows
 from vllm_scope.control.policy import Decided
-from vllm_scope.program.layout import SLOT_BYTES
-from vllm_scope.request.heads import Encoding, Head
-from vllm_scope.request.resolved import Resolved, ResolvedFeatures, ResolvedProbe, lens_label
+from vllm_scope.request.resolved import Resolved, ResolvedFeatures, ResolvedProbe
 from vllm_scope.request.selectors import Selector
-from vllm_scope.request.sites import ALIASES, Phase, Place, SiteLayer, Sites
-from vllm_scope.results.column import Column, shaped
-from vllm_scope.results.features import Features, SparseFeatures
-from vllm_scope.results.lens import Lenses, TopTokens
-from vllm_scope.results.scores import Scores, ScoreTable, cells_of, positions_of
+from vllm_scope.request.sites import Phase, SiteLayer, Sites
+from vllm_scope.results.column import Column
+from vllm_scope.results.features import Features
+from vllm_scope.results.lens import Lenses
+from vllm_scope.results.scores import Scores, ScoreTable, cells_of
+from vllm_scope.results.snapshot import Parts, Source, Stream, What
+from vllm_scope.results.streams import Rows, StreamTable
 from vllm_scope.sinks import Manifest
 
 if TYPE_CHECKING:
     from vllm_scope.analysis.cache import ActivationCache
     from vllm_scope.views.document import Picture
 
-#: A stream on one side of the edits of its site: site, layer, phase.
-_Stream = tuple[str, int, Phase]
-#: Rows [n, ...], maybe encoded, and their positions, int64 [n].
-_Rows = tuple[Tensor | EncodedRows, np.ndarray]
-#: The kind of values: raw rows (None), encoded rows, or numbers of a bank of probes.
-What = Head | None
-#: Kind of values -> point -> what arrived.
-Parts = Mapping[What, Mapping[int, list[Part]]]
 Status = Literal["streaming", "complete", "incomplete", "aborted", "failed"]
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where the values of a stream, or the numbers of a bank, are.
-
-    Attributes:
-        label: as in Column; None for the numbers of a bank.
-        place: the point.
-        row_shape: as in Column.
-        after: as in Probe, of a bank.
-    """
-
-    label: _Stream | None
-    selectors: tuple[Selector, ...]
-    what: What
-    place: int
-    row_shape: tuple[int, ...] = ()
-    after: str | None = None
 
 
 class ScopeResult:
@@ -123,8 +95,7 @@ class ScopeResult:
         self._parts = parts
         self._status, self.error = status, error
         self._wanted_by: dict[tuple[Selector, ...], np.ndarray] = {}
-        self._streams: dict[_Stream, _Rows] = {}
-        self._decoded: dict[_Stream, Tensor] = {}
+        self._stream_table = StreamTable.of(asked, sites)
         self._score_table = ScoreTable(asked.probes, asked.features)
 
     @property
@@ -157,25 +128,11 @@ class ScopeResult:
 
     @property
     def features(self) -> Features:
-        every = self._score_table.features
-        return Features([name for name in every if every[name].lens is None], self._features_of)
+        return Features(self._score_table, self)
 
     @property
     def lens(self) -> Lenses:
-        layers: dict[str, list[int]] = {}
-        for one in self._score_table.features.values():
-            if one.lens is not None:
-                layers.setdefault(one.lens[0], []).append(one.cells[0].place.layer)
-        return Lenses(layers, self._tokens_of)
-
-    def _tokens_of(self, name: str, layer: int) -> TopTokens:
-        rows, positions = self._score_table.sparse(lens_label(name, layer), self)
-        return TopTokens.of_rows(rows, torch.from_numpy(positions))
-
-    def _features_of(self, name: str) -> SparseFeatures:
-        rows, positions = self._score_table.sparse(name, self)
-        width = self._score_table.features[name].num_features
-        return SparseFeatures(rows, torch.from_numpy(positions), width)
+        return Lenses(self._score_table, self)
 
     @property
     def aggregates(self) -> Scores:
@@ -184,19 +141,12 @@ class ScopeResult:
     @property
     def verdicts(self) -> dict[str, Verdict]:
         """Name of the probe -> position and value of its verdict, for the probes that have one."""
-        known = {
-            p.name: self._score_table.score(p.name, self).verdict
-            for p in self._asked.probes
-            if p.judges
-        }
-        return {name: verdict for name, verdict in known.items() if verdict is not None}
+        return self._score_table.verdicts(self)
 
     @property
     def begun(self) -> dict[str, int]:
         """Name of a probe with `after` -> the first position that it scores."""
-        later = (probe for probe in self._asked.probes if probe.after is not None)
-        known = {probe.name: self._score_table.begins(probe, self) for probe in later}
-        return {name: first for name, first in known.items() if first is not None}
+        return self._score_table.begun(self)
 
     @property
     def probes(self) -> tuple[ResolvedProbe, ...]:
@@ -214,34 +164,33 @@ class ScopeResult:
 
     def keys(self) -> list[SiteLayer]:
         """The streams that were asked for."""
-        return list(dict.fromkeys((site, layer) for site, layer, _ in self._read_streams()))
+        streams = self._stream_table.names()
+        return list(dict.fromkeys((site, layer) for site, layer, _ in streams))
 
     def __iter__(self) -> Iterator[SiteLayer]:
         return iter(self.keys())
 
     def __contains__(self, stream: object) -> bool:
         try:
-            return bool(self._find(stream))  # type: ignore[arg-type]
+            return bool(self._stream_table.find(stream))  # type: ignore[arg-type]
         except (KeyError, TypeError):
             return False
 
-    def __getitem__(self, stream: SiteLayer | _Stream | str) -> Tensor:
-        key = self._find(stream)
-        rows, _ = self._rows_of(key)
-        if isinstance(rows, EncodedRows):
-            if key not in self._decoded:
-                self._decoded[key] = rows.decode()
-            rows = self._decoded[key]
-        return shaped(rows, self._sites.row_shape(key[0]))
+    def __getitem__(self, stream: SiteLayer | Stream | str) -> Tensor:
+        return self._stream_table.tensor(self._stream_table.find(stream), self)
 
     def encoded(self, site: str, layer: int = 0, when: Phase | None = None) -> EncodedRows | None:
         """The encoded rows, with their `codec` and its `parts`; None without a codec."""
-        rows = self._stream(_key(site, layer, when))[0]
+        rows = self._rows_of(site, layer, when)[0]
         return rows if isinstance(rows, EncodedRows) else None
 
     def positions(self, site: str, layer: int = 0, when: Phase | None = None) -> Tensor:
         """int64 [num_positions], ascending: the absolute positions of the rows."""
-        return torch.from_numpy(self._stream(_key(site, layer, when))[1])
+        return torch.from_numpy(self._rows_of(site, layer, when)[1])
+
+    def _rows_of(self, site: str, layer: int, when: Phase | None) -> Rows:
+        key = (site, layer) if when is None else (site, layer, when)
+        return self._stream_table.rows(self._stream_table.find(key), self)
 
     @property
     def expected(self) -> int:
@@ -254,7 +203,7 @@ class ScopeResult:
     @cached_property
     def _totals(self) -> tuple[int, int]:
         """(expected, delivered)"""
-        accounts = self._accounts()
+        accounts = [*self._stream_table.accounts(self), *self._score_table.accounts(self)]
         return (
             sum(len(wanted) * times for wanted, _, times in accounts),
             sum(_num_in(wanted, arrived) * times for wanted, arrived, times in accounts),
@@ -272,12 +221,10 @@ class ScopeResult:
 
     def columns(self) -> list[Column]:
         """Every stream, then every probe, then all features, in the request's order."""
-        streams = [
-            Column(s, *self._rows_of(s), self._sites.row_shape(s[0])) for s in self._read_streams()
-        ]
-        table = self._score_table
+        streams, table = self._stream_table, self._score_table
+        rows = (streams.column(stream, self) for stream in streams.names())
         sparse = (Column(name, *table.sparse(name, self)) for name in table.features)
-        return [*streams, *map(self.column_of, table.probes), *sparse]
+        return [*rows, *map(self.column_of, table.probes), *sparse]
 
     def column_of(self, probe: str) -> Column:
         """The scores of a probe."""
@@ -290,13 +237,14 @@ class ScopeResult:
         Args:
             rows: False leaves the streams out.
         """
-        streams = self._stream_sources.values() if rows else ()
+        streams = self._stream_table
+        of_rows = map(streams.source, streams.names()) if rows else ()
         keys = {key: one.after for one in self._asked.banked for key in cells_of(one)}
         banks = (
             Source(None, (tokens,), bank, point, after=after)
             for (bank, point, tokens), after in keys.items()
         )
-        return [*streams, *banks]
+        return [*of_rows, *banks]
 
     def parts_of(self, source: Source) -> list[Part]:
         """What arrived so far, in order of arrival; a later snapshot has these and more."""
@@ -341,44 +289,9 @@ class ScopeResult:
         return self.picture()._repr_html_()
 
     def __getstate__(self) -> dict[str, object]:
-        # Copies: a view would be pickled with the whole table.
-        for stream in self._read_streams():
-            rows, positions = self._stream(stream)
-            own = rows.kept() if isinstance(rows, EncodedRows) else rows.contiguous().clone()
-            self._streams[stream] = (own, positions)
-        table, ids = self._score_table.own(self), list(self._token_ids)
-        state = {**self.__dict__, "_token_ids": ids, "_parts": {}, "_decoded": {}}
-        return state | {"_score_table": table}
-
-    def _read_streams(self) -> list[_Stream]:
-        return list(self._stream_sources)
-
-    @property
-    def _stream_sources(self) -> Mapping[_Stream, Source]:
-        """Made once for all results of one request's meaning, which many requests share."""
-        known = self._asked.__dict__.get("_stream_sources")
-        if known is None or known[0] is not self._sites:
-            made = _stream_sources(self._asked, self._sites)
-            known = self._asked.__dict__["_stream_sources"] = self._sites, made
-        found: Mapping[_Stream, Source] = known[1]
-        return found
-
-    def _accounts(self) -> list[tuple[np.ndarray, np.ndarray, int]]:
-        """(positions that are wanted, those that arrived, number of streams or probes).
-
-        Streams with identical position arrays are counted together.
-        """
-        found: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, int]] = {}
-
-        def add(wanted: np.ndarray, arrived: np.ndarray) -> None:
-            key = id(wanted), id(arrived)  # `found` keeps both, so no other array gets an id
-            found[key] = (wanted, arrived, found[key][2] + 1 if key in found else 1)
-
-        for stream in self._read_streams():
-            known = self._streams.get(stream)
-            arrived = positions_of(self._parts_of(stream)) if known is None else known[1]
-            add(self._wanted_of(stream), arrived)
-        return [*found.values(), *self._score_table.accounts(self)]
+        streams, scores = self._stream_table.own(self), self._score_table.own(self)
+        state = {**self.__dict__, "_token_ids": list(self._token_ids), "_parts": {}}
+        return state | {"_stream_table": streams, "_score_table": scores}
 
     def wanted_by(self, selectors: Sequence[Selector]) -> np.ndarray:
         """The processed positions that any selector selects."""
@@ -387,84 +300,14 @@ class ScopeResult:
             self._wanted_by[key] = self.wanted(selectors)
         return self._wanted_by[key]
 
-    def _wanted_of(self, stream: _Stream) -> np.ndarray:
-        return self.wanted_by(self._selectors_of(stream))
-
-    def _selectors_of(self, stream: _Stream) -> tuple[Selector, ...]:
-        return self._stream_sources[stream].selectors
-
-    def _parts_of(self, stream: _Stream) -> list[Part]:
-        return self.parts_of(self._stream_sources[stream])
-
     def arrived(self, what: What, place: int) -> list[Part]:
         return self.arrived_of(what).get(place, [])
 
     def arrived_of(self, what: What) -> Mapping[int, list[Part]]:
         return self._parts.get(what, {})
 
-    def _stream(self, key: SiteLayer | _Stream | str) -> _Rows:
-        return self._rows_of(self._find(key))
-
-    def _rows_of(self, stream: _Stream) -> _Rows:
-        if stream not in self._streams:
-            encoding = self._stream_sources[stream].what
-            if not isinstance(encoding, Encoding):
-                size, dtype = self._sites.row_size(stream[0]), dtype_of(self._sites)
-            else:
-                packing = packing_of(encoding)
-                size, dtype = packing.num_slots * SLOT_BYTES, torch.uint8
-            data, positions = last_values(
-                self._parts_of(stream), self._wanted_of(stream), torch.empty((0, size), dtype=dtype)
-            )
-            encoded = isinstance(encoding, Encoding)
-            rows = EncodedRows(packing.codec, data) if encoded else data
-            self._streams[stream] = (rows, positions)
-        return self._streams[stream]
-
-    def _find(self, key: SiteLayer | _Stream | str) -> _Stream:
-        """The stream of a key, whose site may be an alias."""
-        words = tuple(key) if isinstance(key, tuple | list) else (key, 0)
-        site = ALIASES.get(str(words[0]), words[0])
-        asked = self._read_streams()
-        for stream in asked:
-            # If the stream was read on both sides of the edits, the plain key means after.
-            if stream == (site, *words[1:]) or (
-                len(words) == 2
-                and stream[:2] == (site, words[1])
-                and (stream[2] == "after" or (*stream[:2], "after") not in asked)
-            ):
-                return stream
-        names = ", ".join(f"{site!r} {layer}" for site, layer in self.keys()) or "nothing"
-        raise KeyError(f"{key} was not asked for; this request read {names}.")
-
-
-def _stream_sources(asked: Resolved, sites: Sites) -> dict[_Stream, Source]:
-    """The streams that were asked for, in the request's order."""
-    found: dict[_Stream, Source] = {}
-    for read in asked.reads:
-        for site, layer in read.streams:
-            key = (site, layer, read.when)
-            if key in found:
-                also = found[key].selectors
-                found[key] = replace(found[key], selectors=(*also, read.tokens))
-            else:
-                point = Place(site, layer).point(read.when)
-                shape = sites.row_shape(site)
-                found[key] = Source(key, (read.tokens,), read.encoding, point, shape)
-    return found
-
-
-def _key(site: str, layer: int, when: Phase | None) -> SiteLayer | _Stream:
-    return (site, layer) if when is None else (site, layer, when)
-
 
 def _num_in(wanted: np.ndarray, arrived: np.ndarray) -> int:
     if np.array_equal(wanted, arrived[: len(wanted)]):  # the usual case
         return len(wanted)
     return int(np.isin(wanted, arrived).sum())
-
-
-def dtype_of(sites: Sites) -> torch.dtype:
-    dtype = getattr(torch, sites.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype

@@ -1,7 +1,7 @@
 """The scores and features of a result.
 
-Owns:  Scored (one probe's values), ScoreTable (those of all probes, and all features), Scores (how
-       callers see those of probes).
+Owns:  Scored (one probe's values), ScoreTable (those of all probes, and all features), Named (how
+       callers see values), Scores (those of probes).
 Runs:  in the front-end.
 From:  table (the numbers of each bank), batch.readout.   To: result.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,9 @@ from vllm_scope.batch.sparse import SparseRows, sparse_rows
 from vllm_scope.request.heads import Bank
 from vllm_scope.request.resolved import ResolvedFeatures, ResolvedProbe
 from vllm_scope.request.selectors import Selector
+from vllm_scope.results.snapshot import Snapshot
 
+T = TypeVar("T")
 #: A bank at a point, and the tokens whose numbers are wanted.
 CellKey = tuple[Bank, int, Selector]
 
@@ -71,22 +73,6 @@ def summed(one: ResolvedProbe | ResolvedFeatures, numbers: Sequence[Tensor]) -> 
         for cell, some in zip(one.cells, numbers, strict=True)
     ]
     return reduce(torch.add, parts)
-
-
-class Snapshot(Protocol):
-    """Where the numbers are: a ScopeResult."""
-
-    def arrived(self, bank: Bank, point: int) -> list[Part]:
-        """The parts of a bank at a point."""
-
-    def arrived_of(self, bank: Bank) -> Mapping[int, list[Part]]:
-        """The same at each point."""
-
-    def wanted_by(self, selectors: Sequence[Selector]) -> Ints:
-        """The processed positions that some selectors select."""
-
-    @property
-    def num_prompt(self) -> int: ...
 
 
 class ScoreTable:
@@ -163,6 +149,19 @@ class ScoreTable:
         verdict = self.score(one.after, of).verdict
         return None if verdict is None else one.begins(verdict.position, of.num_prompt)
 
+    def verdicts(self, of: Snapshot) -> dict[str, Verdict]:
+        """Name of a probe -> its verdict, of the probes that have one."""
+        judging = (name for name, probe in self.probes.items() if probe.judges)
+        found = {name: self.score(name, of).verdict for name in judging}
+        return {name: verdict for name, verdict in found.items() if verdict is not None}
+
+    def begun(self, of: Snapshot) -> dict[str, int]:
+        """Name of a probe with `after` -> where it begins, of those whose first stage has a
+        verdict."""
+        later = (probe for probe in self.probes.values() if probe.after is not None)
+        found = {probe.name: self.begins(probe, of) for probe in later}
+        return {name: first for name, first in found.items() if first is not None}
+
     def _wanted(self, one: ResolvedProbe | ResolvedFeatures, of: Snapshot) -> Ints:
         wanted, first = of.wanted_by((one.tokens,)), self.begins(one, of)
         return wanted[:0] if first is None else wanted[wanted.searchsorted(first) :]
@@ -226,7 +225,30 @@ def positions_of(parts: Sequence[Part]) -> Ints:
     return np.concatenate([p.positions for p in parts]) if parts else np.zeros(0, np.int64)
 
 
-class Scores(Mapping[str, Tensor]):
+class Named(Mapping[str, T]):
+    """Values of a result by the names that the request gave, made when they are asked for."""
+
+    def __init__(self, names: Sequence[str], table: ScoreTable, of: Snapshot) -> None:
+        self._names, self._table, self._of = names, table, of
+
+    def _check(self, name: str, whose: str, there: str) -> None:
+        """Raises KeyError for another name."""
+        if name not in self._names:
+            asked = ", ".join(self._names) or "none"
+            raise KeyError(f"no {whose} called {name!r}; {there}: {asked}.")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}: {self[name]!r}" for name in self)
+        return f"{type(self).__name__}({values})"
+
+
+class Scores(Named[Tensor]):
     """Name of the probe -> its scores: float32 [num_positions], CPU, in position order.
 
     Args:
@@ -234,10 +256,10 @@ class Scores(Mapping[str, Tensor]):
     """
 
     def __init__(self, table: ScoreTable, of: Snapshot, aggregates: bool = False) -> None:
-        self._table, self._of, self._aggregates = table, of, aggregates
-        self._names = [
-            name for name, probe in table.probes.items() if probe.aggregate or not aggregates
-        ]
+        probes = table.probes.items()
+        names = [name for name, probe in probes if probe.aggregate or not aggregates]
+        super().__init__(names, table, of)
+        self._aggregates = aggregates
 
     def __getitem__(self, name: str) -> Tensor:
         found = self._scored(name)
@@ -249,19 +271,11 @@ class Scores(Mapping[str, Tensor]):
         """int64 [num_positions], ascending: the absolute positions of the scores."""
         return torch.from_numpy(self._scored(name).positions)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
     def __repr__(self) -> str:
         word = "Aggregates" if self._aggregates else "Scores"
         return f"{word}({', '.join(f'{name}: {len(self[name])} values' for name in self)})"
 
     def _scored(self, name: str) -> Scored:
-        if name not in self._names:
-            asked = ", ".join(self._names) or "none"
-            what = "probe with an aggregate" if self._aggregates else "probe"
-            raise KeyError(f"no {what} of this request is called {name!r}; its probes: {asked}.")
+        probe = "probe with an aggregate" if self._aggregates else "probe"
+        self._check(name, f"{probe} of this request is", "its probes")
         return self._table.score(name, self._of)

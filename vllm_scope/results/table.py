@@ -19,7 +19,7 @@ import torch
 from vllm_scope.batch.by_position import Part
 from vllm_scope.results.allocator import PLAIN, CachingAllocator
 from vllm_scope.results.copiers import Copy
-from vllm_scope.results.result import What
+from vllm_scope.results.snapshot import What
 
 
 class TableKey(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from vllm_scope.analysis.cache import stream_of_hook
+from vllm_scope.analysis.hook_names import stream_of_hook
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import MAX_LAYER, Place, canonical_site
 

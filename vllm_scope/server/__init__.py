@@ -10,8 +10,12 @@ tokens.py    the tokens of a choice, with text and scores
 encode.py    results as JSON, and as named tensors
 body.py      the body of an answer: JSON, or a safetensors file with the JSON
 store.py     results that are too large for an answer: files with an expiry time
+held_folder.py  their folder, which the processes of a server share
+room.py      how many bytes of them one key has
 faces.py     what faces register: words of requests, fields of answers, routes
-routes.py    /v1/scope
+routes.py    all routes, added to an app
+reading.py   GET /v1/scope and below
+operating.py operators' routes of /v1/scope
 sweeps.py    /v1/scope/sweeps
 pages.py     the operator's page, which shows live what monitors do
 access.py    who may use a route, and what a route can ask of the engine

@@ -231,6 +231,22 @@ def admin_or_bearer(request: Request, key: AdminKeyOrBearer = None) -> None:
         admin(request, key)
 
 
+#: For OpenAPI: the answer of a route that sends a file.
+A_FILE: dict[int | str, dict[str, object]] = {
+    200: {"content": {"application/octet-stream": {}}, "description": "A safetensors file."}
+}
+
+
+def takes(media: str, schema: Mapping[str, object], description: str = "") -> dict[str, object]:
+    """For OpenAPI: the body of requests to a route that parses it itself."""
+    told = {"description": description} if description else {}
+    return {"requestBody": {"required": True, **told, "content": {media: {"schema": schema}}}}
+
+
+def json_answer(content: bytes) -> Response:
+    return Response(content, media_type="application/json")
+
+
 def errors(*statuses: int) -> dict[int | str, dict[str, object]]:
     """For OpenAPI: answers with these statuses are Refusals."""
     return {status: {"model": Refusal} for status in statuses}

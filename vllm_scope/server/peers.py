@@ -15,15 +15,16 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
+
+from vllm_scope.control.background import Background
 
 logger = logging.getLogger("vllm.vllm_scope")
 #: Seconds between two writes.
 EVERY_S = 1.0
 
 
-class Peers:
+class Peers(Background):
     """A file of each process in the folder that they share.
 
     Args:
@@ -32,25 +33,15 @@ class Peers:
     """
 
     def __init__(self, folder: Callable[[], Path], text: Callable[[], bytes]) -> None:
+        super().__init__("vllm-scope-peers")
         self._folder, self._text = folder, text
         self._name = f"activity.{os.getpid()}"
-        self._changed, self._starting = threading.Event(), threading.Lock()
-
-    def __deepcopy__(self, memo: object) -> Peers:
-        # vLLM copies SamplingParams, which hold it until the request enters.
-        return self
+        self._changed = threading.Event()
 
     def changed(self) -> None:
         """Tell the others soon. Any thread; never waits for a file."""
-        with self._starting:  # two threads would start two
-            assert self._thread.daemon
+        self._start()
         self._changed.set()
-
-    @cached_property
-    def _thread(self) -> threading.Thread:
-        found = threading.Thread(target=self._run, name="vllm-scope-peers", daemon=True)
-        found.start()
-        return found
 
     def _run(self) -> None:
         while True:

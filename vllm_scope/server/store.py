@@ -29,18 +29,15 @@ from typing import BinaryIO
 from starlette.responses import StreamingResponse
 from torch import Tensor
 
-from vllm_scope.errors import CapacityError
 from vllm_scope.files.tensors import write_tensors
-from vllm_scope.results.budget import fits, most_of_one
-from vllm_scope.transport.folders import hold, is_held, prefix, release, remove_abandoned
+from vllm_scope.server.held_folder import HeldFolder
+from vllm_scope.server.room import LEAST_BYTES, Room
 
 _ID = re.compile(r"[A-Za-z0-9_-]{32}")
 KIND = "results"
 _PIECE_BYTES = 1 << 20
 #: A tensor in a file's header, without its name: dtype, shape, offsets.
 _HEADER_BYTES = 200
-#: Every file counts for at least so many bytes, which bounds the number of files.
-LEAST_BYTES = 64 << 10
 #: Files that expire within this time of each other are removed together.
 SLACK_S = 0.2
 #: With more files than FEW, the store spends at most LOOK_PART of its time on a look for deleted
@@ -90,45 +87,29 @@ class Store:
     """
 
     def __init__(self, parent: Path, run: str, most_bytes: int, ttl_s: float) -> None:
-        self.most_bytes, self.ttl_s = most_bytes, ttl_s
+        self.ttl_s = ttl_s
         self._lock = threading.Lock()
         #: Written files, the oldest first.
         self._files: OrderedDict[str, _File] = OrderedDict()
-        #: Charged bytes of written files and of those being written: of each key, and of all.
-        self._held: dict[str, int] = {}
-        self._num_bytes = self._num_writing = 0
+        #: Of written files and of those being written.
+        self.room = Room(most_bytes)
+        self._num_writing = 0
         self._timer: threading.Timer | None = None
         self._look_at = 0.0
-        remove_abandoned(parent, KIND)
-        self._folder = parent / f"{prefix(KIND)}{run}"
-        self._holder = -1
-        self._hold()
+        self._folder = HeldFolder(parent, KIND, run)
         # API servers are children of multiprocessing, which do not run atexit's functions.
         Finalize(None, self.close, exitpriority=0)
-
-    def _hold(self) -> None:
-        """Make the folder if it is not there, and lock it so that other servers do not remove
-        it. Programs that clean /tmp ignore the lock."""
-        if self._holder >= 0 and is_held(self._folder, self._holder):
-            return
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        found = self._folder.lstat()
-        if found.st_uid != os.getuid() or found.st_mode & 0o077 or self._folder.is_symlink():
-            raise PermissionError(f"{self._folder} is another's; set VLLM_SCOPE_RESULTS_DIR.")
-        gone, self._holder = self._holder, hold(self._folder)
-        if gone >= 0:
-            os.close(gone)
 
     def folder(self) -> Path:
         """The folder of this server's processes; made again if something has removed it."""
         with self._lock:
-            self._hold()
-        return self._folder
+            self._folder.make()
+        return self._folder.path
 
     @property
     def num_bytes(self) -> int:
         """Charged bytes of all files."""
-        return self._num_bytes
+        return self.room.num_bytes
 
     def __len__(self) -> int:
         return len(self._files) + self._num_writing
@@ -138,37 +119,12 @@ class Store:
         charged = max(num_bytes, LEAST_BYTES)
         if len(self._files) <= FEW:
             self._make_room(charged, owner)
-        self._check(charged, owner)
+        self.room.check(charged, owner)
 
     def _make_room(self, charged: int, owner: str) -> None:
-        if not self._fits(charged, owner):
+        if not self.room.fits(charged, owner):
             self.sweep()
             self.forget_deleted()
-
-    def _fits(self, charged: int, owner: str) -> bool:
-        return fits(self._held.get(owner, 0), self._num_bytes, charged, self.most_bytes)
-
-    def _charge(self, owner: str, more: int) -> None:
-        """The caller holds the lock."""
-        self._num_bytes += more
-        self._held[owner] = self._held.get(owner, 0) + more
-        if not self._held[owner]:
-            del self._held[owner]
-
-    def _check(self, num_bytes: int, owner: str) -> None:
-        most = most_of_one(self.most_bytes)
-        if num_bytes > most:
-            raise CapacityError(
-                f"the result takes {num_bytes:,} bytes; this server keeps at most {most:,} of one "
-                "key (3/4 of VLLM_SCOPE_RESULTS_MIB). Read fewer tokens or layers."
-            )
-        if not self._fits(num_bytes, owner):
-            own = self._held.get(owner, 0)
-            raise CapacityError(
-                f"results of {own:,} bytes of this key wait to be fetched, and one more takes "
-                f"{num_bytes:,}; a key's may be three times what is free of "
-                f"{self.most_bytes:,}. Fetch them with ?delete=true, or send this again later."
-            )
 
     def put(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], owner: str) -> Kept:
         """Write a file; blocks.
@@ -182,9 +138,9 @@ class Store:
         charged = max(size, LEAST_BYTES)
         self._make_room(charged, owner)
         with self._lock:
-            self._check(charged, owner)
-            self._hold()
-            self._charge(owner, charged)
+            self.room.check(charged, owner)
+            self._folder.make()
+            self.room.charge(owner, charged)
             self._num_writing += 1
         name = secrets.token_urlsafe(24)
         path = self._path(name, owner)
@@ -193,12 +149,12 @@ class Store:
         except BaseException:
             with self._lock:
                 self._num_writing -= 1
-                self._charge(owner, -charged)
+                self.room.charge(owner, -charged)
             raise
         file = _File(path, owner, max(num_bytes, LEAST_BYTES), time.monotonic() + self.ttl_s)
         with self._lock:
             self._num_writing -= 1
-            self._charge(owner, file.charged - charged)
+            self.room.charge(owner, file.charged - charged)
             self._files[name] = file
             self._arm()
         return Kept(name, num_bytes, self.ttl_s)
@@ -267,7 +223,7 @@ class Store:
     def _forget(self, name: str) -> Path:
         """The path of a file that the store no longer counts. The caller holds the lock."""
         file = self._files.pop(name)
-        self._charge(file.owner, -file.charged)
+        self.room.charge(file.owner, -file.charged)
         return file.path
 
     def _arm(self) -> None:
@@ -312,12 +268,10 @@ class Store:
                 self._timer = None
         for path in paths:
             path.unlink(missing_ok=True)
-        if self._holder >= 0:
-            release(self._folder, self._holder)
-            self._holder = -1
+        self._folder.release()
 
     def _path(self, name: str, owner: str) -> Path:
-        return self._folder / f"{name}.{owner}.safetensors"
+        return self._folder.path / f"{name}.{owner}.safetensors"
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:

@@ -1,6 +1,7 @@
 """Sinks: where drained rows go.
 
 Owns:  Sink, Block, RequestInfo, Ending, Report (what a sink is given, and what it returns);
+       Manifest (what callers get of it);
        RowBatch and BatchSink (what the drain gives to the router).
 Runs:  RowBatch on the drain thread of each worker that drains; a Sink on its own thread.
 
@@ -10,13 +11,16 @@ Runs:  RowBatch on the drain thread of each worker that drains; a Sink on its ow
 router.py      which sink gets which rows, and when a request is done
 memory.py      rows to the front-end that made the request
 sink_thread.py one sink: its thread, its overload policy
+guarded_sink.py  its calls: what it raises, and whether it hangs
 sink_queue.py  what waits for it, in bounded memory
 spill.py       queued rows in a file, when the memory is full
 quota.py       how many bytes of one API key a sink takes
 request.py     one request at one sink: its rows, and what is missing
+streams.py     what a sink gets of a request, and where a token's layout has it
 filesystem.py  requests into files
 max_activating.py  features into tables of their strongest tokens
 options.py     the operator's options of each sink; plugin look-up
+manifest.py    what became of one request at one sink
 reports.py     a sink's report on a request, checked, as the manifest that callers get
 counters.py    counts of one sink
 metrics.py     the counts on vLLM's /metrics
@@ -27,25 +31,22 @@ A plugin is a class, or a function that makes a sink, under the entry-point grou
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Protocol
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_scope.batch.labels import Labels
 from vllm_scope.codecs.packed import EncodedRows, decoded
+from vllm_scope.files.index import Status as Status
 from vllm_scope.program.layout import SLOT_BYTES, Widths
+from vllm_scope.sinks.manifest import Manifest as Manifest
 from vllm_scope.transport.ring import Lease
-
-#: `ok`: all rows that were asked for; `partial`: some of them; `error`: see the reason.
-Status = Literal["ok", "partial", "error"]
 
 
 @dataclass(frozen=True)
@@ -207,62 +208,6 @@ class Sink(Protocol):
         request is running; and by the remote call `scope_flush`."""
 
     def close(self) -> None: ...
-
-
-#: A relative name of a file: no URL, no absolute path, no `..`, no path of another system.
-_RELATIVE = re.compile(r"(?![/~])(?!(?:.*/)?\.\.(?:/|$))[^\\:]+", re.DOTALL)
-
-
-class Manifest(msgspec.Struct, frozen=True):
-    """What became of one request at one sink: `result.manifests[sink]`.
-
-    Attributes:
-        expected, delivered, dropped: rows and scores.
-        files: the files that have them.
-        streams: `site.layer` (or a probe's name) -> shape, dtype, codec, file.
-        details: `Report.details` of each stage.
-        said: True if reason and streams have a plugin's own words.
-    """
-
-    status: Status
-    reason: str | None
-    expected: int
-    delivered: int
-    dropped: int
-    files: list[str] = []
-    streams: dict[str, dict[str, object]] = {}
-    details: list[dict[str, object]] = []
-    said: bool = False
-
-    def public(self, sink: str) -> Manifest:
-        """The manifest for API keys other than the operator's: without paths, and without texts
-        of exceptions and plugins, which may have some. `files` are those with a relative name."""
-        reason, streams = self.reason, self.streams
-        if self.status == "error":
-            reason = f"sink {sink!r} failed; the server's log says why"
-        elif self.said and reason is not None:
-            reason = f"sink {sink!r} gives a reason, which the server's operator is told"
-        if self.said:
-            known = ("shape", "dtype", "codec")
-            streams = {
-                name: {key: facts[key] for key in known if key in facts}
-                for name, facts in streams.items()
-            }
-        return msgspec.structs.replace(
-            self, reason=reason, streams=streams, details=[],
-            files=[file for file in self.files if _RELATIVE.fullmatch(file)],
-        )  # fmt: skip
-
-    def joined(self, other: Manifest) -> Manifest:
-        """This stage's manifest and another's as one."""
-        worse = max(self, other, key=lambda m: ("ok", "partial", "error").index(m.status))
-        return Manifest(
-            worse.status, worse.reason,
-            self.expected + other.expected, self.delivered + other.delivered,
-            self.dropped + other.dropped, [*self.files, *other.files],
-            self.streams | other.streams, [*self.details, *other.details],
-            self.said or other.said,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ import time
 import traceback
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import get_args
 
 import msgspec
 
 from vllm_scope.errors import shown
-from vllm_scope.sinks import Ending, Manifest, Report, Status
+from vllm_scope.files.index import STATUSES
+from vllm_scope.sinks import Block, Ending, Manifest, Report
 
 logger = logging.getLogger("vllm.vllm_scope")
 
@@ -71,13 +71,20 @@ class Log:
             logger.error("vllm-scope: %s", text)
 
 
+def facts_of(block: Block) -> dict[str, object]:
+    """What a manifest says of a stream: shape, dtype and codec."""
+    dtype = str(block.values.dtype).removeprefix("torch.")
+    facts: dict[str, object] = {"shape": list(block.values.shape), "dtype": dtype}
+    return facts if block.encoded is None else facts | {"codec": block.encoded.codec.metadata()}
+
+
 def checked(report: object) -> Report:
     """The report with text that can be sent. Raises TypeError if it is no report, or too large."""
     if report is None:
         return Report()
     if not isinstance(report, Report):
         raise TypeError(f"finish returned {shown(report)}; it returns a Report, or None")
-    if report.status not in (None, *get_args(Status)):
+    if report.status not in (None, *STATUSES):
         raise TypeError(f"its report has the status {shown(report.status)}")
     if not isinstance(report.published, Future | None):
         raise TypeError(f"its report has {shown(report.published)} as published; it is a Future")

@@ -17,20 +17,15 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from vllm_scope.batch.by_position import Ints, Part, last_values, wanted_positions
-from vllm_scope.batch.readout import scores_of
-from vllm_scope.batch.sparse import sparse_rows
-from vllm_scope.codecs.packed import EncodedRows, packing_of
-from vllm_scope.program.layout import SLOT, SLOT_BYTES, Layout, Widths, slots_of_row
-from vllm_scope.request.heads import Encoding, Head
-from vllm_scope.request.resolved import Resolved, ResolvedFeatures, ResolvedProbe
-from vllm_scope.request.selectors import Selector
-from vllm_scope.request.sites import Phase, Place, Sites, kind_of_point
+from vllm_scope.program.layout import SLOT, Layout, Widths
+from vllm_scope.request.heads import Head
+from vllm_scope.request.resolved import Resolved
+from vllm_scope.request.sites import Sites
 from vllm_scope.sinks import Block, Ending, RequestInfo, Status
+from vllm_scope.sinks.streams import Stream, streams_of
 
 
 @dataclass(frozen=True)
@@ -65,18 +60,6 @@ class Ended:
     reason: str
 
 
-@dataclass(frozen=True)
-class _Stream:
-    """What a sink gets of one point: its rows, what a codec makes of them, the scores of one probe,
-    or some features."""
-
-    name: Place
-    selectors: tuple[Selector, ...]
-    point: int
-    head: Head | None = None
-    probe: ResolvedProbe | ResolvedFeatures | None = None
-
-
 class Delivery:
     """A request's life at one sink.
 
@@ -101,12 +84,11 @@ class Delivery:
         self.loss: str | None = None
         self.held_bytes = 0
         self.entered = self.refused = False
-        self._dtype: torch.dtype = getattr(torch, sites.dtype)
-        self._streams = list(_streams_of(asked, to, here))
+        self._streams = list(streams_of(asked, to, sites, here))
         self._kept: list[Arrival] = []
         self._parts: dict[Layout, tuple[Layout, Ints | slice] | None] = {}
         #: Stream -> (delivered positions, the numbers of their arrivals).
-        self._arrived: dict[_Stream, list[tuple[Ints, Ints]]] = {}
+        self._arrived: dict[Stream, list[tuple[Ints, Ints]]] = {}
         self._num_arrivals = 0
         #: Dropped arrivals. Earlier rows of their positions are outdated: an earlier row may be
         #: that of a rejected draft.
@@ -170,14 +152,14 @@ class Delivery:
         self.loss = self.loss or reason
         self._dropped.append(replace(arrival, data=np.empty((0, 0), np.uint8)))
 
-    def _outdated(self, stream: _Stream, positions: Ints, numbers: Ints) -> NDArray[np.bool_]:
+    def _outdated(self, stream: Stream, positions: Ints, numbers: Ints) -> NDArray[np.bool_]:
         """bool [n]: True for a row that a dropped row should have replaced."""
         found = np.zeros(len(positions), bool)
         if not self._dropped or not len(positions):
             return found
         widths = self._dropped[0].widths
         for layout, last in self._last_dropped().items():
-            if _bytes_of(layout, stream, widths) is not None:
+            if stream.bytes_in(layout, widths) is not None:
                 known = positions < len(last)
                 found[known] |= numbers[known] < last[positions[known]]
         return found
@@ -211,9 +193,9 @@ class Delivery:
     def live_blocks(self, arrival: Arrival) -> Iterator[Block]:
         """The arrival's blocks, one per stream."""
         for stream in self._streams:
-            rows = self._column(stream, arrival.layout, arrival.data, arrival.widths)
+            rows = stream.values(arrival.layout, arrival.data, arrival.widths)
             if rows is not None:
-                yield self._block(stream, arrival.positions, rows)
+                yield stream.block(self.info, arrival.positions, rows)
                 numbers = np.full(len(arrival.positions), arrival.number)
                 self._arrived.setdefault(stream, []).append((arrival.positions, numbers))
 
@@ -235,7 +217,7 @@ class Delivery:
         for stream in self._streams:
             parts = []
             for layout, positions, arrivals, number, data, widths in joined:
-                rows = self._column(stream, layout, data, widths)
+                rows = stream.values(layout, data, widths)
                 if rows is None:
                     continue
                 if self._dropped:
@@ -245,7 +227,7 @@ class Delivery:
             if parts:
                 rows, positions = last_values(parts, self._wanted(stream, ended), parts[0].rows[:0])
                 if len(positions):
-                    yield self._block(stream, positions, rows)
+                    yield stream.block(self.info, positions, rows)
                     last = np.full(len(positions), self._num_arrivals)
                     self._arrived.setdefault(stream, []).append((positions, last))
 
@@ -274,74 +256,11 @@ class Delivery:
             self.info, ended.output_ids, ended.reason, expected, delivered, status, reason
         )
 
-    def _wanted(self, stream: _Stream, ended: Ended) -> Ints:
+    def _wanted(self, stream: Stream, ended: Ended) -> Ints:
         ids = [*self.info.prompt_ids, *ended.output_ids]
         return wanted_positions(stream.selectors, ids, len(self.info.prompt_ids), True)
-
-    def _column(
-        self, stream: _Stream, layout: Layout, data: NDArray[np.uint8], widths: Widths
-    ) -> Tensor | None:
-        """A view of rows [n, numbers of a row], encoded rows uint8 [n, bytes], scores [n], or the
-        words of features [n, num_values]; None if the layout has none."""
-        found = _bytes_of(layout, stream, widths)
-        if found is None:
-            return None
-        values = torch.from_numpy(data[:, found])
-        if isinstance(stream.probe, ResolvedFeatures):
-            return values.view(torch.float32)
-        if stream.probe is not None:
-            return scores_of(stream.probe, values.view(torch.float32))
-        return values if stream.head is not None else values.view(self._dtype)
-
-    def _block(self, stream: _Stream, positions: Ints, rows: Tensor) -> Block:
-        source: Tensor | EncodedRows = rows
-        indices, sae, num_features = None, None, None
-        if isinstance(stream.probe, ResolvedFeatures):
-            sparse = sparse_rows(stream.probe, rows)
-            source, indices = sparse.values, sparse.indices
-            num_features, sae = stream.probe.num_features, stream.probe.whole_sae
-        elif isinstance(stream.head, Encoding):
-            source = EncodedRows(packing_of(stream.head).codec, rows)
-        probe = None if stream.probe is None else stream.probe.name
-        return Block(self.info, *stream.name, positions, source, probe, indices, sae, num_features)
 
 
 def _wanted_of(points: Sequence[int], wanted: Set[int], layout: Layout) -> list[int]:
     """The indices of the rows that stand for a wanted point."""
     return [i for i, row in enumerate(points) if not wanted.isdisjoint(layout.names_of(row))]
-
-
-def _bytes_of(layout: Layout, stream: _Stream, widths: Widths) -> slice | None:
-    """Where a token of this layout has the stream's row, or what the head made of it; None if it
-    has none."""
-    if stream.head is None:
-        row = layout.row_of(stream.point)
-        if row not in layout.points:
-            return None
-        first = layout.slot_of(row, widths) * SLOT_BYTES
-        return slice(first, first + widths.row_bytes[kind_of_point(row)])
-    slot = layout.made_at(stream.head, stream.point, widths)
-    if slot is None:
-        return None
-    first = slot * SLOT_BYTES
-    if stream.probe is None:
-        return slice(first, first + slots_of_row(stream.head.row_bytes) * SLOT_BYTES)
-    (cell,) = stream.probe.cells
-    return slice(first + 4 * cell.first, first + 4 * (cell.first + stream.probe.num_values))
-
-
-def _streams_of(asked: Resolved, to: str, here: Sequence[int]) -> Iterator[_Stream]:
-    going = asked.going_to(to)
-    selectors: dict[tuple[Place, Phase, Encoding | None], list[Selector]] = {}
-    for read in going.reads:
-        for stream in read.streams:
-            if stream.boundary in here:
-                selectors.setdefault((stream, read.when, read.encoding), []).append(read.tokens)
-    for (place, when, encoding), some in selectors.items():
-        name = place if when == "after" else Place(f"{place.site}.before", place.layer)
-        yield _Stream(name, tuple(some), place.point(when), encoding)
-    for probe in going.banked:
-        (cell,) = probe.cells  # Probe refuses others for a sink
-        if cell.place.boundary in here:
-            point = cell.place.point()
-            yield _Stream(cell.place, (probe.tokens,), point, cell.bank, probe)

@@ -22,9 +22,10 @@ from dataclasses import replace
 from vllm_scope.errors import ConfigError
 from vllm_scope.sinks import Block, Ending, Manifest, Report, Sink
 from vllm_scope.sinks.counters import Counters
+from vllm_scope.sinks.guarded_sink import GuardedSink
 from vllm_scope.sinks.options import SinkOptions
 from vllm_scope.sinks.quota import REQUEST_BYTES, KeyedBytes, Quota
-from vllm_scope.sinks.reports import Log, checked, failure, manifest_of, plain
+from vllm_scope.sinks.reports import facts_of, manifest_of
 from vllm_scope.sinks.request import Arrival, Delivery, Ended
 from vllm_scope.sinks.sink_queue import QueuedEnd, QueuedFlush, QueuedRows, QueueItem, SinkQueue
 
@@ -59,29 +60,17 @@ class SinkThread:
     ) -> None:  # fmt: skip
         self.name, self._quota = name, quota or Quota(name, options)
         self.counters = Counters()
-        self._sink, self._options, self._on_end = sink, options, on_end
-        self._live = bool(getattr(sink, "live", False))
-        scores = bool(getattr(sink, "takes_scores", True))
-        takes = {
-            "reads": bool(getattr(sink, "takes_rows", True)), "probes": scores,
-            "features": bool(getattr(sink, "takes_features", scores)),
-            "edits": bool(getattr(sink, "takes_edited", True)),
-            "some features": bool(getattr(sink, "takes_some_features", True)),
-        }  # fmt: skip
-        #: The kinds of actions that may name the sink; "edits" if requests with edits may, and
-        #: "some features" if features with indices or threshold may.
-        self.takes = [kind for kind, taken in takes.items() if taken]
+        self._options, self._on_end = options, on_end
+        self._sink = GuardedSink(name, sink, options.patience_s, self._count_error)
+        self.takes = self._sink.takes
         self._held = KeyedBytes(options.share(options.held_mib))
-        self._log = Log(name)
         try:
-            self._queue = SinkQueue(name, options, self._log)
+            self._queue = SinkQueue(name, options, self._sink.log)
         except ConfigError:
             sink.close()
             raise
         self._changed = self._queue.changed
         self._closing = False
-        #: When the current call to the sink began; None between calls.
-        self._called_at: float | None = None
         #: When the first of the requests that are not flushed yet ended; None if there are none.
         self._dirty_since: float | None = None
         self._num_running = 0
@@ -93,15 +82,8 @@ class SinkThread:
 
     @property
     def stalled(self) -> bool:
-        """True while a call takes longer than `patience_s`."""
-        called_at = self._called_at
-        return called_at is not None and time.monotonic() - called_at > self._options.patience_s
-
-    @property
-    def stall_reason(self) -> str:
-        return (
-            f"sink {self.name!r} did not return from a call within {self._options.patience_s:g} s"
-        )
+        """As GuardedSink.stalled."""
+        return self._sink.stalled
 
     def add_request(self) -> None:
         """Count one more running request, until its end is handled."""
@@ -126,7 +108,7 @@ class SinkThread:
                     self._drop(rows, f"the queue of sink {self.name!r} was full")
                     break
                 if self.stalled:
-                    self._drop(rows, self.stall_reason)
+                    self._drop(rows, self._sink.stall_reason)
                     break
                 if started is None:
                     started = time.monotonic()
@@ -164,8 +146,8 @@ class SinkThread:
 
     def give_up(self, delivery: Delivery) -> None:
         """Count a request as failed, because the sink has stalled."""
-        delivery.error = delivery.error or self.stall_reason
-        self._log.say(self.stall_reason)
+        delivery.error = delivery.error or self._sink.stall_reason
+        self._sink.log.say(self._sink.stall_reason)
         self._count_error()
 
     def flush(self) -> str | None:
@@ -175,7 +157,7 @@ class SinkThread:
             self._queue.append(request)
         while not request.done.wait(WAIT_S):
             if self.stalled or not self._thread.is_alive():
-                return self.stall_reason
+                return self._sink.stall_reason
         return request.error
 
     def stop(self) -> None:
@@ -190,7 +172,7 @@ class SinkThread:
         while self._thread.is_alive() and not self.stalled:
             self._thread.join(WAIT_S)
         if self._thread.is_alive():
-            logger.warning("vllm-scope: %s; it is left behind.", self.stall_reason)
+            logger.warning("vllm-scope: %s; it is left behind.", self._sink.stall_reason)
 
     def snapshot(self) -> Counters:
         with self._changed:
@@ -218,7 +200,7 @@ class SinkThread:
                 item.done.set()
             self._worked_at = time.monotonic()
         self._flush_sink()
-        self._call(self._sink.close)
+        self._sink.close()
         self._queue.close()
 
     def _next(self) -> QueueItem | None:
@@ -246,7 +228,7 @@ class SinkThread:
         delivery = rows.delivery
         if delivery.error is not None:
             self._drop(rows, delivery.error)
-        elif self._live:
+        elif self._sink.live:
             self._write_all(delivery, delivery.live_blocks(rows.arrival))
         elif not self._held.fits(rows.owner, rows.num_bytes):
             whose = "of this key's requests" if rows.owner else "of requests"
@@ -260,27 +242,23 @@ class SinkThread:
         streams: _Streams = {}
         try:
             for block in blocks:
-                error = self._call(self._sink.write, block)
+                error = self._sink.write(block)
                 # `give_up` may have set it meanwhile.
                 delivery.error = delivery.error or error
                 if delivery.error is not None:
                     break
                 self.counters.rows += len(block.positions)
                 self.counters.bytes += block.values.nbytes
-                name = block.probe or f"{block.site}.{block.layer}"
-                dtype = str(block.values.dtype).removeprefix("torch.")
-                streams[name] = {"shape": list(block.values.shape), "dtype": dtype}
-                if block.encoded is not None:
-                    streams[name]["codec"] = block.encoded.codec.metadata()
+                streams[block.probe or f"{block.site}.{block.layer}"] = facts_of(block)
         except Exception as error:  # for example no memory for the blocks; the thread goes on
-            delivery.error = delivery.error or self._failure(error, counts=True)
+            delivery.error = delivery.error or self._sink.failure(error, counts=True)
         return streams
 
     def _end(self, delivery: Delivery, ended: Ended) -> None:
         try:
             self._finish(delivery, ended)
         except Exception as error:  # for example no memory; the caller waits for an answer
-            reason = self._failure(error, counts=True)
+            reason = self._sink.failure(error, counts=True)
             self._tell(delivery, Manifest("error", reason, 0, 0, 0))
         with self._changed:
             self._num_running -= 1
@@ -288,15 +266,13 @@ class SinkThread:
 
     def _finish(self, delivery: Delivery, ended: Ended) -> None:
         streams: _Streams = {}
-        if not self._live and delivery.error is None:
+        if not self._sink.live and delivery.error is None:
             streams = self._write_all(delivery, delivery.whole_blocks(ended))
         self._held.give(delivery.info.owner, delivery.forget())
         ending = delivery.ending(ended)
-        reports: list[Report] = []
-        error = self._call(lambda: reports.append(checked(self._sink.finish(ending))))
+        report, error = self._sink.finish(ending)
         if error is not None:
             ending = replace(ending, status="error", reason=ending.reason or error)
-        report = reports[0] if reports else Report()
         manifest = manifest_of(ending, streams, report)
         if report.published is None or manifest.status == "error":
             self._tell(delivery, manifest)
@@ -306,7 +282,7 @@ class SinkThread:
         def published(future: Future[None]) -> None:
             failure = None if future.cancelled() else future.exception()
             if future.cancelled() or failure is not None:
-                self._lost(delivery, self._failure(failure or CancelledError()))
+                self._lost(delivery, self._sink.failure(failure or CancelledError()))
             elif self._unpublished.pop(delivery, None) is not None:
                 self._tell(delivery, manifest)
 
@@ -329,28 +305,10 @@ class SinkThread:
     def _flush_sink(self) -> str | None:
         self._dirty_since = None
         before = list(self._unpublished)
-        error = self._call(self._sink.flush)
+        error = self._sink.flush()
         for delivery in before:
             self._lost(delivery, error or f"sink {self.name!r} was flushed, but published nothing")
         return error
-
-    def _call(self, call: Callable[..., object], *args: object) -> str | None:
-        """Call the sink. Returns why the call failed, or None."""
-        self._called_at = time.monotonic()
-        try:
-            call(*args)
-        except BaseException as error:  # a plugin may call sys.exit
-            return self._failure(error, counts=True)
-        finally:
-            self._called_at = None
-        return None
-
-    def _failure(self, error: BaseException, counts: bool = False) -> str:
-        """The reason that requests are told, shortened; the log has more of it."""
-        if counts:
-            self._count_error()
-        self._log.failure(error)
-        return plain(f"sink {self.name!r} failed: {failure(error)}")
 
     def _count_error(self) -> None:
         with self._changed:

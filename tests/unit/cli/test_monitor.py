@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 from tests.unit.views.reading import data_of
 from vllm_scope.cli import app
 from vllm_scope.cli.monitor import bars, view
-from vllm_scope.control.activity import Activity, Ring, State, Tally
+from vllm_scope.control.activity import Activity, Ring, State
+from vllm_scope.control.tally import Tally
 
 RISKY = ("resid_post", "stop", [2, 5], None)
 ACTIVITY, INFO = "/v1/scope/monitors/activity", "/v1/scope"

@@ -188,8 +188,8 @@ def test_streams_of_one_table_are_followed_together(monkeypatch):
     from vllm_scope.results import cursor as module
 
     asked = []
-    next_of = module._next
-    monkeypatch.setattr(module, "_next", lambda *a: asked.append(a) or next_of(*a))
+    follow = module.follow
+    monkeypatch.setattr(module, "follow", lambda *a: asked.append(a) or follow(*a))
     layers = [0, 1, 2]
     pending = pending_of(Read("resid_post", layers=layers), prompt_ids=[1, 2])
     points = tuple(Place("resid_post", layer).point() for layer in layers)

@@ -25,6 +25,7 @@ from vllm_scope.errors import CapacityError
 from vllm_scope.request.sites import Place
 from vllm_scope.results.budget import asking
 from vllm_scope.results.result import ScopeResult
+from vllm_scope.results.streams import StreamTable
 from vllm_scope.server import answer as module
 from vllm_scope.server import choice, encode
 from vllm_scope.server.answer import Answer
@@ -192,8 +193,8 @@ async def test_without_probes_there_are_no_tokens(store):
 @on_a_loop
 async def test_chunks_of_scores_do_not_assemble_rows(store, monkeypatch):
     """That takes milliseconds of the event loop, of every chunk."""
-    rows_of, asked = ScopeResult._rows_of, []
-    monkeypatch.setattr(ScopeResult, "_rows_of", lambda *a: asked.append(a) or rows_of(*a))
+    rows, asked = StreamTable.rows, []
+    monkeypatch.setattr(StreamTable, "rows", lambda *a: asked.append(a) or rows(*a))
     found, sent = answer(store, streams=True), []
     found.add_prompt()
     found.open_one(lambda: None, True)

@@ -17,7 +17,8 @@ from fastapi.testclient import TestClient
 from safetensors.numpy import save
 
 from vllm_scope.batch.sums import Sums
-from vllm_scope.control.activity import Activity, Ring, State, Tally
+from vllm_scope.control.activity import Activity, Ring, State
+from vllm_scope.control.tally import Tally
 from vllm_scope.errors import SpecError
 from vllm_scope.server import pages, routes, schemas
 from vllm_scope.server.routes import attach

@@ -132,7 +132,7 @@ def test_to_check_for_room_takes_no_longer_with_many_files(store):
             store.check_room(1, OTHER)
         return time.perf_counter() - started
 
-    store.most_bytes = 1 << 40
+    store.room.most_bytes = 1 << 40
     store.put(ROWS, {}, MINE)
     one = min(seconds() for _ in range(5))
     for _ in range(2000):
@@ -195,12 +195,12 @@ def test_the_bound_is_never_exceeded_and_a_key_at_its_share_is_refused(store):
 
 
 def test_keys_that_keep_all_they_can_leave_room_for_another(store):
-    store.most_bytes = 10 * MOST
+    store.room.most_bytes = 10 * MOST
     for i in range(4):
         with suppress(CapacityError):
             while True:
                 store.put(zeros(500_000), {"scope": '"ü' * 50}, owner_of(f"Bearer {i}"))
-                assert store.num_bytes <= store.most_bytes
+                assert store.num_bytes <= store.room.most_bytes
     assert store.open(store.put(zeros(10), {}, OTHER).id, OTHER) is not None
     store.check_room(10, OTHER)
 

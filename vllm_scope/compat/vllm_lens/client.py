@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import quote
 
-from vllm_scope.client.calls import Prompt, Response
+from vllm_scope.client.calls import Prompt
+from vllm_scope.client.messages import Response
 from vllm_scope.compat.vllm_lens.model import NO_HOOKS
 from vllm_scope.errors import SpecError
 from vllm_scope.vectors.hooks import mapping

@@ -11,16 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vllm_scope.control.activity import (
-    MOST_ID,
-    MOST_RANGES,
-    MOST_SLICES,
-    MOST_VERDICTS,
-    SLICE_S,
-    Found,
-    Tally,
-    joined,
-)
+from vllm_scope.control.activity import SLICE_S, Found
+from vllm_scope.control.tally import MOST_ID, MOST_RANGES, MOST_SLICES, MOST_VERDICTS, Tally, joined
 
 FLOATS = st.floats(width=32, allow_nan=False)
 

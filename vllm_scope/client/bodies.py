@@ -1,0 +1,76 @@
+"""The JSON of a choice's `scope`, as the server sends it (docs/http.md).
+
+Owns:  ScopeBody and its parts; TokenBody.
+From:  server.encode (which writes it).   To: parsing.
+
+The values of an item are in the JSON (`data`, `values`, ...), in a tensor of a binary answer
+(`tensor`), or else in the result's file.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RowsBody(msgspec.Struct):
+    site: str
+    layer: int
+    spans: list[tuple[int, int]]
+    dtype: str
+    shape: list[int]
+    when: str = "after"
+    data: bytes | None = None
+    tensor: str | None = None
+
+
+class ScoresBody(msgspec.Struct):
+    spans: list[tuple[int, int]]
+    values: list[float | None] | None = None
+    aggregates: list[float | None] | None = None
+
+
+class FeaturesBody(msgspec.Struct):
+    spans: list[tuple[int, int]]
+    indices: list[list[int]] | None = None
+    values: list[list[float | None]] | None = None
+    tensor: str | None = None
+
+
+class LensBody(msgspec.Struct):
+    name: str
+    layer: int
+    spans: list[tuple[int, int]]
+    token_ids: list[list[int]] | None = None
+    log_probs: list[list[float | None]] | None = None
+    tensor: str | None = None
+
+
+class VerdictBody(msgspec.Struct):
+    position: int
+    value: float | None
+
+
+class DecidedBody(msgspec.Struct):
+    position: int
+    acts_from: int | None
+    scale: dict[str, float]
+    stop: bool
+    flag: str | None
+    error: str | None
+
+
+class ScopeBody(msgspec.Struct):
+    rows: list[RowsBody] = []
+    scores: dict[str, ScoresBody] = {}
+    features: dict[str, FeaturesBody] = {}
+    lens: list[LensBody] = []
+    verdicts: dict[str, VerdictBody] = {}
+    begun: dict[str, int] = {}
+    decisions: list[DecidedBody] = []
+
+
+class TokenBody(msgspec.Struct):
+    id: int
+    text: str
+    position: int
+    scores: dict[str, float | None]

@@ -1,0 +1,170 @@
+"""vllm-probe-hook's options as reads, and its hidden states as views of a result.
+
+Owns:  Options, HiddenStates, `translate`.
+Runs:  in the front-end.
+To:    probe_hook, whose LLM and AsyncLLM put their Options into each request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from vllm import SamplingParams
+
+from vllm_scope.engine.frontend.translators import Translation, called, give, named
+from vllm_scope.errors import ScopeError, SpecError, shown
+from vllm_scope.request.actions import Read
+from vllm_scope.request.selectors import Except
+from vllm_scope.request.sites import Sites
+from vllm_scope.request.spec import Spec
+from vllm_scope.results.result import ScopeResult
+
+if TYPE_CHECKING:
+    from vllm import CompletionOutput, RequestOutput
+
+
+SITE = "resid_post"
+KEY = "probe_hook"
+#: Part of a read -> the argument of LLM and AsyncLLM that errors name.
+WORDS = {"Read.layers": "layers", "Read.site": "layers"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What an LLM captures; arguments of LLM and AsyncLLM.
+
+    Attributes:
+        layers: numbers from 0, or "all".
+        include_prefill: the prompt's tokens, as `output.prefill_hidden`.
+        include_decode: the generated tokens, as `output.hidden_states`.
+        last_prefill_token: only the prompt's last token, even without `include_prefill`.
+        last_decode_token: only the last generated token that is processed.
+        process_last_token: process the token sampled last too. A second request does that, and
+            finds the other tokens in the prefix cache. Not possible with edits. `max_model_len`
+            must leave room for one more token.
+
+    Raises:
+        SpecError: nothing is captured, or an option is of a wrong type.
+    """
+
+    layers: Sequence[int] | str = "all"
+    include_prefill: bool = False
+    include_decode: bool = True
+    last_prefill_token: bool = False
+    last_decode_token: bool = False
+    process_last_token: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name != "layers" and not isinstance(value, bool):
+                raise SpecError(f"{name} is {shown(value)}; it is True or False.")
+        with called(WORDS):
+            Read(SITE, layers=self.layers)
+        if not self.prefill and not self.decode:
+            raise SpecError(
+                "nothing is captured: include_prefill and include_decode are both False."
+            )
+
+    @property
+    def prefill(self) -> bool:
+        return self.include_prefill or self.last_prefill_token
+
+    @property
+    def decode(self) -> bool:
+        return self.include_decode or self.last_decode_token
+
+    def reads(self) -> list[Read]:
+        found = []
+        if self.prefill:
+            tokens = "last_prompt" if self.last_prefill_token else "prompt"
+            found.append(Read(SITE, layers=self.layers, tokens=tokens))
+        if self.decode:
+            some = Except("last", "prompt") if self.last_decode_token else "generated"
+            found.append(Read(SITE, layers=self.layers, tokens=some))
+        return found
+
+    def params(self, given: SamplingParams | None) -> SamplingParams:
+        """A copy of a request's parameters that asks for the capture."""
+        params = copy(given) if given is not None else SamplingParams()
+        extra = params.extra_args or {}
+        if self.process_last_token and "scope" in extra and Spec.from_json(extra["scope"]).edits:
+            raise SpecError(
+                "process_last_token and edits do not go together: the token sampled last is "
+                "processed in another request. Generate one token more instead."
+            )
+        params.extra_args = {**extra, KEY: self}
+        return params
+
+
+class HiddenStates(Mapping[int, Tensor]):
+    """layer -> [num_rows, d_model]: the rows of one phase that have arrived so far.
+
+    Args:
+        of_prompt: rows of the prompt's tokens, else of generated tokens.
+
+    Raises:
+        ScopeError: on access, if the request has ended and rows are missing.
+    """
+
+    def __init__(self, result: ScopeResult, layers: Sequence[int], *, of_prompt: bool) -> None:
+        self._result, self._layers, self._of_prompt = result, tuple(layers), of_prompt
+        self._last: HiddenStates | None = None
+        self._last_alone = False
+
+    def end_with(self, last: HiddenStates, alone: bool) -> None:
+        """Append the row of the token sampled last, or keep only that row."""
+        self._last, self._last_alone = last, alone
+
+    def __getitem__(self, layer: int) -> Tensor:
+        if layer not in self._layers:
+            raise KeyError(f"layer {layer} was not captured; there are {list(self._layers)}.")
+        result = self._result
+        if result.status not in ("complete", "streaming", "aborted"):
+            raise ScopeError(
+                f"the hidden states of this request are {result.status}: "
+                f"{result.error or f'{result.dropped} rows are missing'}."
+            )
+        in_prompt = result.positions(SITE, layer) < result.num_prompt
+        rows = result[SITE, layer][in_prompt if self._of_prompt else ~in_prompt]
+        if self._last is None:
+            return rows
+        return self._last[layer] if self._last_alone else torch.cat([rows, self._last[layer]])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __repr__(self) -> str:
+        return f"HiddenStates of layers {list(self)}"
+
+
+def translate(values: Mapping[str, object], sites: Sites) -> Translation:
+    """The reads of a request of LLM or AsyncLLM.
+
+    Raises:
+        SpecError: a layer that the engine does not tap, or options that LLM did not set.
+    """
+    options = values[KEY]
+    if not isinstance(options, Options):
+        raise SpecError(f"{KEY} is set by LLM and AsyncLLM of this module.")
+    numbers = Read(SITE, layers=options.layers).layer_numbers
+    with called(WORDS):
+        layers = [layer for _, layer in sites.find(SITE, numbers, "Read")]
+
+    def decorate(output: RequestOutput, completion: CompletionOutput) -> None:
+        result: ScopeResult = completion.scope
+        decode = HiddenStates(result, layers, of_prompt=False) if options.decode else None
+        prefill = HiddenStates(result, layers, of_prompt=True) if options.prefill else None
+        give(output, completion, "hidden_states", decode)
+        give(output, completion, "prefill_hidden", prefill)
+
+    reads = options.reads()
+    paths = named((read, {".layers": "layers", ".site": "layers"}) for read in reads)
+    return Translation(tuple(reads), decorate, paths=paths)

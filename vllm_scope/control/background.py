@@ -1,0 +1,39 @@
+"""Bases of objects that all requests share: vLLM copies none of them, and some have a thread.
+
+Owns:  Uncopied, Background.
+Runs:  in the front-end.
+To:    tally, controller, server.peers, engine.webhook.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Self
+
+
+class Uncopied:
+    """Stays one object. vLLM copies SamplingParams, which hold it until the request enters."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
+class Background(Uncopied):
+    """An object with a daemon thread, which runs its `_run`.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._starting = threading.Lock()
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+    def _start(self) -> None:
+        """Start the thread if it does not run yet. Any thread."""
+        with self._starting:  # a thread can be started once
+            if self._thread.ident is None:
+                self._thread.start()

@@ -1,0 +1,80 @@
+"""Named edits whose scales stay within bounds.
+
+Owns:  BoundedEdits.
+To:    controller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.actions import Add, Edit
+
+
+@dataclass(frozen=True)
+class BoundedEdits:
+    """Edits by name, in the order in which they apply.
+
+    Attributes:
+        bounds: name of an Add -> (lowest, highest) scale.
+        max_step: name -> the most by which one change moves the scale.
+
+    Raises:
+        SpecError: a name without an edit, an edit with bounds that is no Add, or a scale out of
+            bounds.
+    """
+
+    edits: Mapping[str, Edit]
+    bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    max_step: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, (lo, hi) in self.bounds.items():
+            edit = self.edits.get(name)
+            if not isinstance(edit, Add):
+                raise SpecError(f"bounds names {shown(name)}, which is no Add of edits.")
+            if not lo <= edit.scale <= hi or not math.isfinite(hi - lo):
+                raise SpecError(
+                    f"bounds[{name!r}] is {shown((lo, hi))}, and the scale is {edit.scale:g}; the "
+                    "bounds are finite numbers, and the scale lies between them."
+                )
+        for name, step in self.max_step.items():
+            if name not in self.bounds or not step > 0:
+                raise SpecError(f"max_step[{name!r}] is {shown(step)}; it needs bounds, above 0.")
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """The scales of the edits with bounds."""
+        bounded = ((name, self.edits[name]) for name in self.bounds)
+        return {name: edit.scale for name, edit in bounded if isinstance(edit, Add)}
+
+    def moved(self, to: Mapping[str, Any]) -> BoundedEdits:
+        """The edits after a change, within bounds.
+
+        Args:
+            to: name -> the new scale if the name has bounds, else a new edit.
+
+        Raises:
+            SpecError: a name without an edit, or a value of the wrong kind.
+        """
+        return replace(self, edits={**self.edits, **{n: self._moved(n, to[n]) for n in to}})
+
+    def _moved(self, name: str, wanted: Any) -> Edit:
+        old = self.edits.get(name)
+        if old is None:
+            raise SpecError(f"the edit {shown(name)} does not exist; {', '.join(self.edits)} do.")
+        if name not in self.bounds:
+            if not isinstance(wanted, Edit):
+                raise SpecError(f"{name!r} has no bounds: it takes an edit, not {shown(wanted)}.")
+            return wanted
+        number = isinstance(wanted, int | float) and not isinstance(wanted, bool)
+        if not number or not math.isfinite(wanted):
+            raise SpecError(f"{name!r} has bounds, so it takes a scale, not {shown(wanted)}.")
+        assert isinstance(old, Add)
+        (lo, hi), step = self.bounds[name], self.max_step.get(name, math.inf)
+        near = min(max(float(wanted), old.scale - step), old.scale + step)
+        return replace(old, scale=min(max(near, lo), hi))

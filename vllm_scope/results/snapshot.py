@@ -1,0 +1,58 @@
+"""Where the values of one snapshot of a request are.
+
+Owns:  Snapshot, Source; What and Parts (what arrived, by kind of values).
+To:    streams and scores (which read a snapshot), result (which is one), cursor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllm_scope.batch.by_position import Ints, Part
+from vllm_scope.request.heads import Head
+from vllm_scope.request.selectors import Selector
+from vllm_scope.request.sites import Phase
+
+#: A stream on one side of the edits of its site: site, layer, phase.
+Stream = tuple[str, int, Phase]
+#: The kind of values: raw rows (None), encoded rows, or numbers of a bank of probes.
+What = Head | None
+#: Kind of values -> point -> what arrived.
+Parts = Mapping[What, Mapping[int, list[Part]]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the values of a stream, or the numbers of a bank, are.
+
+    Attributes:
+        label: as in Column; None for the numbers of a bank.
+        place: the point.
+        row_shape: as in Column.
+        after: as in Probe, of a bank.
+    """
+
+    label: Stream | None
+    selectors: tuple[Selector, ...]
+    what: What
+    place: int
+    row_shape: tuple[int, ...] = ()
+    after: str | None = None
+
+
+class Snapshot(Protocol):
+    """What has arrived of a request: a ScopeResult."""
+
+    def arrived(self, what: What, place: int) -> list[Part]:
+        """The parts of a kind of values at a point."""
+
+    def arrived_of(self, what: What) -> Mapping[int, list[Part]]:
+        """The same at each point."""
+
+    def wanted_by(self, selectors: Sequence[Selector]) -> Ints:
+        """The processed positions that some selectors select."""
+
+    @property
+    def num_prompt(self) -> int: ...

@@ -1,0 +1,152 @@
+"""The rows of a result, by stream.
+
+Owns:  StreamTable.
+Runs:  in the front-end.
+From:  table (the rows that arrived), by way of a Snapshot.   To: result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from vllm_scope.batch.by_position import Ints, Part, last_values
+from vllm_scope.codecs.packed import EncodedRows, packing_of
+from vllm_scope.program.layout import SLOT_BYTES
+from vllm_scope.request.heads import Encoding
+from vllm_scope.request.resolved import Resolved
+from vllm_scope.request.sites import ALIASES, Place, SiteLayer, Sites
+from vllm_scope.results.column import Column, shaped
+from vllm_scope.results.scores import positions_of
+from vllm_scope.results.snapshot import Snapshot, Source, Stream
+
+#: Rows [n, ...], maybe encoded, and their positions, int64 [n].
+Rows = tuple[Tensor | EncodedRows, Ints]
+
+
+class StreamTable:
+    """All streams' rows in one snapshot, joined when they are asked for.
+
+    It does not hold the snapshot, as ScoreTable.
+    """
+
+    def __init__(self, sources: Mapping[Stream, Source], sites: Sites) -> None:
+        self._sources, self._sites = sources, sites
+        self._rows: dict[Stream, Rows] = {}
+        self._decoded: dict[Stream, Tensor] = {}
+
+    @staticmethod
+    def of(asked: Resolved, sites: Sites) -> StreamTable:
+        """Its sources are made once for all results of one request's meaning, which many requests
+        share."""
+        known = asked.__dict__.get("_stream_sources")
+        if known is None or known[0] is not sites:
+            known = asked.__dict__["_stream_sources"] = sites, _sources_of(asked, sites)
+        return StreamTable(known[1], sites)
+
+    def names(self) -> list[Stream]:
+        """The streams that were asked for."""
+        return list(self._sources)
+
+    def find(self, key: SiteLayer | Stream | str) -> Stream:
+        """The stream of a key, whose site may be an alias. Raises KeyError."""
+        words = tuple(key) if isinstance(key, tuple | list) else (key, 0)
+        site = ALIASES.get(str(words[0]), words[0])
+        asked = self.names()
+        for stream in asked:
+            # If the stream was read on both sides of the edits, the plain key means after.
+            if stream == (site, *words[1:]) or (
+                len(words) == 2
+                and stream[:2] == (site, words[1])
+                and (stream[2] == "after" or (*stream[:2], "after") not in asked)
+            ):
+                return stream
+        places = dict.fromkeys((site, layer) for site, layer, _ in asked)
+        names = ", ".join(f"{site!r} {layer}" for site, layer in places) or "nothing"
+        raise KeyError(f"{key} was not asked for; this request read {names}.")
+
+    def rows(self, stream: Stream, of: Snapshot) -> Rows:
+        """The last row of each wanted position."""
+        if stream not in self._rows:
+            encoding = self._sources[stream].what
+            if not isinstance(encoding, Encoding):
+                size, dtype = self._sites.row_size(stream[0]), dtype_of(self._sites)
+            else:
+                packing = packing_of(encoding)
+                size, dtype = packing.num_slots * SLOT_BYTES, torch.uint8
+            data, positions = last_values(
+                self._arrived(stream, of),
+                of.wanted_by(self._sources[stream].selectors),
+                torch.empty((0, size), dtype=dtype),
+            )
+            encoded = isinstance(encoding, Encoding)
+            rows = EncodedRows(packing.codec, data) if encoded else data
+            self._rows[stream] = (rows, positions)
+        return self._rows[stream]
+
+    def tensor(self, stream: Stream, of: Snapshot) -> Tensor:
+        """The rows in the shape of the site's; decoded once."""
+        rows, _ = self.rows(stream, of)
+        if isinstance(rows, EncodedRows):
+            if stream not in self._decoded:
+                self._decoded[stream] = rows.decode()
+            rows = self._decoded[stream]
+        return shaped(rows, self._sites.row_shape(stream[0]))
+
+    def column(self, stream: Stream, of: Snapshot) -> Column:
+        return Column(stream, *self.rows(stream, of), self._sites.row_shape(stream[0]))
+
+    def source(self, stream: Stream) -> Source:
+        return self._sources[stream]
+
+    def accounts(self, of: Snapshot) -> Iterator[tuple[Ints, Ints, int]]:
+        """(positions that are wanted, those that arrived, number of streams).
+
+        Streams with identical position arrays are counted together.
+        """
+        found: dict[tuple[int, int], tuple[Ints, Ints, int]] = {}
+        for stream in self.names():
+            known = self._rows.get(stream)
+            arrived = positions_of(self._arrived(stream, of)) if known is None else known[1]
+            wanted = of.wanted_by(self._sources[stream].selectors)
+            key = id(wanted), id(arrived)  # `found` keeps both, so no other array gets an id
+            found[key] = (wanted, arrived, found[key][2] + 1 if key in found else 1)
+        yield from found.values()
+
+    def own(self, of: Snapshot) -> StreamTable:
+        """A copy with all rows, in memory of its own: a view would be pickled with its table."""
+        found = StreamTable(self._sources, self._sites)
+        for stream in self.names():
+            rows, positions = self.rows(stream, of)
+            own = rows.kept() if isinstance(rows, EncodedRows) else rows.contiguous().clone()
+            found._rows[stream] = (own, positions)
+        return found
+
+    def _arrived(self, stream: Stream, of: Snapshot) -> list[Part]:
+        source = self._sources[stream]
+        return of.arrived(source.what, source.place)
+
+
+def _sources_of(asked: Resolved, sites: Sites) -> dict[Stream, Source]:
+    """In the request's order."""
+    found: dict[Stream, Source] = {}
+    for read in asked.reads:
+        for site, layer in read.streams:
+            key = (site, layer, read.when)
+            if key in found:
+                also = found[key].selectors
+                found[key] = replace(found[key], selectors=(*also, read.tokens))
+            else:
+                point = Place(site, layer).point(read.when)
+                shape = sites.row_shape(site)
+                found[key] = Source(key, (read.tokens,), read.encoding, point, shape)
+    return found
+
+
+def dtype_of(sites: Sites) -> torch.dtype:
+    dtype = getattr(torch, sites.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

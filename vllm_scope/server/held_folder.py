@@ -1,0 +1,54 @@
+"""The folder that the processes of one server share, which other servers do not remove.
+
+Owns:  HeldFolder.
+Runs:  in each API server process. The caller serialises the calls.
+From:  transport.folders (the lock).   To: store.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from vllm_scope.transport.folders import hold, is_held, prefix, release, remove_abandoned
+
+
+class HeldFolder:
+    """A folder with mode 700. The folders of servers that were killed are removed first.
+
+    Args:
+        parent: where it is made.
+        kind: of its content, part of its name.
+        run: the same in all processes of one server.
+
+    Attributes:
+        path: of the folder.
+
+    Raises:
+        PermissionError: the folder is another user's.
+    """
+
+    def __init__(self, parent: Path, kind: str, run: str) -> None:
+        remove_abandoned(parent, kind)
+        self.path = parent / f"{prefix(kind)}{run}"
+        self._holder = -1
+        self.make()
+
+    def make(self) -> None:
+        """Make the folder if it is not there, and lock it. Programs that clean /tmp ignore the
+        lock."""
+        if self._holder >= 0 and is_held(self.path, self._holder):
+            return
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        found = self.path.lstat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o077 or self.path.is_symlink():
+            raise PermissionError(f"{self.path} is another's; set VLLM_SCOPE_RESULTS_DIR.")
+        gone, self._holder = self._holder, hold(self.path)
+        if gone >= 0:
+            os.close(gone)
+
+    def release(self) -> None:
+        """Remove the folder if no other process holds it."""
+        if self._holder >= 0:
+            release(self.path, self._holder)
+            self._holder = -1

@@ -1,0 +1,90 @@
+"""Calls of a sink, whatever it does.
+
+Owns:  GuardedSink.
+Runs:  on the sink's thread; `stalled` on any thread.
+From:  sink_thread.   To: a Sink; reports (the log).
+
+Promise: nothing that a sink raises gets out. A call that takes longer than `patience_s` is known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from vllm_scope.sinks import Block, Ending, Report, Sink
+from vllm_scope.sinks.reports import Log, checked, failure, plain
+
+
+class GuardedSink:
+    """A sink that may raise, hang, or take less than everything.
+
+    Args:
+        count_error: called for each call that fails.
+
+    Attributes:
+        live: as in Sink.
+        takes: the kinds of actions that may name the sink; "edits" if requests with edits may, and
+            "some features" if features with indices or threshold may.
+        log: the operator's.
+    """
+
+    def __init__(
+        self, name: str, sink: Sink, patience_s: float, count_error: Callable[[], None]
+    ) -> None:
+        self.log, self._sink, self._name = Log(name), sink, name
+        self._patience_s, self._count_error = patience_s, count_error
+        self.live = bool(getattr(sink, "live", False))
+        scores = bool(getattr(sink, "takes_scores", True))
+        takes = {
+            "reads": bool(getattr(sink, "takes_rows", True)), "probes": scores,
+            "features": bool(getattr(sink, "takes_features", scores)),
+            "edits": bool(getattr(sink, "takes_edited", True)),
+            "some features": bool(getattr(sink, "takes_some_features", True)),
+        }  # fmt: skip
+        self.takes = [kind for kind, taken in takes.items() if taken]
+        #: When the current call began; None between calls.
+        self._called_at: float | None = None
+
+    @property
+    def stalled(self) -> bool:
+        """True while a call takes longer than `patience_s`."""
+        called_at = self._called_at
+        return called_at is not None and time.monotonic() - called_at > self._patience_s
+
+    @property
+    def stall_reason(self) -> str:
+        return f"sink {self._name!r} did not return from a call within {self._patience_s:g} s"
+
+    def write(self, block: Block) -> str | None:
+        """Why the call failed, or None; so do `flush` and `close`."""
+        return self._call(self._sink.write, block)
+
+    def flush(self) -> str | None:
+        return self._call(self._sink.flush)
+
+    def close(self) -> str | None:
+        return self._call(self._sink.close)
+
+    def finish(self, ending: Ending) -> tuple[Report, str | None]:
+        """The sink's report, checked, and why the call failed."""
+        reports: list[Report] = []
+        error = self._call(lambda: reports.append(checked(self._sink.finish(ending))))
+        return reports[0] if reports else Report(), error
+
+    def _call(self, call: Callable[..., object], *args: object) -> str | None:
+        self._called_at = time.monotonic()
+        try:
+            call(*args)
+        except BaseException as error:  # a plugin may call sys.exit
+            return self.failure(error, counts=True)
+        finally:
+            self._called_at = None
+        return None
+
+    def failure(self, error: BaseException, counts: bool = False) -> str:
+        """The reason that requests are told, shortened; the log has more of it."""
+        if counts:
+            self._count_error()
+        self.log.failure(error)
+        return plain(f"sink {self._name!r} failed: {failure(error)}")

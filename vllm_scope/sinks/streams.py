@@ -1,0 +1,120 @@
+"""What a sink gets of one request: its streams, and where a token's layout has them.
+
+Owns:  Stream, `streams_of`.
+Runs:  in the worker, on the drain thread and on the sinks' threads.
+From:  request.resolved (what was asked for), program.layout.   To: request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_scope.batch.by_position import Ints
+from vllm_scope.batch.readout import scores_of
+from vllm_scope.batch.sparse import sparse_rows
+from vllm_scope.codecs.packed import EncodedRows, packing_of
+from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, slots_of_row
+from vllm_scope.request.heads import Encoding, Head
+from vllm_scope.request.resolved import Resolved, ResolvedFeatures, ResolvedProbe
+from vllm_scope.request.selectors import Selector
+from vllm_scope.request.sites import Phase, Place, Sites, kind_of_point
+from vllm_scope.sinks import Block, RequestInfo
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What a sink gets of one point: its rows, what a codec makes of them, the scores of one probe,
+    or some features.
+
+    Attributes:
+        name: the site and layer of its blocks.
+        dtype: of plain rows.
+        head: what makes the values of rows; None for plain rows.
+        probe: whose scores or features the values are; None for rows.
+    """
+
+    name: Place
+    selectors: tuple[Selector, ...]
+    point: int
+    dtype: torch.dtype
+    head: Head | None = None
+    probe: ResolvedProbe | ResolvedFeatures | None = None
+
+    def bytes_in(self, layout: Layout, widths: Widths) -> slice | None:
+        """Where a token of this layout has the row, or what the head made of it; None if it has
+        none."""
+        if self.head is None:
+            row = layout.row_of(self.point)
+            if row not in layout.points:
+                return None
+            first = layout.slot_of(row, widths) * SLOT_BYTES
+            return slice(first, first + widths.row_bytes[kind_of_point(row)])
+        slot = layout.made_at(self.head, self.point, widths)
+        if slot is None:
+            return None
+        first = slot * SLOT_BYTES
+        if self.probe is None:
+            return slice(first, first + slots_of_row(self.head.row_bytes) * SLOT_BYTES)
+        (cell,) = self.probe.cells
+        return slice(first + 4 * cell.first, first + 4 * (cell.first + self.probe.num_values))
+
+    def values(self, layout: Layout, data: NDArray[np.uint8], widths: Widths) -> Tensor | None:
+        """A view of rows [n, numbers of a row], encoded rows uint8 [n, bytes], scores [n], or the
+        words of features [n, num_values]; None if the layout has none.
+
+        Args:
+            layout: of `data`, uint8 [n, bytes of a token].
+        """
+        found = self.bytes_in(layout, widths)
+        if found is None:
+            return None
+        values = torch.from_numpy(data[:, found])
+        if isinstance(self.probe, ResolvedFeatures):
+            return values.view(torch.float32)
+        if self.probe is not None:
+            return scores_of(self.probe, values.view(torch.float32))
+        return values if self.head is not None else values.view(self.dtype)
+
+    def block(self, info: RequestInfo, positions: Ints, values: Tensor) -> Block:
+        """Some of the `values` as a sink gets them."""
+        source: Tensor | EncodedRows = values
+        indices, sae, num_features = None, None, None
+        if isinstance(self.probe, ResolvedFeatures):
+            sparse = sparse_rows(self.probe, values)
+            source, indices = sparse.values, sparse.indices
+            num_features, sae = self.probe.num_features, self.probe.whole_sae
+        elif isinstance(self.head, Encoding):
+            source = EncodedRows(packing_of(self.head).codec, values)
+        probe = None if self.probe is None else self.probe.name
+        return Block(info, *self.name, positions, source, probe, indices, sae, num_features)
+
+
+def streams_of(asked: Resolved, to: str, sites: Sites, here: Sequence[int]) -> Iterator[Stream]:
+    """Those of a request that a sink gets from one stage.
+
+    Args:
+        asked: the whole request.
+        to: the sink.
+        here: boundaries of the stage.
+    """
+    dtype = getattr(torch, sites.dtype)
+    going = asked.going_to(to)
+    selectors: dict[tuple[Place, Phase, Encoding | None], list[Selector]] = {}
+    for read in going.reads:
+        for stream in read.streams:
+            if stream.boundary in here:
+                selectors.setdefault((stream, read.when, read.encoding), []).append(read.tokens)
+    for (place, when, encoding), some in selectors.items():
+        name = place if when == "after" else Place(f"{place.site}.before", place.layer)
+        yield Stream(name, tuple(some), place.point(when), dtype, encoding)
+    for probe in going.banked:
+        (cell,) = probe.cells  # Probe refuses others for a sink
+        if cell.place.boundary in here:
+            point = cell.place.point()
+            yield Stream(cell.place, (probe.tokens,), point, dtype, cell.bank, probe)

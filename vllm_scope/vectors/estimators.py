@@ -1,0 +1,161 @@
+"""Weights of a probe from a fitted estimator of scikit-learn.
+
+Owns:  `from_sklearn`.
+Runs:  anywhere; scikit-learn is imported by the call alone.
+To:    probe_weights, by whose name callers import it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from vllm_scope.errors import SpecError
+from vllm_scope.request.nets import Hidden
+from vllm_scope.vectors.layers import Floats, Layers, ProbeWeights, of_layers
+from vllm_scope.vectors.probe_files import fold
+
+#: Hidden layers of scikit-learn -> those of an Mlp.
+_HIDDEN: dict[str, Hidden] = {"relu": "relu", "tanh": "tanh", "logistic": "tanh"}
+
+
+def from_sklearn(estimator: object) -> ProbeWeights:
+    """The weights of a fitted estimator of scikit-learn.
+
+    The score is that of `decision_function` (of class `classes_[1]`), or of `predict` if the
+    estimator is a regressor. With its activation the score is that class's `predict_proba`.
+
+    Args:
+        estimator: LogisticRegression, LinearDiscriminantAnalysis (activation "sigmoid"), LinearSVC,
+            RidgeClassifier, Ridge, LinearRegression (none), the `CV` variants of these, or
+            MLPClassifier ("sigmoid"), MLPRegressor (none) with at most two hidden layers of relu,
+            tanh or logistic; or a Pipeline of StandardScaler and one of these.
+
+    Raises:
+        SpecError: another estimator, one that is not fitted, or one with several outputs.
+        ImportError: scikit-learn is not installed.
+    """
+    try:
+        import sklearn.preprocessing
+    except ImportError:
+        raise ImportError(
+            "an estimator needs scikit-learn: pip install 'vllm-scope[probes]'."
+        ) from None
+    *before, last = _steps(estimator) or [estimator]
+    layers, hidden, activation = _read(last)
+    for scaler in reversed(before):
+        if not isinstance(scaler, sklearn.preprocessing.StandardScaler):
+            raise SpecError(
+                f"the pipeline has a {_kind(scaler)} before its last step; only a StandardScaler "
+                "becomes a part of a probe."
+            )
+        _check_fitted(scaler)
+        # A scaler that does not subtract its mean may still have one.
+        mean = scaler.mean_ if scaler.with_mean else None
+        layers[0] = _scaled(*layers[0], mean, scaler.scale_ if scaler.with_std else None)
+    return of_layers(layers, hidden, activation)
+
+
+# scikit-learn
+
+
+def _steps(estimator: object) -> list[object]:
+    """The steps of a pipeline, and of pipelines in it; or the estimator alone."""
+    from sklearn.pipeline import Pipeline
+
+    if not isinstance(estimator, Pipeline):
+        return [estimator]
+    steps = [step for _, step in estimator.steps if step not in (None, "passthrough")]
+    return [one for step in steps for one in _steps(step)]
+
+
+def _read(estimator: object) -> tuple[Layers, Hidden, Literal["sigmoid"] | None]:
+    """The layers of an estimator, the function between them, and that of the score."""
+    from sklearn import discriminant_analysis, linear_model, neural_network, svm
+
+    logits = (linear_model.LogisticRegression, discriminant_analysis.LinearDiscriminantAnalysis)
+    linear = (
+        *logits, svm.LinearSVC, linear_model.RidgeClassifier, linear_model.RidgeClassifierCV,
+        linear_model.LinearRegression, linear_model.Ridge, linear_model.RidgeCV,
+    )  # fmt: skip
+    perceptrons = (neural_network.MLPClassifier, neural_network.MLPRegressor)
+    if not isinstance(estimator, (*linear, *perceptrons)):
+        names = ", ".join(one.__name__ for one in (*linear, *perceptrons))
+        raise SpecError(
+            f"the estimator is a {_kind(estimator)}; a probe is made of {names}, or of a Pipeline "
+            "of StandardScaler and one of these."
+        )
+    _check_fitted(estimator)
+    if isinstance(estimator, perceptrons):
+        pairs = zip(estimator.coefs_, estimator.intercepts_, strict=True)
+        layers = [(_floats(weight).T, _floats(bias)) for weight, bias in pairs]
+        return _perceptron(layers, estimator.activation, estimator.out_activation_)
+    weight, bias = estimator.coef_, np.atleast_1d(estimator.intercept_)
+    if hasattr(weight, "toarray"):  # after `sparsify`
+        weight = weight.toarray()
+    # An option of old releases. The probability is then the sigmoid of twice the score.
+    twice = getattr(estimator, "multi_class", None) == "multinomial"
+    found = [(np.atleast_2d(_floats(weight)), _floats(bias))]
+    return found, "relu", "sigmoid" if isinstance(estimator, logits) and not twice else None
+
+
+def _perceptron(
+    layers: Layers, between: str, after: str
+) -> tuple[Layers, Hidden, Literal["sigmoid"] | None]:
+    hidden = _HIDDEN.get(between)
+    if hidden is None and len(layers) > 1:
+        raise SpecError(
+            f"the estimator has activation={between!r}; hidden layers of a probe have one of "
+            f"{', '.join(_HIDDEN)}."
+        )
+    if after not in ("identity", "logistic"):
+        raise SpecError(
+            f"the estimator ends in {after!r}; a probe has one score, and ends in identity or "
+            "logistic."
+        )
+    if between == "logistic":
+        layers = _with_tanh(layers)
+    return layers, hidden or "relu", "sigmoid" if after == "logistic" else None
+
+
+def _with_tanh(layers: Layers) -> Layers:
+    """The same layers for tanh between them instead of logistic(z) = (1 + tanh(z / 2)) / 2."""
+    found = []
+    for i, (weight, bias) in enumerate(layers):
+        if i:
+            weight, bias = weight / 2, bias + weight.sum(axis=1) / 2
+        if i < len(layers) - 1:
+            weight, bias = weight / 2, bias / 2
+        found.append((weight, bias))
+    return found
+
+
+def _scaled(
+    weight: Floats, bias: Floats, mean: Floats | None, scale: Floats | None
+) -> tuple[Floats, Floats]:
+    """The layer that takes rows before a scaler."""
+    width = weight.shape[1]
+    mean = np.zeros(width) if mean is None else mean
+    scale = np.ones(width) if scale is None else scale
+    rows = [fold(row, float(b), mean, scale) for row, b in zip(weight, bias, strict=True)]
+    return np.stack([row for row, _ in rows]), np.array([b for _, b in rows])
+
+
+def _check_fitted(estimator: object) -> None:
+    from sklearn.exceptions import NotFittedError
+    from sklearn.utils.validation import check_is_fitted
+
+    try:
+        check_is_fitted(estimator)
+    except NotFittedError:
+        raise SpecError(f"the {_kind(estimator)} is not fitted; call its fit first.") from None
+
+
+def _kind(estimator: object) -> str:
+    # Not its repr, which has several lines.
+    return type(estimator).__name__
+
+
+def _floats(value: object) -> Floats:
+    return np.asarray(value, np.float64)

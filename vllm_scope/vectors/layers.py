@@ -1,0 +1,54 @@
+"""The weights of a probe, made of the layers of a linear model or of a perceptron.
+
+Owns:  ProbeWeights; `of_layers`.
+From:  estimators, probe_weights (tensors by name).   To: `weight`, `bias` and `activation` of
+       request.actions.Probe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_scope.errors import SpecError
+from vllm_scope.request.nets import AttentionPool, Hidden, Mlp
+from vllm_scope.vectors.module import as_vector
+from vllm_scope.vectors.probe_files import finite
+
+Floats = NDArray[np.float64]
+#: (weight [out, in], bias [out]) of each layer.
+Layers = list[tuple[Floats, Floats]]
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeWeights:
+    """What a Probe takes.
+
+    Attributes:
+        weight: float32 [width of a row], read-only; or an Mlp, or an AttentionPool.
+        bias: added to the score. That of an Mlp is in its last layer.
+        activation: "sigmoid" if the score with its bias is the logit of a probability.
+    """
+
+    weight: NDArray[np.float32] | Mlp | AttentionPool
+    bias: float = 0.0
+    activation: Literal["sigmoid"] | None = None
+
+
+def of_layers(
+    layers: Layers, hidden: Hidden, activation: Literal["sigmoid"] | None = None
+) -> ProbeWeights:
+    num_scores = layers[-1][0].shape[0]
+    if num_scores != 1:
+        raise SpecError(
+            f"the last layer makes {num_scores} scores; a probe makes one. Make a probe of each."
+        )
+    if len(layers) > 1:
+        return ProbeWeights(Mlp(layers, hidden), activation=activation)
+    ((weight, bias),) = layers
+    if bias.shape != (1,):
+        raise SpecError(f"the bias has shape {bias.shape} beside one score; it is one number.")
+    return ProbeWeights(as_vector(weight[0], "weight"), finite(bias[0], "bias"), activation)
