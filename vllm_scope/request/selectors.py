@@ -27,13 +27,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.cached import cached_property
 
 MAX_ITEMS = 65_536
 MAX_DEPTH = 8
