@@ -6,7 +6,7 @@ engine.py        one engine in a process of its own, told by lines of JSON what 
 huggingface.py   Hugging Face's model, told the same way
 shapes.py        models by their shape, with random weights
 budget.py        where a step's time on the host goes
-entry.py         what a monitored request costs on the host, without a model
+entry.py         what a request costs on the host, without a model
 delivery.py      how fast rows reach the caller, without an engine
 taps.py          what a tap costs on a GPU
 codecs.py        what codecs lose

@@ -180,6 +180,11 @@ class Compiled:
         return can_remember(self.picks) and not self.firsts
 
     @cached_property
+    def sees_ids(self) -> bool:
+        """True if programs depend on the prompt's token ids."""
+        return any(self.picks[i].selector.sees_ids for i in self.used)
+
+    @cached_property
     def uniform(self) -> bool:
         """True if all tokens of a phase (prompt or generated) get the same program."""
         return all(self.picks[i].uniform for i in self.used)
@@ -306,7 +311,7 @@ class Compiled:
 
 
 #: Another process need not work these out.
-_WORKED_OUT = ("used", "uses", "uniform", "firsts", "remembers", "delivering")
+_WORKED_OUT = ("used", "uses", "uniform", "sees_ids", "firsts", "remembers", "delivering")
 
 
 @cache

@@ -243,7 +243,7 @@ class RequestProgram:
 
     @staticmethod
     def _of(compiled: Compiled, num_prompt: int, prompt_ids: Ids) -> RequestProgram:
-        ids = () if compiled.uniform else prompt_ids
+        ids = prompt_ids if compiled.sees_ids else ()
         return RequestProgram(num_prompt, np.asarray(ids, np.int64), compiled)
 
     def then(self, first: int, other: RequestProgram) -> RequestProgram:
