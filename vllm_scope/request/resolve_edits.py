@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions import (
@@ -26,6 +25,7 @@ from vllm_scope.request.actions import (
     SetFeature,
 )
 from vllm_scope.request.arrays import Array
+from vllm_scope.request.cached import cached_property
 from vllm_scope.request.heads import Told
 from vllm_scope.request.resolved import (
     MAX_EDITED,
@@ -60,8 +60,7 @@ def resolve_edits(
                 f"{where}.tokens is {shown(edit.tokens.to_json())}, and the edit's gate has a "
                 "state, which follows all generated tokens; take 'all' or 'generated'."
             )
-        for one in _resolve_edit(edit, sites, modules, where):
-            one = replace(one, number=i, gate=gate)
+        for one in _resolve_edit(edit, i, gate, sites, modules, where):
             if gate is not None:
                 _check_order(gate, one.stream, f"{where}.gate")
             if edit.dose is not None:
@@ -200,12 +199,17 @@ def _check_size(values: Array, size: int, site: str, where: str) -> None:
 
 
 def _resolve_edit(
-    edit: Edit, sites: Sites, modules: Mapping[str, Vectors], where: str
+    edit: Edit,
+    number: int,
+    gate: ResolvedGate | None,
+    sites: Sites,
+    modules: Mapping[str, Vectors],
+    where: str,
 ) -> list[ResolvedEdit]:
     key = edit.fields[0]
     values = getattr(edit, key)
     if isinstance(edit, SetFeature | ScaleFeature):
-        return _resolve_features(edit, sites, where)
+        return _resolve_features(edit, number, gate, sites, where)
     rows: list[tuple[Place, Array, str | None]]
     if isinstance(values, Module):
         rows = module_rows(edit, values, sites, modules, where)
@@ -218,12 +222,16 @@ def _resolve_edit(
         _check_size(row, sites.row_size(stream.site), stream.site, f"{where}.{key}")
         tokens = _within(edit.tokens, tier)
         if tokens is not None:
-            found.append(_one_edit(edit, stream, row, tokens))
+            found.append(_one_edit(edit, number, gate, stream, row, tokens))
     return found
 
 
 def _resolve_features(
-    edit: SetFeature | ScaleFeature, sites: Sites, where: str
+    edit: SetFeature | ScaleFeature,
+    number: int,
+    gate: ResolvedGate | None,
+    sites: Sites,
+    where: str,
 ) -> list[ResolvedEdit]:
     if isinstance(edit.sae, str):
         raise SpecError(
@@ -238,7 +246,16 @@ def _resolve_features(
         float(one) for bias, threshold, change in each for one in (bias, threshold, *change)
     )
     return [
-        ResolvedEdit(edit.kind, place, edit.tokens, rows.decoder, numbers, reads=rows.encoder)
+        ResolvedEdit(
+            edit.kind,
+            place,
+            edit.tokens,
+            rows.decoder,
+            numbers,
+            number=number,
+            gate=gate,
+            reads=rows.encoder,
+        )
         for place in sites.find(edit.site, edit.layer_numbers, where)
     ]
 
@@ -297,7 +314,14 @@ def module_rows(
     ]
 
 
-def _one_edit(edit: Edit, stream: Place, values: Array, tokens: Selector) -> ResolvedEdit:
+def _one_edit(
+    edit: Edit,
+    number: int,
+    gate: ResolvedGate | None,
+    stream: Place,
+    values: Array,
+    tokens: Selector,
+) -> ResolvedEdit:
     numbers: tuple[float, ...] = ()
     norm_match, limit = False, None
     if isinstance(edit, Add):
@@ -309,5 +333,6 @@ def _one_edit(edit: Edit, stream: Place, values: Array, tokens: Selector) -> Res
     positions = edit.positions if isinstance(edit, Replace) else ()
     name = edit.name if isinstance(edit, Add) else None
     return ResolvedEdit(
-        edit.kind, stream, tokens, values, numbers, positions, norm_match, limit, name=name
-    )
+        edit.kind, stream, tokens, values, numbers, positions, norm_match, limit, number, gate,
+        name=name,
+    )  # fmt: skip
