@@ -126,7 +126,8 @@ OTHER: dict[str, dict[str, Any]] = {
     "Qwen2_5_VLForConditionalGeneration": {"text_config": _mrope(4, 6, 6)},
     "Qwen3VLForConditionalGeneration": {"text_config": _mrope(6, 5, 5)},
     "Qwen3VLMoeForConditionalGeneration": {
-        "text_config": {"norm_topk_prob": True} | _mrope(6, 5, 5),
+        # transformers tells by their shapes whether experts' weights are transposed.
+        "text_config": {"norm_topk_prob": True, "moe_intermediate_size": 96} | _mrope(6, 5, 5),
     },
     "Granite4VisionForConditionalGeneration": {"text_config": {"model_type": "granite"}},
     "DiffusionGemmaForBlockDiffusion": {"vision_config": {"model_type": "gemma4_vision"}},

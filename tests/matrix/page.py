@@ -23,10 +23,10 @@ checkpoint from the configuration class of transformers, and compares vLLM's row
 Face's modules get and give: every position of three prompts and their answers, in float32 on a CPU.
 The prompts are computed in chunks of 32 tokens, and again behind a warm prefix cache. Models with
 states take whole prompts. Where no token came from the cache, the page does not say "warm cache".
-"Without latent attention" means that vLLM ran with VLLM_MLA_DISABLE=1: not all of its kernels for
-latent attention take float32. `make matrix VLLM=0.30.0` does the same with another vLLM. It begins
-with the architectures that other versions verified. If it was stopped, it goes on with those that
-have no line yet.
+"Without latent attention" means that vLLM ran with VLLM_MLA_DISABLE=1 and custom_ops "none": on a
+CPU its kernels for latent attention take no float32, or give other numbers. `make matrix
+VLLM=0.30.0` does the same with another vLLM. It begins with the architectures that other versions
+verified. If it was stopped, it goes on with those that have no line yet.
 
 An architecture is verified if the worst row of `embed` and `resid_post` differs by at most
 {TOLERANCE:g} of its length. Another site is verified if its rows equal, to the same bound, what one
@@ -38,7 +38,8 @@ is not understood, that numbers prove where the stream is ([design](design.md#an
 Of multimodal architectures the decoder is compared, with prompts of text and vLLM's
 `language_model_only`. Their modules import torchvision, which the package index has for CUDA only:
 its Python part is imported, and its compiled operators are declared and never called
-(`tests/matrix/vision.py`). Rows of images and sounds are not compared on this page.
+(`tests/matrix/vision.py`). The rows of a sound are compared by `tests/engine/test_multimodal.py`;
+rows of images are compared nowhere.
 """
 _UNSERVED = """vLLM 0.33.0 was not run: no CPU build of it, nor of the PyTorch 2.14 that it needs,
 could be installed.
