@@ -17,7 +17,7 @@ Line = dict[str, Any]
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _HEAD = f"""# Models
 
-`make matrix` writes this page. For each decoder and each multimodal architecture of vLLM's
+`make matrix` writes this page. For each decoder and for multimodal architectures of vLLM's
 registry, and for others that vLLM runs by its Transformers backend, it makes a tiny random
 checkpoint from the configuration class of transformers, and compares vLLM's rows with what Hugging
 Face's modules get and give: every position of three prompts and their answers, in float32 on a CPU.
@@ -39,7 +39,8 @@ Of multimodal architectures the decoder is compared, with prompts of text and vL
 `language_model_only`. Their modules import torchvision, which the package index has for CUDA only:
 its Python part is imported, and its compiled operators are declared and never called
 (`tests/matrix/vision.py`). The rows of a sound are compared by `tests/engine/test_multimodal.py`;
-rows of images are compared nowhere.
+rows of images are compared nowhere. Multimodal architectures that no version ran yet are not on
+this page; `python -m tests.matrix --pending` prints them.
 """
 _UNSERVED = """vLLM 0.33.0 was not run: no CPU build of it, nor of the PyTorch 2.14 that it needs,
 could be installed.
