@@ -109,10 +109,16 @@ bench-maps: .venv/.ready
 soak: .venv/.ready
 	$(BIN)/python -m benchmarks.soak --minutes $(or $(MINUTES),30) $(SOAK)
 
-# Every architecture of vLLM's registry beside Hugging Face: one hour. It goes on where it stopped.
-# NAMES=GPT2LMHeadModel runs these again.
-matrix: $(VENV)/.ready
-	$(BIN)/python -m tests.matrix $(NAMES)
+# Every architecture of vLLM's registry beside Hugging Face: two hours. It goes on where it stopped.
+# NAMES=GPT2LMHeadModel runs these again. Multimodal models import torchvision, whose build for CUDA
+# lies in a folder of its own (tests/matrix/vision.py).
+matrix: $(VENV)/.ready $(VENV)/matrix/.ready
+	PYTHONPATH=$(CURDIR)/$(VENV)/matrix $(BIN)/python -m tests.matrix $(NAMES)
+
+$(VENV)/matrix/.ready: $(VENV)/.ready requirements/matrix.txt
+	$(BIN)/pip install --disable-pip-version-check --no-deps --upgrade \
+		--target $(VENV)/matrix -r requirements/matrix.txt
+	touch $@
 
 # On a machine with a GPU and vllm-scope[gpu,dev]; PYTHON names its interpreter.
 test-gpu:

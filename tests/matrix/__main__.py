@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.matrix.architectures import FIRST, architectures, by_transformers, reference_of
+from tests.matrix.vision import import_torchvision
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no other after these")
     given = parser.parse_args()
+    import_torchvision()
     if given.pending:
         print("\n".join(_pending()))
         return

@@ -1,11 +1,13 @@
 """Which architectures are compared, and by which class of transformers.
 
-Owns:  `architectures`, `reference_of`, `by_transformers`, FIRST.
+Owns:  `architectures`, `reference_of`, `by_transformers`, `multimodal`, FIRST.
 """
 
 from __future__ import annotations
 
 from functools import cache
+
+from tests.matrix.vision import import_torchvision
 
 #: Decoders of transformers without a class in vLLM, which vLLM runs by its Transformers backend.
 #: vLLM's registry names others.
@@ -16,6 +18,18 @@ OTHERS = (
     "MinistralForCausalLM", "ModernBertDecoderForCausalLM", "NanoChatForCausalLM",
     "PersimmonForCausalLM", "PhimoeForCausalLM", "RecurrentGemmaForCausalLM",
     "SolarOpenForCausalLM", "YoutuForCausalLM", "ZayaForCausalLM",
+)  # fmt: skip
+#: The same of models that see, of transformers' own classes.
+OTHERS_SEEING = (
+    "AyaVisionForConditionalGeneration", "ChameleonForConditionalGeneration",
+    "DeepseekOcr2ForConditionalGeneration", "DeepseekVLForConditionalGeneration",
+    "DeepseekVLHybridForConditionalGeneration", "FastVlmForConditionalGeneration",
+    "Glm46VForConditionalGeneration", "GotOcr2ForConditionalGeneration",
+    "HyperCLOVAXVisionV2ForConditionalGeneration", "Idefics2ForConditionalGeneration",
+    "InstructBlipForConditionalGeneration", "JanusForConditionalGeneration",
+    "LightOnOcrForConditionalGeneration", "Ovis2ForConditionalGeneration",
+    "PerceptionLMForConditionalGeneration", "VideoLlama3ForConditionalGeneration",
+    "VideoLlavaForConditionalGeneration", "VipLlavaForConditionalGeneration",
 )  # fmt: skip
 #: What most people run. These are compared first.
 FIRST = (
@@ -30,18 +44,40 @@ FIRST = (
 
 
 def architectures() -> list[str]:
-    """The decoders of vLLM's registry, then those that only its Transformers backend runs."""
+    """The decoders of vLLM's registry, those that only its Transformers backend runs, and, with
+    torchvision, the same of multimodal models."""
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
-    return [*_TEXT_GENERATION_MODELS, *by_transformers()]
+    return list(dict.fromkeys([*_TEXT_GENERATION_MODELS, *by_transformers(), *multimodal()]))
 
 
 @cache
 def by_transformers() -> tuple[str, ...]:
+    """Architectures that only vLLM's Transformers backend runs."""
     from vllm.model_executor.models.registry import _TRANSFORMERS_SUPPORTED_MODELS
 
     named = [name for name in _TRANSFORMERS_SUPPORTED_MODELS if name.endswith("ForCausalLM")]
-    return *named, *(name for name in OTHERS if name not in named)
+    seeing = _seeing_by_transformers() if import_torchvision() else ()
+    return *named, *(name for name in OTHERS if name not in named), *seeing
+
+
+@cache
+def multimodal() -> tuple[str, ...]:
+    """The multimodal architectures; none without torchvision."""
+    from vllm.model_executor.models.registry import _MULTIMODAL_MODELS
+
+    return (*_MULTIMODAL_MODELS, *_seeing_by_transformers()) if import_torchvision() else ()
+
+
+def _seeing_by_transformers() -> tuple[str, ...]:
+    from vllm.model_executor.models.registry import (
+        _MULTIMODAL_MODELS,
+        _TRANSFORMERS_SUPPORTED_MODELS,
+    )
+
+    named = [name for name in _TRANSFORMERS_SUPPORTED_MODELS if not name.endswith("ForCausalLM")]
+    others = [name for name in OTHERS_SEEING if name not in _MULTIMODAL_MODELS]
+    return *named, *others
 
 
 def reference_of(architecture: str) -> str:
@@ -49,7 +85,7 @@ def reference_of(architecture: str) -> str:
     import transformers
     from vllm.model_executor.models import registry
 
-    classes = registry._TEXT_GENERATION_MODELS
+    classes = registry._TEXT_GENERATION_MODELS | registry._MULTIMODAL_MODELS
     if hasattr(transformers, architecture) or architecture not in classes:
         return architecture
     same = [name for name, one in classes.items() if one == classes[architecture]]

@@ -17,22 +17,30 @@ Line = dict[str, Any]
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _HEAD = f"""# Models
 
-`make matrix` writes this page. For each decoder architecture of vLLM's registry, and for others
-that vLLM runs by its Transformers backend, it makes a tiny random checkpoint from the configuration
-class of transformers, and compares vLLM's rows with what Hugging Face's modules get and give: every
-position of three prompts and their answers, in float32 on a CPU. The prompts are computed in chunks
-of 32 tokens, and again behind a warm prefix cache. Models with states take whole prompts. Where no
-token came from the cache, the page does not say "warm cache". `make matrix VLLM=0.30.0` does the
-same with another vLLM. It begins with the architectures that other versions verified. If it was
-stopped, it goes on with those that have no line yet.
+`make matrix` writes this page. For each decoder and for multimodal architectures of vLLM's
+registry, and for others that vLLM runs by its Transformers backend, it makes a tiny random
+checkpoint from the configuration class of transformers, and compares vLLM's rows with what Hugging
+Face's modules get and give: every position of three prompts and their answers, in float32 on a CPU.
+The prompts are computed in chunks of 32 tokens, and again behind a warm prefix cache. Models with
+states take whole prompts. Where no token came from the cache, the page does not say "warm cache".
+"Without latent attention" means that vLLM ran with VLLM_MLA_DISABLE=1 and custom_ops "none": on a
+CPU its kernels for latent attention take no float32, or give other numbers. `make matrix
+VLLM=0.30.0` does the same with another vLLM. It begins with the architectures that other versions
+verified. If it was stopped, it goes on with those that have no line yet.
 
 An architecture is verified if the worst row of `embed` and `resid_post` differs by at most
 {TOLERANCE:g} of its length. Another site is verified if its rows equal, to the same bound, what one
 module of each Hugging Face layer gets or gives. "Canary only" means that the source of the layers
 is not understood, that numbers prove where the stream is ([design](design.md#anatomy)), and that
 `embed` and `resid_post` equal Hugging Face's. [Sites](sites.md) are defined there;
-`vllm-scope doctor MODEL` says why a site cannot be tapped on a model. Multimodal architectures are
-not on this page: vLLM needs torchvision for them, which has no build for PyTorch on a CPU.
+`vllm-scope doctor MODEL` says why a site cannot be tapped on a model.
+
+Of multimodal architectures the decoder is compared, with prompts of text and vLLM's
+`language_model_only`. Their modules import torchvision, which the package index has for CUDA only:
+its Python part is imported, and its compiled operators are declared and never called
+(`tests/matrix/vision.py`). The rows of a sound are compared by `tests/engine/test_multimodal.py`;
+rows of images are compared nowhere. Multimodal architectures that no version ran yet are not on
+this page; `python -m tests.matrix --pending` prints them.
 """
 _UNSERVED = """vLLM 0.33.0 was not run: no CPU build of it, nor of the PyTorch 2.14 that it needs,
 could be installed.
@@ -145,6 +153,7 @@ def _verified(line: Line) -> tuple[object, ...]:
     worst = max([sites[s]["error"] for s in good] + [line.get("warm", 0.0)])
     how = "chunks" if line["chunked"] else "whole prompts"
     how += ", warm cache" if line.get("cached_tokens", 0) > 0 else ""
+    how += ", without latent attention" if line.get("latent") == "off" else ""
     return _name(line), _codes(good), f"{worst:.1e}", _codes(open_), _codes(refused), how
 
 

@@ -36,16 +36,22 @@ class Recorded:
 
 
 def layers_of(model: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:
-    """The outermost list of the model's layers."""
+    """The outermost list of the model's layers; of several, the decoder's."""
+    decoder = set(model.get_decoder().modules()) if hasattr(model, "get_decoder") else set()
     found = [
         (path, module)
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == num_layers
     ]
-    return min(found, key=lambda pair: pair[0].count("."))
+    return min(found, key=lambda pair: (pair[0].count("."), pair[1] not in decoder))
 
 
-def record(model: Any, num_layers: int, token_ids: list[int]) -> Recorded:
+def record(model: Any, num_layers: int, token_ids: list[int], **inputs: Any) -> Recorded:
+    """What the modules get and give.
+
+    Args:
+        inputs: further arguments of the model, such as an image's or a sound's.
+    """
     path, layers = layers_of(model, num_layers)
     rows = Recorded([], [{} for _ in layers], {}, torch.empty(0))
     n = len(token_ids)
@@ -81,7 +87,7 @@ def record(model: Any, num_layers: int, token_ids: list[int]) -> Recorded:
     for name, module in model.named_modules():
         if name and not name.startswith(path) and not path.startswith(name):
             handles += watch(rows.outer, name, module)
-    module = sys.modules[type(model).__module__]
+    module = sys.modules[type(layers[0]).__module__]
     attention = getattr(module, "eager_attention_forward", None)
 
     def attend(layer: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Any:
@@ -96,7 +102,8 @@ def record(model: Any, num_layers: int, token_ids: list[int]) -> Recorded:
         module.eager_attention_forward = attend
     try:
         with torch.no_grad():
-            logits = model(torch.tensor([token_ids]), use_cache=False).logits[0].float()
+            ids = torch.tensor([token_ids])
+            logits = model(ids, use_cache=False, **inputs).logits[0].float()
     finally:
         if attention is not None:
             module.eager_attention_forward = attention

@@ -125,7 +125,7 @@ def anatomy_of(model: nn.Module, vllm_config: VllmConfig) -> Anatomy:
         CompatError: taps do not support this engine, or this model.
     """
     check_engine(vllm_config)
-    anatomy = find_anatomy(model, num_layers_of(vllm_config), _is_missing)
+    anatomy = find_anatomy(model, num_layers_of(vllm_config), _is_missing, _has_cache)
     _check_layers(anatomy, vllm_config)
     return anatomy
 
@@ -145,7 +145,7 @@ def supposed_anatomies_of(
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
     from vllm.config import CompilationMode
 
-    found = supposed_anatomies(model, num_layers_of(vllm_config), _is_missing, unread)
+    found = supposed_anatomies(model, num_layers_of(vllm_config), _is_missing, _has_cache, unread)
     _check_layers(found[0], vllm_config)
     # One graph for all forwards: vLLM drops the guards by which torch.compile would trace another.
     # vllm 0.32, compilation/wrapper.py, TorchCompileWithNoGuardsWrapper
@@ -167,6 +167,12 @@ def _is_missing(module: nn.Module) -> bool:
     from vllm.model_executor.models.utils import PPMissingLayer
 
     return isinstance(module, PPMissingLayer)
+
+
+def _has_cache(module: nn.Module) -> bool:
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    return isinstance(module, AttentionLayerBase)
 
 
 def _check_layers(anatomy: Anatomy, vllm_config: VllmConfig) -> None:

@@ -474,6 +474,14 @@ def _is_missing(layer: nn.Module) -> bool:
     return isinstance(layer, Missing)
 
 
+class Cache(nn.Module):
+    """What keeps keys and values."""
+
+
+def _has_cache(module: nn.Module) -> bool:
+    return isinstance(module, Cache)
+
+
 def _model(model_class: type[nn.Module], *layers: nn.Module, name: str = "layers") -> nn.Module:
     """A causal model with `model_class` inside, as vLLM nests them."""
     top, inner = nn.Module(), model_class()
@@ -486,7 +494,7 @@ def test_the_decoder_is_the_list_of_the_right_length():
     layers = [Sums() for _ in range(3)]
     model = _model(NormJoins, *layers)
     model.model.others = nn.ModuleList([nn.Linear(1, 1) for _ in range(4)])
-    anatomy = find_anatomy(model, 3, _is_missing)
+    anatomy = find_anatomy(model, 3, _is_missing, _has_cache)
     assert anatomy.layers == dict(enumerate(layers))
     assert anatomy.num_layers == 3
     assert anatomy.convention is Convention.SUM
@@ -496,28 +504,30 @@ def test_the_decoder_is_the_list_of_the_right_length():
 def test_the_list_may_be_the_models_own():
     model = TakesOne()
     model.layers = nn.ModuleList([Returns(), Returns()])
-    anatomy = find_anatomy(model, 2, _is_missing)
+    anatomy = find_anatomy(model, 2, _is_missing, _has_cache)
     assert (anatomy.path, anatomy.convention) == ("layers", Convention.TENSOR)
 
 
 def test_a_stage_keeps_the_numbers_of_the_whole_model():
     first, second = Dead(), Dead()
     model = _model(LeavesTheSecond, Missing(), Missing(), first, second, Missing())
-    anatomy = find_anatomy(model, 5, _is_missing)
+    anatomy = find_anatomy(model, 5, _is_missing, _has_cache)
     assert anatomy.layers == {2: first, 3: second}
     assert anatomy.num_layers == 5
     assert anatomy.convention is Convention.DEAD_RESIDUAL
 
 
 def test_layers_of_several_classes_may_share_a_convention():
-    anatomy = find_anatomy(_model(NormJoins, Sums(), SumsEarlier(), Inherits()), 3, _is_missing)
+    anatomy = find_anatomy(
+        _model(NormJoins, Sums(), SumsEarlier(), Inherits()), 3, _is_missing, _has_cache
+    )
     assert anatomy.convention is Convention.SUM
 
 
 def test_a_list_with_two_names_is_one_list():
     model = _model(NormJoins, Sums(), Sums())
     model.alias = model.model.layers
-    assert len(find_anatomy(model, 2, _is_missing).layers) == 2
+    assert len(find_anatomy(model, 2, _is_missing, _has_cache).layers) == 2
 
 
 def test_two_lists_of_the_same_layers_are_one():
@@ -525,7 +535,7 @@ def test_two_lists_of_the_same_layers_are_one():
     layers = [Sums(), Sums()]
     model = _model(NormJoins, *layers)
     model.half = nn.ModuleList(layers)
-    assert find_anatomy(model, 2, _is_missing).path == "model.layers"
+    assert find_anatomy(model, 2, _is_missing, _has_cache).path == "model.layers"
 
 
 def _with_experts() -> nn.Module:
@@ -540,9 +550,31 @@ def _with_a_vision_tower() -> nn.Module:
     return model
 
 
+def _attending(layer: nn.Module) -> nn.Module:
+    layer.self_attn = nn.Sequential(nn.Linear(1, 1), Cache())
+    return layer
+
+
+@pytest.mark.parametrize("other", [_with_experts, _with_a_vision_tower])
+def test_of_several_lists_the_decoder_is_the_one_that_keeps_a_cache(other):
+    model = other()
+    for layer in model.model.layers:
+        _attending(layer)
+    assert find_anatomy(model, 2, _is_missing, _has_cache).path == "model.layers"
+
+
+def _with_two_decoders() -> nn.Module:
+    model = _model(NormJoins, _attending(Sums()), _attending(Sums()))
+    model.draft = _model(NormJoins, _attending(Sums()), _attending(Sums()))
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
+        pytest.param(
+            _with_two_decoders(), ["model.layers", "draft.model.layers"], id="two-decoders"
+        ),
         pytest.param(
             _model(NormJoins, Sums()), ["list of 2 decoder layers in Module", "found none"],
             id="none",
@@ -564,5 +596,5 @@ def _with_a_vision_tower() -> nn.Module:
 )  # fmt: skip
 def test_a_model_without_one_clear_decoder_is_refused(model, words):
     with pytest.raises(CompatError) as caught:
-        find_anatomy(model, 2, _is_missing)
+        find_anatomy(model, 2, _is_missing, _has_cache)
     assert all(word in str(caught.value) for word in words)

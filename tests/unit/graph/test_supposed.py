@@ -161,6 +161,10 @@ def test_the_compiled_graph_must_give_the_rows_of_the_model():
         compare_compiled({2: torch.full((2,), torch.nan)}, {2: torch.ones(2)}, WHY, torch.float32)
 
 
+def no(layer: nn.Module) -> bool:
+    return False
+
+
 @pytest.mark.parametrize("norms", [0, 2])
 def test_one_norm_beside_the_layers_is_needed(norms):
     model = nn.Module()
@@ -168,10 +172,10 @@ def test_one_norm_beside_the_layers_is_needed(norms):
     for number in range(norms):
         model.add_module(f"norm_{number}", Norm())
     with pytest.raises(CompatError, match=f"^{WHY}; and Module has not one norm beside its layers"):
-        supposed_anatomies(model, NUM_LAYERS, lambda layer: False, WHY)
+        supposed_anatomies(model, NUM_LAYERS, no, no, WHY)
     model = nn.Sequential(model)
     model[0].norm_0 = Norm()
     if not norms:
-        found = supposed_anatomies(model, NUM_LAYERS, lambda layer: False, WHY)
+        found = supposed_anatomies(model, NUM_LAYERS, no, no, WHY)
         assert [one.convention for one in found] == list(Convention)
         assert {(one.unread, one.path, one.norm) for one in found} == {(WHY, "0.layers", "norm_0")}

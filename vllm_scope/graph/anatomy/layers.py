@@ -62,7 +62,10 @@ class UnreadError(CompatError):
 
 
 def find_anatomy(
-    model: nn.Module, num_layers: int, is_missing: Callable[[nn.Module], bool]
+    model: nn.Module,
+    num_layers: int,
+    is_missing: Callable[[nn.Module], bool],
+    has_cache: Callable[[nn.Module], bool],
 ) -> Anatomy:
     """The one list of `num_layers` modules that is the model's decoder.
 
@@ -70,13 +73,16 @@ def find_anatomy(
         model: the loaded model.
         num_layers: from its configuration.
         is_missing: True for the placeholder of a layer that another pipeline stage holds.
+        has_cache: True for a module that keeps keys and values, or states, of earlier tokens. Of
+            several lists of this length, the decoder is the one whose layers hold such modules:
+            a vision tower may have as many layers, and a layer as many experts.
 
     Raises:
         UnreadError: the source of the layers or of the model is not understood.
         CompatError: no such list, more than one, or mixed layer classes whose
             conventions differ.
     """
-    path, parent, layers = _decoder_of(model, num_layers, is_missing)
+    path, parent, layers = _decoder_of(model, num_layers, is_missing, has_cache)
     try:
         conventions = {convention_of(layer, parent) for layer in layers.values()}
     except CompatError as error:
@@ -91,18 +97,22 @@ def find_anatomy(
 
 
 def supposed_anatomies(
-    model: nn.Module, num_layers: int, is_missing: Callable[[nn.Module], bool], unread: str
+    model: nn.Module,
+    num_layers: int,
+    is_missing: Callable[[nn.Module], bool],
+    has_cache: Callable[[nn.Module], bool],
+    unread: str,
 ) -> tuple[Anatomy, ...]:
     """One anatomy for each convention, of a model whose source is not understood.
 
     Args:
-        model, num_layers, is_missing: as for `find_anatomy`.
+        model, num_layers, is_missing, has_cache: as for `find_anatomy`.
         unread: why.
 
     Raises:
         CompatError: as `find_anatomy`, or the module that holds the layers has not one norm.
     """
-    path, parent, layers = _decoder_of(model, num_layers, is_missing)
+    path, parent, layers = _decoder_of(model, num_layers, is_missing, has_cache)
     norms = [name for name, _ in parent.named_children() if is_norm(name)]
     if len(norms) != 1 or is_missing(parent.get_submodule(norms[0])):
         raise CompatError(
@@ -118,7 +128,10 @@ def supposed_anatomies(
 
 
 def _decoder_of(
-    model: nn.Module, num_layers: int, is_missing: Callable[[nn.Module], bool]
+    model: nn.Module,
+    num_layers: int,
+    is_missing: Callable[[nn.Module], bool],
+    has_cache: Callable[[nn.Module], bool],
 ) -> tuple[str, nn.Module, dict[int, nn.Module]]:
     """The path of the list of layers, the module that holds the list, and the layers here."""
     found: list[tuple[str, nn.Module, dict[int, nn.Module]]] = []
@@ -129,6 +142,12 @@ def _decoder_of(
             # A model may keep the same layers in a second list (Gemma 4).
             if here and all(here != others for *_, others in found):
                 found.append((path, parent, here))
+    if len(found) > 1:
+        with_cache = [
+            one for one in found
+            if any(has_cache(module) for layer in one[2].values() for module in layer.modules())
+        ]  # fmt: skip
+        found = with_cache or found
     if len(found) != 1:
         names = ", ".join(path for path, *_ in found) or "none"
         raise CompatError(
