@@ -18,6 +18,10 @@ from vllm_scope.request.sites import Place, Sites
 from vllm_scope.results.inbox import inbox
 
 
+class OutputProcessor:
+    """vLLM's, which a connection belongs to."""
+
+
 class Engine:
     """An LLMEngine by its calls. Each step ends every request, and the rows of the odd ones are
     late: their outputs wait, as in outputs._step."""
@@ -28,6 +32,7 @@ class Engine:
             scheduler_config=SimpleNamespace(max_num_batched_tokens=8, max_num_seqs=4),
         )  # fmt: skip
         self.engine_core = SimpleNamespace()  # another process
+        self.output_processor = OutputProcessor()
         self.added, self.aborted = [], []
         self.waiting = outputs._waiting.put(self, [])
 
@@ -84,13 +89,8 @@ def engine_of(model, sites, **more):
     }  # fmt: skip
     engine.vllm_config.model_config = SimpleNamespace(**given | more)
     engine.vllm_config.cache_config = SimpleNamespace(cache_dtype="auto")
-    engine.output_processor = OutputProcessor()
     connections.put(engine.output_processor, Connected(sites))
     return OfflineEngine(SimpleNamespace(llm_engine=engine), {})
-
-
-class OutputProcessor:
-    pass
 
 
 class Connected:
