@@ -10,7 +10,7 @@ values.py        rows that an engine delivered, beside Hugging Face's
 causal_maps.py   a causal map by a sweep, by TransformerLens and by hooks
 shapes.py        models by their shape, with random weights
 budget.py        where a step's time on the host goes
-entry.py         what a request costs on the host, without a model
+entry.py         what a monitored request costs on the host, without a model
 delivery.py      how fast rows reach the caller, without an engine
 taps.py          what a tap costs on a GPU
 codecs.py        what codecs lose

@@ -1,25 +1,21 @@
-"""What a request with a spec costs on the host, stage by stage, without a model.
+"""What a monitored request costs on the host, stage by stage, without a model.
 
-    python -m benchmarks.entry [--asks vector] [--elsewhere]
+    python -m benchmarks.entry
 
-The shape is 8B's: rows of 4096 numbers, prompts of 864 tokens. The requests have a monitor of 8
-layers, or a spec as benchmarks.throughput sends it: a vector of their own, with or without a gate
-of their own, or 64 probes by name. The stages are vllm-scope's own functions and vLLM's encoder and
-decoder of messages, called as the engine calls them; the parts of vLLM between them are left out.
-All run on one thread, one stage of all requests after another. Microseconds of CPU of a request,
-median; of a step, for all requests together.
+The shape is 8B's: rows of 4096 numbers, a monitor of 8 layers, prompts of 864 tokens. The stages
+are vllm-scope's own functions and vLLM's encoder and decoder of messages, called as the engine
+calls them; the parts of vLLM between them are left out. All run on one thread, one stage of all
+requests after another. Microseconds of a request, median; of a step, for all requests together.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from pickle import dumps, loads
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,9 +24,6 @@ import numpy as np
 from benchmarks.shapes import make_shape
 
 LAYERS = [4 * i + 2 for i in range(8)]
-#: Of the edits and probes of a spec, as in benchmarks.engine.
-MIDDLE = 16
-ASKS = ("monitor", "vector", "gate", "probes")
 NUM_PROMPT, NUM_GENERATED = 864, 128
 
 
@@ -38,11 +31,10 @@ class Road:
     """The processes of an engine without a model, in this one.
 
     Args:
-        num_layers: of the monitor; 0 for none.
-        elsewhere: the worker gets its news as one in another process does.
+        num_layers: of the monitor.
     """
 
-    def __init__(self, folder: Path, num_layers: int, elsewhere: bool = False) -> None:
+    def __init__(self, folder: Path, num_layers: int) -> None:
         from vllm import EngineArgs
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -59,12 +51,8 @@ class Road:
         options: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy"}
         made = EngineArgs(str(make_shape("8b", folder)), max_model_len=2048, **options)
         self.config = made.create_engine_config()
-        self.core, self.elsewhere = CoreScope(self.config), elsewhere
+        self.core = CoreScope(self.config)
         self.sites = self.core.sites
-        if elsewhere:
-            self.core.is_here = False
-            here = list(self.sites.boundaries)
-            self.core.learn([_thing_of(stage=0, taps_here=here, sites=_thing_of(moved=()))])
         self._open_worker()
         self.processor, engine = _thing(), _thing(vllm_config=self.config)
         self.connection = Connection(self.sites, None, 1, 60.0, self.worker.limits, {}, {})
@@ -72,13 +60,12 @@ class Road:
         self.encoder, self.decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)
         self.admission: Any = Admission(self.core.most, 0)
         self.told, self.index = Told(), ScoreIndex(16, 256 << 20)
-        if num_layers:
-            weight = np.random.default_rng(0).normal(size=(num_layers, self.sites.hidden_size))
-            body = {
-                "weight": (weight / 4096).tolist(), "layers": LAYERS[:num_layers],
-                "aggregate": "max", "threshold": 1e6,
-            }  # fmt: skip
-            monitors.set_monitors(engine, {"eight": body}, self.sites)
+        weight = np.random.default_rng(0).normal(size=(num_layers, self.sites.hidden_size))
+        body = {
+            "weight": (weight / 4096).tolist(), "layers": LAYERS[:num_layers],
+            "aggregate": "max", "threshold": 1e6,
+        }  # fmt: skip
+        monitors.set_monitors(engine, {"eight": body}, self.sites)
         _, arrays = pack(tuple(one.probe for one in monitors.monitors_of(self.config)))
         self.held = self.core.registry.hold("", encode_arrays(arrays.values()))
 
@@ -119,45 +106,15 @@ class Road:
 
     # The stages of one request
 
-    def params(self, i: int, asks: str) -> Any:
+    def params(self) -> Any:
         from vllm import SamplingParams
 
-        extra = None if asks == "monitor" else self._spec(i, asks)
-        return SamplingParams(
-            temperature=0, max_tokens=NUM_GENERATED, ignore_eos=True, extra_args=extra
-        )
-
-    def _spec(self, i: int, asks: str) -> dict[str, Any]:
-        from vllm_scope import Add, Gate, Probe, scope
-
-        if asks == "probes":
-            self.register(64)
-            return scope(*(Probe(f"probe-{k}", layer=MIDDLE, name=f"p{k}") for k in range(64)))
-        gate = None
-        if asks == "gate":
-            gate = Gate(self._vector(2000 + i), MIDDLE - 1, kind="sigmoid")
-        return scope(Add(self._vector(1000 + i), layer=MIDDLE, gate=gate))
-
-    def _vector(self, seed: int) -> Any:
-        size = self.sites.hidden_size
-        return np.random.default_rng(seed).normal(size=size).astype(np.float32) / size
-
-    def register(self, count: int) -> None:
-        """Let EngineCore hold the modules of so many probes."""
-        from vllm_scope.vectors import SteeringModule, to_bytes
-
-        if not self.core.registry.names:
-            for k in range(count):
-                one = SteeringModule({("resid_post", MIDDLE): self._vector(k)})
-                self.core.registry.register(f"probe-{k}", to_bytes(one))
-            modules: Any = self.core.registry.modules()
-            self.connection.learn_modules(modules)
+        return SamplingParams(temperature=0, max_tokens=NUM_GENERATED, ignore_eos=True)
 
     def translate(self, params: Any) -> Any:
         from vllm_scope.engine.frontend import translators
 
-        if not translators.concerned(params, self.config):
-            return params
+        assert translators.concerned(params, self.config)
         return translators.translated(params, self.config, self.sites, {})
 
     def request(self, i: int, params: Any) -> Any:
@@ -198,7 +155,7 @@ class Road:
         request, found = given
         assert self.admission.enter(request, found.held, found.logged.size, found.reserve)
         news = StepNews()
-        number = self.told.number_of(found.assignment, news)
+        number = self.told.number_of(found.asked, news)
         news.entrants[request.request_id] = Entrant(
             found.recipient, number, found.columns, found.unchecked, found.logged,
             found.asked.scores_alone or b"", (), 16,
@@ -212,11 +169,6 @@ class Road:
         probes, token_bytes = found.asked.scores_alone, found.asked.score_bytes
         self.index.begin(name, self.index.num_known(hashes, probes))
         self.index.fill(name, hashes, NUM_PROMPT, probes, token_bytes)
-
-    def carry(self, given: tuple[Any, Any]) -> tuple[Any, Any]:
-        """The news as the worker gets them; vLLM pickles them."""
-        request, news = given
-        return request, loads(dumps(news)) if self.elsewhere else news
 
     def add(self, given: tuple[Any, Any]) -> None:
         request, news = given
@@ -262,11 +214,6 @@ class Road:
         assert completion.scope.status == "complete", completion.scope
 
 
-def _thing_of(**fields: Any) -> Any:
-    """In place of a reply of a worker's."""
-    return fields
-
-
 def _thing(**fields: Any) -> Any:
     """In place of an object of vLLM's; has a weak reference."""
     return type("Thing", (), fields)()
@@ -276,9 +223,9 @@ def timed(name: str, call: Callable[..., Any], given: Iterable[Any]) -> list[Any
     """Call something for each, and print the median."""
     found, times = [], []
     for one in given:
-        started = time.thread_time()
+        started = time.perf_counter()
         found.append(call(one))
-        times.append(time.thread_time() - started)
+        times.append(time.perf_counter() - started)
     first, rest = 1e6 * times[0], 1e6 * statistics.median(times[1:])
     print(f"{name:44} {rest:9.1f}   (the first: {first:.0f})", flush=True)
     return found
@@ -287,17 +234,13 @@ def timed(name: str, call: Callable[..., Any], given: Iterable[Any]) -> list[Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=128)
-    parser.add_argument("--asks", choices=ASKS, default="monitor")
-    parser.add_argument("--layers", type=int, default=8, help="of the monitor")
-    parser.add_argument("--elsewhere", action="store_true", help="the worker is another process")
+    parser.add_argument("--layers", type=int, default=8)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        road = Road(Path(folder), args.layers * (args.asks == "monitor"), args.elsewhere)
+        road = Road(Path(folder), args.layers)
         given = range(args.requests)
-        gc.freeze()  # as vLLM does in its processes
         print(f"{'microseconds of a request':44}")
-        asked = [road.params(i, args.asks) for i in given]
-        params = timed("front-end: monitors added", road.translate, asked)
+        params = timed("front-end: monitors added", road.translate, (road.params() for _ in given))
         requests = [road.request(i, one) for i, one in enumerate(params)]
         prepared = timed("front-end: checked", road.prepare, requests)
         opened = timed("front-end: buffer and ticket", road.open, prepared)
@@ -305,11 +248,9 @@ def main() -> None:
         print(f"{'  its bytes':44} {sum(map(len, messages[-1])):9}")
         came = timed("message: decoded", road.decode, messages)
         entered = timed("EngineCore: entered", road.enter, came)
-        if args.asks == "monitor":
-            timed("EngineCore: scores of blocks looked up", road.look_up, entered)
+        timed("EngineCore: scores of blocks looked up", road.look_up, entered)
         admitted = timed("EngineCore: admitted, news", road.admit, entered)
-        carried = timed("news: pickled and back", road.carry, admitted)
-        timed("worker: added", road.add, carried)
+        timed("worker: added", road.add, admitted)
         names = [str(i) for i in given]
         print("microseconds of a step")
         prompts = [road.step([name], 0, NUM_PROMPT) for name in names]

@@ -11,7 +11,6 @@ Microseconds of CPU of a cell, median.
 from __future__ import annotations
 
 import cProfile
-import gc
 import statistics
 import sys
 import tempfile
@@ -115,10 +114,9 @@ class Cells:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        road, timed = Road(Path(folder), 1, elsewhere=True), Timed()
+        road, timed = Road(Path(folder), 1), Timed()
         cells = Cells(road, timed)
         cells.step(AT_ONCE)
-        gc.freeze()
         timed.times.clear()
         profile = cProfile.Profile() if "--profile" in sys.argv else None
         if profile is not None:

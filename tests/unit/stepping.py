@@ -26,7 +26,6 @@ from vllm_scope import Spec
 from vllm_scope.batch.labels import Labels, StepBatch
 from vllm_scope.config import ScopeConfig
 from vllm_scope.control.running import Policies
-from vllm_scope.core.assignments import Assignment
 from vllm_scope.core.news import Entrant, StepNews, Told
 from vllm_scope.engine.worker.delivery import NOBODY, WorkerDelivery
 from vllm_scope.engine.worker.sizes import Limits
@@ -85,7 +84,7 @@ def news_of(worker: ScopeWorker, *sent: Sent) -> StepNews:
     news, told = StepNews(), _told.setdefault(worker, Told())
     for one in sent:
         if one.asked != NOTHING:
-            number = told.number_of(Assignment(one.asked, {}), news)
+            number = told.number_of(one.asked, news)
             ids = np.array(one.prompt_token_ids or [], np.int64)
             whole = RequestProgram.compile(one.asked, SITES, frozenset(EVERYWHERE), len(ids), ids)
             columns = whole.columns(len(ids) + one.max_tokens + OVERSHOOT)

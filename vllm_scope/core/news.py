@@ -6,26 +6,29 @@ Runs:  Told in EngineCore, on the scheduler's thread; Heard in every worker, on 
 From:  engine.core.entry (resolved requests).   To: engine.worker.worker.
 
 Promise: EngineCore knows what every worker holds, because all workers get the same news in the
-same order. While workers hold an assignment or a vector, EngineCore does not send it again.
-The memory for both is bounded: EngineCore tells the workers which of them to forget.
+same order. While workers hold a resolved spec or a vector, EngineCore does not send it again.
+The memory for both is bounded: EngineCore tells the workers which specs and vectors to forget.
 """
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import fields
 
 import msgspec
 
 from vllm_scope.control.policy import Changes
-from vllm_scope.core.assignments import Assignment, Parcel
 from vllm_scope.core.score_index import ScoreKey
+from vllm_scope.program.held import Held
 from vllm_scope.program.operations import NO_LOG, LogRange
 from vllm_scope.request.arrays import Array
+from vllm_scope.request.packed import Packed, pack, unpack
 from vllm_scope.request.remembered import Remembered
+from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.ticket import Recipient
 from vllm_scope.sinks.request import Ended
 
-#: Bounds on a worker's memory: for assignments with their vectors, and for vectors of no kept one.
+#: Bounds on a worker's memory: for specs with their vectors, and for vectors of no kept spec.
 SPEC_BYTES, ARRAY_BYTES = 64 << 20, 64 << 20
 
 
@@ -34,9 +37,9 @@ class Entrant(msgspec.Struct, frozen=True):
 
     Attributes:
         recipient: None if only the server's edits or global sinks concern it.
-        spec: the number of its assignment, in the news of this step or of an earlier one.
-        columns: `RequestProgram.columns` if the request does not edit, and probes or is unchecked;
-            else empty.
+        spec: the number of its spec in the StepNews.specs of this step or of an earlier one.
+        columns: `RequestProgram.columns` if the request edits or probes, or is unchecked; else
+            empty.
         unchecked: True if the request may deliver more at once than its front-end checked
             (server-wide edits, modules, global sinks, codecs).
         logged: its range of the log of states.
@@ -61,8 +64,8 @@ class StepNews(msgspec.Struct):
 
     Attributes:
         entrants: request id -> a request that enters.
-        specs: number -> the reads, probes and edits of an assignment, with its programs. The
-            server's edits and the reads of global sinks are among them.
+        specs: number -> reads, probes and edits. The server's edits and the reads of global
+            sinks are among them.
         arrays: digest -> shape and data of vectors that workers do not hold.
         forgotten_specs, forgotten_arrays: what workers drop once the entrants have entered.
         ended: id of an ended request that has sinks -> what the scheduler accepted.
@@ -76,12 +79,12 @@ class StepNews(msgspec.Struct):
         scales: request id -> the new scales that its policy decided.
         accepted: id of a request with Moments, that runs or has ended -> how many tokens it has,
             those that were accepted.
-        assignments: those of `specs`, for a worker in EngineCore's own process. They are left out
-            when the news are pickled.
+        resolved, held: the specs of `specs`, and the programs that entrants hold, by request id,
+            for a worker in EngineCore's own process. Both are left out when the news are pickled.
     """
 
     entrants: dict[str, Entrant] = {}
-    specs: dict[int, Parcel] = {}
+    specs: dict[int, Packed] = {}
     arrays: dict[bytes, tuple[tuple[int, ...], bytes]] = {}
     forgotten_specs: set[int] = set()
     forgotten_arrays: set[bytes] = set()
@@ -93,14 +96,24 @@ class StepNews(msgspec.Struct):
     begun: dict[str, tuple[str, ...]] = {}
     scales: dict[str, Changes] = {}
     accepted: dict[str, int] = {}
-    assignments: dict[int, Assignment] = {}
+    resolved: dict[int, Resolved] = {}
+    held: dict[str, Held] = {}
 
     def __reduce__(self) -> tuple[type[StepNews], tuple[object, ...]]:
-        return StepNews, msgspec.structs.astuple(self)[:-1]
+        return StepNews, msgspec.structs.astuple(self)[:-2]
 
     def __bool__(self) -> bool:
         changed = self.entrants or self.ended or self.zeroed or self.begun or self.resumed
         return bool(changed or self.filled or self.forgotten_scores or self.scales or self.accepted)
+
+
+def packed_of(asked: Resolved) -> tuple[Packed, dict[bytes, Array]]:
+    """The spec as it travels, and its vectors; made once."""
+    known: tuple[Packed, dict[bytes, Array]] | None = asked.__dict__.get("_packed")
+    if known is None:
+        whole = tuple(getattr(asked, each.name) for each in fields(asked))
+        known = asked.__dict__["_packed"] = pack(whole)
+    return known
 
 
 class Told:
@@ -108,55 +121,57 @@ class Told:
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        #: By id of the Assignment. The entry keeps the Assignment alive: Python could otherwise
-        #: give its id to another object.
-        self._specs: Remembered[int, tuple[Assignment, int]] = Remembered(SPEC_BYTES)
+        #: By id of the Resolved. The entry keeps the Resolved alive: Python could otherwise give
+        #: its id to another object.
+        self._specs: Remembered[int, tuple[Resolved, int]] = Remembered(SPEC_BYTES)
         self._arrays: Remembered[bytes, bool] = Remembered(ARRAY_BYTES)
 
-    def number_of(self, given: Assignment, news: StepNews) -> int:
-        """The number of an assignment. If the workers do not hold it, `news` gets it, with those of
+    def number_of(self, asked: Resolved, news: StepNews) -> int:
+        """The number of a spec. If the workers do not hold the spec, `news` gets it, with those of
         its vectors that they do not hold."""
-        known = self._specs.get(id(given))
+        known = self._specs.get(id(asked))
         if known is not None:
             return known[1]
-        for digest, array in given.arrays.items():
+        packed, arrays = packed_of(asked)
+        for digest, array in arrays.items():
             if self._arrays.get(digest) is None:
                 news.arrays[digest] = array.shape, array.data
                 news.forgotten_arrays.discard(digest)
                 gone = self._arrays.put(digest, True, len(array.data))
                 news.forgotten_arrays.update(old for old, _ in gone)
         number = next(self._numbers)
-        news.assignments[number] = given
-        if given.parcel is not None:
-            news.specs[number] = given.parcel
-        for _, (_, old) in self._specs.put(id(given), (given, number), given.num_bytes):
+        news.specs[number], news.resolved[number] = packed, asked
+        size = asked.num_bytes + len(packed.body)
+        for _, (_, old) in self._specs.put(id(asked), (asked, number), size):
             news.forgotten_specs.add(old)
         return number
 
 
 class Heard:
-    """The assignments and vectors that a worker holds."""
+    """The specs and vectors that a worker holds."""
 
     def __init__(self) -> None:
-        #: By number.
-        self._specs: dict[int, Assignment] = {}
+        #: By number: the spec, and its digest.
+        self._specs: dict[int, tuple[Resolved, bytes]] = {}
         self._arrays: dict[bytes, Array] = {}
 
-    def __getitem__(self, number: int) -> Assignment:
-        return self._specs[number]
+    def __getitem__(self, number: int) -> Resolved:
+        return self._specs[number][0]
+
+    def digest_of(self, number: int) -> bytes:
+        """Digest of a spec's content."""
+        return self._specs[number][1]
 
     def take(self, news: StepNews) -> None:
-        if news.assignments:
-            self._specs.update(news.assignments)
-            return
         for digest, (shape, data) in news.arrays.items():
             self._arrays[digest] = Array.known(shape, data, digest)
-        for number, parcel in news.specs.items():
-            self._specs[number] = Assignment.of(parcel, self._arrays)
+        for number, packed in news.specs.items():
+            asked = news.resolved.get(number) or Resolved(*unpack(packed, self._arrays))
+            self._specs[number] = asked, packed.digest
 
     def forget(self, news: StepNews) -> None:
         """Drop what the news says. Call it after the requests of the news have entered."""
         for number in news.forgotten_specs:
             del self._specs[number]
         for digest in news.forgotten_arrays:
-            self._arrays.pop(digest, None)
+            del self._arrays[digest]

@@ -13,20 +13,19 @@ import secrets
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_scope.errors import ScopeError, SpecError
+from vllm_scope.errors import SpecError
 from vllm_scope.program.layout import Layout
-from vllm_scope.program.operations import CHECK, OP_SET, Op, OpsOf, Program, build_program
+from vllm_scope.program.operations import OP_CHECK, OP_SET, Op, OpsOf, Program, build_program
 from vllm_scope.program.picks import Pick
 from vllm_scope.program.ranges import ColumnRange, can_remember
-from vllm_scope.program.table_rows import Listed, OpList
+from vllm_scope.program.table_rows import Listed, OpList, row_key
 from vllm_scope.request.arrays import Array
-from vllm_scope.request.cached import cached_property
 from vllm_scope.request.heads import Bank, Head
 from vllm_scope.request.nets import Net
 from vllm_scope.request.remembered import Remembered
@@ -131,12 +130,6 @@ class Compiled:
     phase_columns: dict[tuple[bool, frozenset[str]], Column] = field(default_factory=dict)
     built: dict[bytes, Program | None] = field(default_factory=dict)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """For a worker in another process: it holds the programs of edits, and builds none."""
-        stand_in = (CompiledEdit(0, (-1, -1), _built_elsewhere, 0),) if self.edits else ()
-        made = {name: getattr(self, name) for name in _WORKED_OUT}
-        return Compiled, (self.picks, self.reads, stand_in, self.check, self.rows, {}), made
-
     @cached_property
     def ref(self) -> weakref.ref[Compiled]:
         """Its key in `programs`: unlike an id, it is never used again for another object."""
@@ -178,11 +171,6 @@ class Compiled:
     def remembers(self) -> bool:
         """True if ranges of its columns are kept (program.ranges)."""
         return can_remember(self.picks) and not self.firsts
-
-    @cached_property
-    def sees_ids(self) -> bool:
-        """True if programs depend on the prompt's token ids."""
-        return any(self.picks[i].selector.sees_ids for i in self.used)
 
     @cached_property
     def uniform(self) -> bool:
@@ -268,16 +256,37 @@ class Compiled:
                 gates.setdefault(one, []).append(pick)
         listed += [Listed(*at, 2, op, picks) for (at, op), picks in gates.items()]
         if self.check is not None:
-            listed.append(Listed(self.check, LEVELS, 0, CHECK, ()))
+            listed.append(Listed(self.check, LEVELS, 0, Op(OP_CHECK), ()))
         return OpList(listed, self.reads, self.rows, len(self.picks))
+
+    def count(self, columns: NDArray[np.int32]) -> tuple[int, int, list[bytes], set[Head]]:
+        """As OpList.count."""
+        if self._only_key is None:
+            return self.op_list.count(columns)
+        edited = columns[self.edits[0].pick] > 0
+        num_checks = int(self.check is not None)
+        some, others = bool(edited.any()), bool(num_checks and not edited.all())
+        num_ops = some * (1 + num_checks) + others * num_checks
+        return some + others, num_ops, [self._only_key] * some, set()
+
+    @cached_property
+    def _only_key(self) -> bytes | None:
+        """The key of the only vector, if the spec is one edit by one row: its programs are then
+        counted without a list of operations. So is each cell of a sweep."""
+        if self.reads or len(self.edits) != 1 or self.edits[0].gate:
+            return None
+        edit = self.edits[0]
+        if edit.values is not None:
+            return row_key(edit.values, 0) if edit.values.shape[0] == 1 else None
+        ops = edit.ops_of(1)
+        vector = ops[0].vector
+        return vector.digest if len(ops) == 1 and vector is not None else None
 
     def _delivered(
         self, column: Column
     ) -> tuple[dict[Head | None, tuple[int, ...]], tuple[tuple[int, int], ...]]:
         """What is made of rows -> points; and Layout.also."""
         reads = [(points, head) for pick, points, head in self.reads if column[pick]]
-        if not reads:
-            return {}, ()
         #: Row -> the first point that was named for it.
         labels: dict[int, int] = {}
         for point in sorted(point for points, _ in reads for point in points):
@@ -304,24 +313,10 @@ class Compiled:
                 edits.setdefault(place, []).extend(ops_of(int(column[pick])))
                 for where, op in gate:
                     gates.setdefault(where, {})[op] = None
-        if not (points or edits):
-            return None if self.check is None else _checking(self.check)
+        if not (points or edits) and self.check is None:
+            return None
         plain, listed = points.pop(None, ()), _listed(points)
         return build_program(plain, edits, listed, self.check, also, gates)
-
-
-#: Another process need not work these out.
-_WORKED_OUT = ("used", "uses", "uniform", "sees_ids", "firsts", "remembers", "delivering")
-
-
-@cache
-def _checking(check: int) -> Program:
-    """The program that checks the row after a boundary, and does nothing else."""
-    return build_program((), {}, check=check)
-
-
-def _built_elsewhere(_: int) -> tuple[Op, ...]:
-    raise ScopeError("a program with edits was planned that its request never held.")
 
 
 def _listed(

@@ -164,7 +164,7 @@ class _GateOps(NamedTuple):
             return ((self.at, self.op),)
         state = self.state
         if state.told is not None and state.told[0] != edited:
-            state = state._replace(told=None)
+            state = replace(state, told=None)
         return ((self.at, self.op), ((edited.boundary, edited.group), state))
 
 
@@ -225,25 +225,17 @@ class RequestProgram:
         """Compile the actions at the boundaries of a worker's stage.
 
         Args:
-            asked: reads, probes and edits, the server's edits first; on one engine. The Compiled is
-                cached on this object, for other requests of the same spec.
+            asked: reads, probes and edits, the server's edits first. The Compiled is cached on
+                this object, for other requests of the same spec.
             here: the boundaries of the stage.
             drains: False on a rank that edits like the others and delivers nothing.
         """
         known: dict[Hashable, Compiled] = asked.__dict__.setdefault("_compiled", {})
-        key = (here, drains)
+        key = (sites, here, drains)
         if key not in known:
             known[key] = _compile(asked, sites, here, drains)
-        return RequestProgram._of(known[key], num_prompt, prompt_ids)
-
-    @staticmethod
-    def holding(held: Held, num_prompt: int, prompt_ids: Ids) -> RequestProgram:
-        """The request that holds these programs."""
-        return RequestProgram._of(held.compiled, num_prompt, prompt_ids)
-
-    @staticmethod
-    def _of(compiled: Compiled, num_prompt: int, prompt_ids: Ids) -> RequestProgram:
-        ids = prompt_ids if compiled.sees_ids else ()
+        compiled = known[key]
+        ids = () if compiled.uniform else prompt_ids
         return RequestProgram(num_prompt, np.asarray(ids, np.int64), compiled)
 
     def then(self, first: int, other: RequestProgram) -> RequestProgram:

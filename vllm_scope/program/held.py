@@ -9,6 +9,7 @@ From:  compiled.   To: core.admission, graph.tap.tables, worker.plan.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,6 @@ from vllm_scope.program.compiled import Column, Compiled
 from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.program.operations import Cost, Program, num_vectors
 from vllm_scope.program.table_rows import TableRows
-from vllm_scope.request.cached import cached_property
 
 #: Columns times actions, up to which programs are built one by one.
 _FEW = 16
@@ -28,7 +28,6 @@ class Held:
     table of what is held: two requests share their programs if their keys are equal.
 
     Attributes:
-        compiled: of its programs.
         key: equal for equal programs.
         index_of: bytes of a column -> index of its program. A column has 0 for picks that are not
             used here.
@@ -40,7 +39,7 @@ class Held:
             columns: of all tokens of the request; they may come from another process.
             key: of the spec.
         """
-        self.compiled = compiled
+        self._compiled = compiled
         if len(compiled.used) < len(compiled.picks):
             columns = _masked(tuple(columns), compiled.uses)
         self.index_of = {column: i for i, column in enumerate(dict.fromkeys(columns))}
@@ -62,19 +61,9 @@ class Held:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Held) and self.key == other.key
 
-    def __getstate__(self) -> dict[str, object]:
-        # What is counted, another process need not know.
-        lost = "_counted", "_columns", "_layouts"
-        return {k: v for k, v in self.__dict__.items() if k not in lost} | {"_layouts": {}}
-
-    def make(self, widths: Widths) -> None:
-        """Make what the tables hold, if it has vectors."""
-        if self.compiled.has_vectors:
-            _ = self.programs if self.few else self.rows(widths)
-
     def is_of(self, compiled: Compiled) -> bool:
         """True if they are programs of this Compiled."""
-        return self.compiled is compiled
+        return self._compiled is compiled
 
     def find(self, columns: Iterable[Column]) -> list[int] | None:
         """The index of each column; None if not all of them are held."""
@@ -87,34 +76,32 @@ class Held:
     def few(self) -> bool:
         """True if `programs` takes less time than `rows`: they have few operations, or they only
         read, so that other requests mostly have the same ones."""
-        return self._small or not self.compiled.has_vectors
-
-    @cached_property
-    def _small(self) -> bool:
-        compiled = self.compiled
+        compiled = self._compiled
+        if not compiled.has_vectors:
+            return True
         each = len(compiled.edits) + sum(len(points) for _, points, _ in compiled.reads)
         return len(self) * each <= _FEW
 
-    @cached_property
+    @property
     def programs(self) -> list[Program | None]:
         """The programs, one by one."""
         columns = (np.frombuffer(column, np.int32) for column in self.index_of)
-        return [self.compiled.program(column) for column in columns]
+        return [self._compiled.program(column) for column in columns]
 
     def rows(self, widths: Widths) -> TableRows:
         """The programs as rows of the op table, made once. EngineCore makes those that a worker in
         its own process uploads, before the thread that launches the model sees the request."""
         found = self._rows.get(widths)
         if found is None:
-            found = self._rows[widths] = self.compiled.op_list.at(self._columns, widths)
+            found = self._rows[widths] = self._compiled.op_list.at(self._columns, widths)
         return found
 
     def layout(self, index: int) -> Layout:
         """What a token of a program delivers."""
         column = self._columns[:, index]
-        delivers = (column[self.compiled.delivering] > 0).tobytes()
+        delivers = (column[self._compiled.delivering] > 0).tobytes()
         if delivers not in self._layouts:
-            self._layouts[delivers] = self.compiled.layout(column)
+            self._layouts[delivers] = self._compiled.layout(column)
         return self._layouts[delivers]
 
     @property
@@ -124,14 +111,8 @@ class Held:
 
     @cached_property
     def _counted(self) -> tuple[int, int, dict[bytes, int]]:
-        if self._small:
-            some = {program for program in self.programs if program is not None}
-            num_programs, num_ops = len(some), sum(program.num_ops for program in some)
-            keys = [vector.digest for program in some for vector in program.vectors]
-            heads = {head for program in some for head, _ in program.layout.encoded}
-        else:
-            num_programs, num_ops, keys, heads = self.compiled.op_list.count(self._columns)
-        banks = self.compiled.banks
+        num_programs, num_ops, keys, heads = self._compiled.count(self._columns)
+        banks = self._compiled.banks
         nets = (net for bank in banks if bank in heads for net in banks[bank])
         weights = {w.digest: num_vectors(w) for net in nets for w, _ in net.layers}
         return num_programs, num_ops, dict.fromkeys(keys, 1) | weights

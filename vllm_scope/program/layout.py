@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 import numpy as np
 
-from vllm_scope.request.cached import cached_property, fields_alone
 from vllm_scope.request.heads import Head, Summed, Told
 from vllm_scope.request.sites import STREAM, boundary_of_point, kind_of_point
 
@@ -71,8 +71,6 @@ class Layout:
     points: tuple[int, ...] = ()
     encoded: tuple[tuple[Head, tuple[int, ...]], ...] = ()
     also: tuple[tuple[int, int], ...] = ()
-
-    __getstate__ = fields_alone
 
     def slots(self, widths: Widths) -> int:
         """Slots of one token."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -21,7 +21,6 @@ from vllm_scope.program.layout import Layout
 from vllm_scope.request.actions.features import MAX_FEATURES
 from vllm_scope.request.actions.states import Hysteresis, Latch, Pid, hysteresis_low
 from vllm_scope.request.arrays import Array
-from vllm_scope.request.cached import cached_property, fields_alone
 from vllm_scope.request.heads import Head
 from vllm_scope.request.nets import Ema
 from vllm_scope.request.resolved import ResolvedEdit, ResolvedGate, ToldAt
@@ -82,7 +81,8 @@ REGISTERS = MOST_GATES + MAX_FEATURES
 NO_PROGRAM = -1
 
 
-class Op(NamedTuple):
+@dataclass(frozen=True)
+class Op:
     """One operation on a row.
 
     Attributes:
@@ -110,9 +110,6 @@ class Op(NamedTuple):
     told: ToldAt | None = None
 
 
-CHECK = Op(OP_CHECK)
-
-
 @dataclass(frozen=True)
 class Program:
     """What happens to one token.
@@ -124,9 +121,6 @@ class Program:
 
     layout: Layout
     taps: tuple[tuple[int, tuple[Op, ...]], ...]
-
-    #: A hash is of one process.
-    __getstate__ = fields_alone
 
     @staticmethod
     def reading(points: tuple[int, ...]) -> Program:
@@ -230,7 +224,7 @@ def build_program(
                 ops.append(Op(OP_READ, read_at[point]))
             ops += gates.get((boundary, level), ())
         if boundary == check:
-            ops.append(CHECK)
+            ops.append(Op(OP_CHECK))
         taps.append((boundary, tuple(ops)))
     return Program(layout, tuple(taps))
 
@@ -261,7 +255,7 @@ def edit_ops(edit: ResolvedEdit, made: dict[Hashable, tuple[Op, ...]], register:
             if edit.reads is not None:
                 ops = _feature_ops(edit, edit.reads, register)
             else:
-                ops = (_edit_op(edit)._replace(register=register, told=edit.dose),)
+                ops = (replace(_edit_op(edit), register=register, told=edit.dose),)
             made[content] = ops
         known[register] = ops
     return lambda row: ops
@@ -357,10 +351,8 @@ def _add_op(edit: ResolvedEdit) -> Op:
         if limit is not None:
             scale = min(max(scale, -limit), limit)
         return Op(OP_ADD_NORM, 0, _unit(edit.values), scale)
-    if limit is None:
-        return Op(OP_ADD, 0, edit.values, scale)
     length = float(np.linalg.norm(edit.values.numpy.astype(np.float64)))
-    if not length:
+    if limit is None or not length:
         return Op(OP_ADD, 0, edit.values, scale)
     most = float(np.finfo(np.float32).max)
     return Op(OP_ADD_BOUND, 0, _unit(edit.values), min(max(scale * length, -most), most), limit)

@@ -8,12 +8,12 @@ From:  request.selectors.   To: compiled (programs), block_keys (keys of KV bloc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_scope.request.cached import cached_property, fields_alone
 from vllm_scope.request.selectors import Selector, Tokens
 
 
@@ -32,8 +32,6 @@ class Pick:
     use: Literal["edit", "deliver"]
     positions: tuple[int, ...] = ()
     after: str | None = None
-
-    __getstate__ = fields_alone
 
     @property
     def uniform(self) -> bool:

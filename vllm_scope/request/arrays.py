@@ -13,6 +13,7 @@ import binascii
 import hashlib
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ import pybase64
 from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.cached import cached_property
 
 #: Numbers in one array: 4096 rows of 4096.
 MAX_NUMBERS = 1 << 24

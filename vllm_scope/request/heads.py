@@ -22,11 +22,10 @@ import operator
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Self
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.cached import cached_property
 
 #: Codecs that a read may name -> their options: the row-wise ones of codecs.CODECS. Repeated here
 #: because a caller may have no torch.

@@ -19,11 +19,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.arrays import Array
-from vllm_scope.request.cached import cached_property
 
 #: The function between the layers of an Mlp.
 Hidden = Literal["relu", "gelu", "silu", "tanh"]

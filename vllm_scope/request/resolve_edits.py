@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions import (
@@ -25,7 +26,6 @@ from vllm_scope.request.actions import (
     SetFeature,
 )
 from vllm_scope.request.arrays import Array
-from vllm_scope.request.cached import cached_property
 from vllm_scope.request.heads import Told
 from vllm_scope.request.resolved import (
     MAX_EDITED,
@@ -60,7 +60,8 @@ def resolve_edits(
                 f"{where}.tokens is {shown(edit.tokens.to_json())}, and the edit's gate has a "
                 "state, which follows all generated tokens; take 'all' or 'generated'."
             )
-        for one in _resolve_edit(edit, i, gate, sites, modules, where):
+        for one in _resolve_edit(edit, sites, modules, where):
+            one = replace(one, number=i, gate=gate)
             if gate is not None:
                 _check_order(gate, one.stream, f"{where}.gate")
             if edit.dose is not None:
@@ -199,17 +200,12 @@ def _check_size(values: Array, size: int, site: str, where: str) -> None:
 
 
 def _resolve_edit(
-    edit: Edit,
-    number: int,
-    gate: ResolvedGate | None,
-    sites: Sites,
-    modules: Mapping[str, Vectors],
-    where: str,
+    edit: Edit, sites: Sites, modules: Mapping[str, Vectors], where: str
 ) -> list[ResolvedEdit]:
     key = edit.fields[0]
     values = getattr(edit, key)
     if isinstance(edit, SetFeature | ScaleFeature):
-        return _resolve_features(edit, number, gate, sites, where)
+        return _resolve_features(edit, sites, where)
     rows: list[tuple[Place, Array, str | None]]
     if isinstance(values, Module):
         rows = module_rows(edit, values, sites, modules, where)
@@ -222,16 +218,12 @@ def _resolve_edit(
         _check_size(row, sites.row_size(stream.site), stream.site, f"{where}.{key}")
         tokens = _within(edit.tokens, tier)
         if tokens is not None:
-            found.append(_one_edit(edit, number, gate, stream, row, tokens))
+            found.append(_one_edit(edit, stream, row, tokens))
     return found
 
 
 def _resolve_features(
-    edit: SetFeature | ScaleFeature,
-    number: int,
-    gate: ResolvedGate | None,
-    sites: Sites,
-    where: str,
+    edit: SetFeature | ScaleFeature, sites: Sites, where: str
 ) -> list[ResolvedEdit]:
     if isinstance(edit.sae, str):
         raise SpecError(
@@ -246,16 +238,7 @@ def _resolve_features(
         float(one) for bias, threshold, change in each for one in (bias, threshold, *change)
     )
     return [
-        ResolvedEdit(
-            edit.kind,
-            place,
-            edit.tokens,
-            rows.decoder,
-            numbers,
-            number=number,
-            gate=gate,
-            reads=rows.encoder,
-        )
+        ResolvedEdit(edit.kind, place, edit.tokens, rows.decoder, numbers, reads=rows.encoder)
         for place in sites.find(edit.site, edit.layer_numbers, where)
     ]
 
@@ -314,14 +297,7 @@ def module_rows(
     ]
 
 
-def _one_edit(
-    edit: Edit,
-    number: int,
-    gate: ResolvedGate | None,
-    stream: Place,
-    values: Array,
-    tokens: Selector,
-) -> ResolvedEdit:
+def _one_edit(edit: Edit, stream: Place, values: Array, tokens: Selector) -> ResolvedEdit:
     numbers: tuple[float, ...] = ()
     norm_match, limit = False, None
     if isinstance(edit, Add):
@@ -333,6 +309,5 @@ def _one_edit(
     positions = edit.positions if isinstance(edit, Replace) else ()
     name = edit.name if isinstance(edit, Add) else None
     return ResolvedEdit(
-        edit.kind, stream, tokens, values, numbers, positions, norm_match, limit, number, gate,
-        name=name,
-    )  # fmt: skip
+        edit.kind, stream, tokens, values, numbers, positions, norm_match, limit, name=name
+    )

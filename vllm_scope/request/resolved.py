@@ -9,9 +9,9 @@ From:  resolve.   To: program.compiler (what to do with each token), results (wh
 from __future__ import annotations
 
 import hashlib
-import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -19,7 +19,6 @@ import numpy as np
 from vllm_scope.request.actions import MEMORY, Policy
 from vllm_scope.request.actions.states import State
 from vllm_scope.request.arrays import Array
-from vllm_scope.request.cached import cached_property, fields_alone
 from vllm_scope.request.cascade import begins
 from vllm_scope.request.heads import Bank, Encoding, Strongest, Told
 from vllm_scope.request.nets import Aggregate, Net
@@ -40,6 +39,11 @@ Vectors = Mapping[VectorKey, Array]
 def lens_label(name: str, layer: int) -> str:
     """The name of what a lens makes at one layer, among those of probes and features."""
     return f"{name}.{layer}"
+
+
+def _fields_alone(self: ResolvedEdit | Resolved) -> dict[str, object]:
+    """The state to pickle: without cached properties."""
+    return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 @dataclass(frozen=True)
@@ -191,7 +195,7 @@ class ResolvedGate:
     told: ToldAt | None = None
     state: State | None = None
 
-    __getstate__ = fields_alone
+    __getstate__ = _fields_alone
 
     @cached_property
     def digest(self) -> bytes:
@@ -240,7 +244,7 @@ class ResolvedEdit:
     reads: Array | None = None
     name: str | None = None
 
-    __getstate__ = fields_alone
+    __getstate__ = _fields_alone
 
     @cached_property
     def digest(self) -> bytes:
@@ -271,12 +275,7 @@ class Resolved:
     policy: Policy | None = None
     moments: tuple[ResolvedMoments, ...] = ()
 
-    __getstate__ = fields_alone
-
-    @cached_property
-    def mark(self) -> bytes:
-        """Tells it from all others, in every process of the engine."""
-        return secrets.token_bytes(16)
+    __getstate__ = _fields_alone
 
     @property
     def banked(self) -> tuple[ResolvedProbe | ResolvedFeatures, ...]:

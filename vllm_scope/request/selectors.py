@@ -27,13 +27,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.cached import cached_property
 
 MAX_ITEMS = 65_536
 MAX_DEPTH = 8
@@ -69,15 +69,10 @@ class Tokens:
 
     @staticmethod
     def running(positions: NDArray[np.int64], num_prompt: int, prompt_ids: Ids) -> Tokens:
-        """Tokens of a request that runs: the ids that it generates are not known.
-
-        Args:
-            prompt_ids: empty if no selector looks at them.
-        """
+        """Tokens of a request that runs: the ids that it generates are not known."""
         ids = np.full(positions.shape, -1, np.int64)
-        if len(prompt_ids):
-            in_prompt = positions < num_prompt
-            ids[in_prompt] = np.asarray(prompt_ids, np.int64)[positions[in_prompt]]
+        in_prompt = positions < num_prompt
+        ids[in_prompt] = np.asarray(prompt_ids, np.int64)[positions[in_prompt]]
         return Tokens(positions, num_prompt, ids, None)
 
 

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.cached import cached_property, fields_alone
 
 #: Sites, by TransformerLens's names; all can be read and probed. On the residual stream.
 STREAM_SITES = ("embed", "resid_pre", "resid_mid", "resid_post")
@@ -239,7 +239,9 @@ class Sites:
     moved: tuple[int, ...] = ()
     num_experts: int | None = None
 
-    __getstate__ = fields_alone
+    def __getstate__(self) -> dict[str, object]:
+        # Without cached properties.
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @staticmethod
     def from_body(body: Mapping[str, Any], boundaries: Iterable[int]) -> Sites:

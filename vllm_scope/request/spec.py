@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 from vllm_scope.errors import SpecError, shown
@@ -34,7 +35,6 @@ from vllm_scope.request.actions.probing import MONITOR
 from vllm_scope.request.actions.sparse import MAX_INDICES
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.bounded_json import decode, num_items
-from vllm_scope.request.cached import cached_property
 from vllm_scope.request.cascade import check_cascades
 from vllm_scope.request.packed import Packed, pack, unpack
 from vllm_scope.request.remembered import Remembered

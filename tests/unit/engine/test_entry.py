@@ -25,7 +25,6 @@ from vllm_scope import (
     scope,
 )  # fmt: skip
 from vllm_scope.control.policy_options import PolicyConfig, PolicyOptions
-from vllm_scope.core.assignments import Assignment, RankKind
 from vllm_scope.core.registry import Registry
 from vllm_scope.core.sums_room import SumsRoom
 from vllm_scope.engine.core import entry as core
@@ -34,7 +33,7 @@ from vllm_scope.engine.core.entry import CoreScope
 from vllm_scope.engine.model import foreign_connector
 from vllm_scope.engine.params import TICKET
 from vllm_scope.program.block_keys import BlockKeys
-from vllm_scope.program.compiler import OVERSHOOT, RequestProgram
+from vllm_scope.program.compiler import OVERSHOOT
 from vllm_scope.program.layout import Widths
 from vllm_scope.program.operations import Cost
 from vllm_scope.program.table_rows import OpList
@@ -58,9 +57,7 @@ def _core(most: Cost | None = None) -> CoreScope:
     made.num_stages = 1
     made.most = most or Cost(100, 100, 100)
     made.everywhere, made.connector = Resolved(), None
-    made.sums, made.widths, made.is_here = SumsRoom(SITES, 1), Widths((16,)), True
-    made._everywhere = frozenset(SITES.boundaries)
-    made._stages = {0: made._everywhere}
+    made.sums, made.widths = SumsRoom(SITES, 1), None
     return made
 
 
@@ -158,44 +155,20 @@ def test_requests_of_the_same_spec_share_what_it_means():
     assert alone[0].asked is alone[1].asked
 
 
-@pytest.mark.parametrize("is_here", [True, False], ids=["in-this-process", "elsewhere"])
-def test_programs_for_the_workers_are_made_when_the_request_enters(is_here, monkeypatch):
+@pytest.mark.parametrize("widths", [Widths((16,)), None], ids=["in-this-process", "elsewhere"])
+def test_programs_for_a_worker_in_this_process_are_made_when_the_request_enters(
+    widths, monkeypatch
+):
     made, original = [], OpList.at
     monkeypatch.setattr(OpList, "at", lambda *args: made.append(args[2]) or original(*args))
     engine = _core()
-    engine.is_here = is_here
+    engine.widths = widths
     edits = [Add(V, layer=0, scale=i + 1.0, tokens=[i]) for i in range(8)]
-    found = engine.enter(_request(*edits))
-    assert (made, found.columns) == ([engine.widths], ())
-    given = found.assignment
-    assert (given.parcel is None) == is_here
-    came = given if is_here else Assignment.of(given.parcel, given.arrays)
-    held = came.held[RankKind(0, False)]  # nothing is delivered: all ranks of a stage are alike
-    assert held.rows(engine.widths).num_ops == found.held.num_ops
-    assert len(made) == 1  # the worker's thread makes none
-
-
-def test_each_pipeline_stage_gets_its_own_programs_with_deliveries_and_without():
-    engine, halves = _core(), (SITES.boundaries[:1], SITES.boundaries[1:])
-    engine.is_here, engine._stages = False, {}
-    replies = [
-        {"stage": i, "taps_here": list(here), "sites": {"moved": ()}}
-        for i, here in enumerate(halves)
-    ]
-    engine.learn(replies)
-    given = engine.enter(_request(Read("embed"), Add(V, layer=0), Add(W, layer=1))).assignment
-    came = Assignment.of(given.parcel, given.arrays)
-    for stage, here in enumerate(halves):
-        for drains in (True, False):
-            kind = RankKind(stage, drains)
-            program = RequestProgram.compile(
-                given.asked, SITES, frozenset(here), 8, [1] * 8, drains
-            )  # fmt: skip
-            held = program.held(given.columns, (given.asked.mark, *kind))
-            assert came.held[kind] == held
-            assert came.held[kind].compiled.has_vectors == program.has_vectors
-            if program.has_vectors:
-                assert came.held[kind].programs == held.programs
+    held = engine.enter(_request(*edits)).held
+    assert made == ([] if widths is None else [widths])
+    if widths is not None:  # the worker's thread makes none
+        assert held.rows(widths).num_ops == held.num_ops
+        assert made == [widths]
 
 
 def test_the_servers_edits_concern_plain_requests_too():

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tests.unit.planned import compile_actions, held
 from vllm_scope import Add, Gate, Latch, Moments, Read, Spec
 from vllm_scope.core.admission import Admission
-from vllm_scope.core.assignments import Assignment
 from vllm_scope.core.news import Heard
 from vllm_scope.core.sums_room import SumsRoom
 from vllm_scope.engine.core import scheduler as scheduling
@@ -38,8 +37,7 @@ def _request(name: str, **known: Any) -> Request:
     """A request, and what is known of it; a plain one without."""
     request = Request(request_id=name, num_tokens=101)
     if known:
-        asked = known.pop("asked", NOTHING)
-        keep(request, Entered(asked, Assignment(asked, {}), **known))
+        keep(request, Entered(**{"asked": NOTHING, **known}))
     return request
 
 
@@ -302,7 +300,7 @@ def test_a_session_keeps_what_it_entered_with(scheduler):
     heard = Heard()
     for one in news:
         heard.take(one)
-        assert heard[one.entrants["s"].spec].asked == edits
+        assert heard[one.entrants["s"].spec] == edits
 
 
 # News for the workers

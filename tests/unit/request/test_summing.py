@@ -8,10 +8,12 @@ import jsonschema
 import pytest
 
 from vllm_scope import Moments, Read, Spec, SpecError, scope, spec_schema
-from vllm_scope.core.assignments import Assignment
+from vllm_scope.core.news import packed_of
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.request.heads import Summed
+from vllm_scope.request.packed import unpack
+from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Place, Sites
 
 SITES = Sites(3, 8, "float32", (0, 2, 4, 6))
@@ -29,8 +31,8 @@ def test_the_json_is_valid_and_means_the_same():
     assert list(again.moments) == EVERY
     assert Spec.unpack(again.packed, again.arrays) == again
     asked = again.resolve(SITES)
-    given = Assignment(asked, {}).pack()
-    assert Assignment.of(given.parcel, given.arrays).asked == asked
+    packed, arrays = packed_of(asked)
+    assert Resolved(*unpack(packed, arrays)) == asked
     assert asked.moments[1].streams == (Place("resid_post", 0), Place("resid_post", 2))
 
 

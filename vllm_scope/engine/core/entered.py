@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm_scope.core.assignments import Assignment
 from vllm_scope.core.sums_room import SumsRoom
 from vllm_scope.engine.beside import Beside
 from vllm_scope.program.block_keys import BlockKeys
@@ -26,7 +25,6 @@ class Entered:
 
     Attributes:
         asked: what it reads, probes and edits, with the server's edits and global sinks' reads.
-        assignment: what the workers do for it.
         recipient: None if it asked for nothing itself.
         first_read: the first position that delivers something; None if none does.
         first_edited: the first position whose KV depends on edits; None without edits.
@@ -39,7 +37,6 @@ class Entered:
     """
 
     asked: Resolved
-    assignment: Assignment
     recipient: Recipient | None = None
     first_read: int | None = None
     first_edited: int | None = None

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from vllm_scope.core.assignments import Assignment, RankKind
+from vllm_scope.core.news import packed_of
 from vllm_scope.core.registry import Registry
 from vllm_scope.core.sums_room import SumsRoom
 from vllm_scope.engine import wrapping
@@ -46,15 +46,8 @@ from vllm_scope.vectors import load_vectors
 T = TypeVar("T")
 
 
-class _HeldBy(NamedTuple):
-    """The programs that a request with vectors holds while it runs, the columns of all its
-    programs, what its policy may take later, and what the workers do for it; empty if the workers
-    do not need it."""
-
-    held: Held | None
-    columns: tuple[bytes, ...]
-    reserve: Cost
-    assignment: Assignment
+#: The programs that a request holds, their columns, and what it may take later.
+_HeldBy = tuple[Held | None, tuple[bytes, ...], Cost]
 
 
 class CoreScope:
@@ -74,19 +67,16 @@ class CoreScope:
         self.everywhere = global_reads(config, self.sites)
         self.policies = config.policy_configs()
         self.most = capacity(self.sites.vector_size, config.vectors_mib)
-        itemsize = vllm_config.model_config.dtype.itemsize
-        self.widths = Widths.of(self.sites.row_sizes, itemsize)
-        #: Whether the worker is in this process.
-        self.is_here = vllm_config.parallel_config.distributed_executor_backend == "uni"
-        self._everywhere = frozenset(self.sites.boundaries)
-        #: Pipeline stage -> its boundaries: the programs of edits are made for these.
-        self._stages: dict[int, frozenset[int]] = {0: self._everywhere} if self.is_here else {}
+        #: Of the worker in this process, which uploads the table rows that are made here; None if
+        #: workers run elsewhere.
+        self.widths: Widths | None = None
+        if vllm_config.parallel_config.distributed_executor_backend == "uni":
+            itemsize = vllm_config.model_config.dtype.itemsize
+            self.widths = Widths.of(self.sites.row_sizes, itemsize)
 
     def learn(self, replies: Iterable[Described]) -> None:
         """Take what the workers found out about the model when it was loaded: where it changes the
         stream between two layers. They answer before the first request with a ticket enters."""
-        if not self.is_here:
-            self._stages |= {each["stage"]: frozenset(each["taps_here"]) for each in replies}
         moved = tuple(sorted({layer for each in replies for layer in each["sites"]["moved"]}))
         if moved != self.sites.moved:
             self.sites = replace(self.sites, moved=moved)
@@ -126,19 +116,17 @@ class CoreScope:
         firsts = [_first({read.tokens for read in self.everywhere.reads}, ids)]
         firsts += [] if ticket is None else [ticket.first_position]
         unchecked = _unchecked(asked, asked is not own, ticket)
+        packed_of(asked)  # here, and not on the scheduler's thread
         nonce = secrets.token_bytes(16) if asked.scaled else b""
-        held, columns, reserve, assignment = self._held_of(
-            asked, ids, params.max_tokens or 1, unchecked
-        )
+        held, columns, reserve = self._held_of(asked, ids, params.max_tokens or 1, unchecked)
         reserve += Cost(lens_rows=num_lens_rows(asked, ids, params.max_tokens or 1))
         return Entered(
             asked,
-            assignment,
             None if ticket is None else ticket.recipient,
             min((first for first in firsts if first is not None), default=None),
             _first({edit.tokens for edit in asked.edits}, ids),
             BlockKeys(asked.edits, len(ids), ids, nonce) if asked.edits else None,
-            held, () if assignment.held else columns, unchecked,
+            held, columns, unchecked,
             LogRange(0, (params.max_tokens or 1) + OVERSHOOT, asked.num_states), reserve,
             self.sums if asked.moments else None,
         )  # fmt: skip
@@ -147,20 +135,25 @@ class CoreScope:
         """`_held_by`, once for all requests of a spec whose actions are for whole phases."""
         if not asked.uniform or not len(ids):
             return self._held_by(asked, ids, max_tokens, unchecked)
-        known: dict[tuple[bool, int, Cost], _HeldBy] = asked.__dict__.setdefault("_held", {})
-        key = unchecked, len(self._stages), self.most
+        known: dict[tuple[bool, Cost], _HeldBy] = asked.__dict__.setdefault("_held", {})
+        key = unchecked, self.most
         if key not in known:
             known[key] = self._held_by(asked, ids, max_tokens, unchecked)
         return known[key]
 
     def _held_by(self, asked: Resolved, ids: Ids, max_tokens: int, unchecked: bool) -> _HeldBy:
-        if not (asked.edits or asked.banked or unchecked):
-            return _HeldBy(None, (), Cost(), self._assigned(asked))
-        program = RequestProgram.compile(asked, self.sites, self._everywhere, len(ids), ids)
+        """The programs that a request with vectors holds while it runs, the columns of all its
+        programs, and what its policy may take later; each empty if the workers do not need it."""
+        vectors = bool(asked.edits or asked.banked)
+        if not (vectors or unchecked):
+            return None, (), Cost()
+        program = RequestProgram.compile(
+            asked, self.sites, frozenset(self.sites.boundaries), len(ids), ids
+        )
         columns = program.columns(len(ids) + max_tokens + OVERSHOOT)
-        if not (asked.edits or asked.banked):
-            return _HeldBy(None, columns, Cost(), self._assigned(asked))
-        held, reserve = program.held(columns, asked.mark), Cost()
+        if not vectors:
+            return None, columns, Cost()
+        held, reserve = program.held(columns, packed_of(asked)[0].digest), Cost()
         if asked.policy is not None and asked.scaled:
             most = self.policies[asked.policy.name].options.most_changes
             reserve = program.cost_of_change(columns) * most
@@ -170,36 +163,9 @@ class CoreScope:
                 f"with the server's edits the request takes {cost}; this engine has "
                 f"{self.most}. Edit or probe fewer places, or send it again when they are gone."
             )
-        if not asked.edits:
-            return _HeldBy(held, columns, reserve, self._assigned(asked))
-        made = {}
-        for kind, here in self._kinds(asked):
-            each = held
-            if here != self._everywhere or (asked.taking and not kind.drains):
-                one = RequestProgram.compile(asked, self.sites, here, len(ids), ids, kind.drains)
-                each = one.held(columns, (asked.mark, *kind))
-            each.make(self.widths)  # here, and not on the thread that launches the model
-            made[kind] = each
-        return _HeldBy(held, columns, reserve, self._packed(Assignment(asked, made, columns)))
-
-    def _kinds(self, asked: Resolved) -> Iterator[tuple[RankKind, frozenset[int]]]:
-        """The kinds of workers, with their boundaries."""
-        for stage, here in self._stages.items():
-            yield RankKind(stage, True).of(asked), here
-            # A worker elsewhere may not be the rank that delivers; or it may lack the room to.
-            if asked.taking and not self.is_here:
-                yield RankKind(stage, False), here
-
-    def _assigned(self, asked: Resolved) -> Assignment:
-        """What workers do for all requests of a spec without edits."""
-        known: Assignment | None = asked.__dict__.get("_assigned")
-        if known is None:
-            known = asked.__dict__["_assigned"] = self._packed(Assignment(asked, {}))
-        return known
-
-    def _packed(self, assignment: Assignment) -> Assignment:
-        """Packed here, and not on the scheduler's thread, if the workers are elsewhere."""
-        return assignment if self.is_here else assignment.pack()
+        if self.widths is not None and not held.few:
+            held.rows(self.widths)  # here, and not on the thread that launches the model
+        return held, columns, reserve
 
     def check_edits(self, text: str | None) -> None:
         """Raises SpecError if the tables have no room for these server-wide edits."""

@@ -200,12 +200,14 @@ def _schedule(
                 # They may have been dropped since it entered.
                 known.sums.enter_again(known.asked.moments)
                 _state_of(self).summing.add(new.req_id)
-            number = _state_of(self).told.number_of(known.assignment, news)
+            number = _state_of(self).told.number_of(known.asked, news)
             news.entrants[new.req_id] = Entrant(
                 known.recipient, number, known.columns, known.unchecked,
                 _log_of(self, new.req_id, known.logged),
                 *kept_of(self, request, known.asked, new.num_computed_tokens),
             )  # fmt: skip
+            if known.held is not None:
+                news.held[new.req_id] = known.held
     # With Model Runner V2 they are among the new ones.
     for req_id in (*output.scheduled_cached_reqs.resumed_req_ids, *news.entrants):
         known = entered(self.requests[req_id])

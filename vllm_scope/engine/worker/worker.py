@@ -22,7 +22,6 @@ from torch import Tensor
 from vllm_scope.config import ScopeConfig
 from vllm_scope.control.policy import Changes
 from vllm_scope.control.policy_options import check_engine
-from vllm_scope.core.assignments import Assignment, RankKind
 from vllm_scope.core.news import Entrant, Heard, StepNews
 from vllm_scope.core.registry import Registry
 from vllm_scope.engine.core.verdicts import with_lost, with_verdicts
@@ -271,33 +270,37 @@ class ScopeWorker:
             # V2 sends a preempted request again; what it has read stays valid.
             if entrant is not None and request.req_id not in self._entered:
                 self._entered.add(request.req_id)
-                self._add_request(request, entrant)
+                self._add_request(request, entrant, news.held.get(request.req_id))
         self._heard.forget(news)
 
-    def _add_request(self, request: NewRequestData, entrant: Entrant) -> None:
+    def _add_request(
+        self, request: NewRequestData, entrant: Entrant, made: Held | None = None
+    ) -> None:
+        """
+        Args:
+            made: the programs that it holds, if EngineCore runs in this process.
+        """
         assert self._planner is not None
         recipient, vectors = entrant.recipient, True
         # Server-wide edits and global sinks also apply to requests without a recipient.
         key = NOBODY if recipient is None else recipient.key
         try:
-            given = self._heard[entrant.spec]
-            asked = given.asked
+            asked = self._heard[entrant.spec]
             if entrant.scores and any(
                 cell.place.boundary in self.here
                 for one in asked.banked if one.after is None for cell in one.cells
             ):  # fmt: skip
                 # EngineCore counts on them, so that those of a refused request are told as lost.
                 self._keeping[request.req_id] = key, entrant.scores
-            vectors = bool(given.held or asked.edits or asked.banked)
-            columns = entrant.columns or given.columns
+            vectors = bool(asked.edits or asked.banked)
             delivery = self._expect(request, recipient)
-            prompt_ids, program, held = request.prompt_token_ids, None, None
+            prompt_ids, program = request.prompt_token_ids, None
             if delivery is not None:
                 try:
                     key = delivery.add_request(request.req_id, prompt_ids, recipient, asked)
-                    program, held = self._programs(given, columns, prompt_ids, True)
+                    program = self._compile(asked, prompt_ids, True)
                     if entrant.unchecked:
-                        self.limits.check((held or program.held(columns)).layouts)
+                        self.limits.check(program.held(entrant.columns).layouts)
                 except CapacityError as error:
                     logger.warning("vllm-scope: request %s: %s", request.req_id, error)
                     self._end_unwatched(request.req_id, asked, str(error))
@@ -306,17 +309,25 @@ class ScopeWorker:
             if program is None:
                 # The edits still apply: ranks that deliver nothing do not know of the lack of
                 # room, and they edit.
-                program, held = self._programs(given, columns, prompt_ids, False)
+                program = self._compile(asked, prompt_ids, False)
             if delivery is not self._delivery:
                 key = NOBODY
             if self._functions is not None and recipient is not None:
                 child = recipient.child
                 self._functions.add_request(request.req_id, request.sampling_params, child)
             if key != NOBODY or not program.empty:
+                held = None
+                if program.has_vectors:
+                    held = made
+                    # EngineCore's programs deliver. Without room to deliver, these do not.
+                    if held is None or not program.made(held):
+                        held = program.held(entrant.columns, self._heard.digest_of(entrant.spec))
                 self._planner.add_request(request.req_id, key, program, held, entrant.logged)
                 assert self._scaling is not None
                 drains = key != NOBODY and self._delivery is not None
-                self._scaling.add_request(request.req_id, asked, prompt_ids, columns, drains)
+                self._scaling.add_request(
+                    request.req_id, asked, prompt_ids, entrant.columns, drains
+                )
             # Without probes at this stage there is no program.
             every = program.generated_superset() if entrant.scores and key != NOBODY else None
             if every is not None and self._delivery is not None:
@@ -384,19 +395,6 @@ class ScopeWorker:
                 logger.warning("vllm-scope: request %s: %s", request.req_id, error)
                 return None
         return self._delivery
-
-    def _programs(
-        self, given: Assignment, columns: tuple[bytes, ...], prompt_ids: Sequence[int], drains: bool
-    ) -> tuple[RequestProgram, Held | None]:  # fmt: skip
-        """A request's programs, and those that it holds because they edit."""
-        held = given.held.get(RankKind(self.stage, drains).of(given.asked))
-        if held is None:
-            # Programs that deliver came, and there is no room to deliver; or none came.
-            program = self._compile(given.asked, prompt_ids, drains)
-            held = program.held(columns) if program.has_vectors else None
-            return program, held
-        program = RequestProgram.holding(held, len(prompt_ids), prompt_ids)
-        return program, held if program.has_vectors else None
 
     def _compile(self, asked: Resolved, prompt_ids: Sequence[int], drains: bool) -> RequestProgram:
         here = frozenset(self.here)
