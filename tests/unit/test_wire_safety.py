@@ -29,8 +29,6 @@ EXCEPTIONS = {
     "compat/vllm_lens/__init__.py": {"importlib"},
     # Modules of vLLM: constants of engine/seams.py.
     "engine/wrapping.py": {"pkgutil"},
-    # What EngineCore made of a spec, to its own workers. vLLM pickles the message around it.
-    "core/assignments.py": {"pickle"},
     # The name of an error.
     "harvests/several.py": {"pickle"},
     # Answers of the processes that a harvest has started, over its own pipes.

@@ -74,9 +74,14 @@ def _find(params: object) -> Functions | None:
     return _kept.get(token) if isinstance(token, str) else None
 
 
+def has(params: object) -> bool:
+    """True if a request has functions."""
+    return _find(params) is not None
+
+
 def check(params: object, engine: Engine) -> None:
     """Raises SpecError if a request has functions and this engine cannot run them."""
-    if _find(params) is not None:
+    if has(params):
         check_engine(engine)
 
 

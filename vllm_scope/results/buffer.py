@@ -234,7 +234,7 @@ class Pending:
             self.done.set_result(None)
 
     def await_nothing(self) -> None:
-        """The request is over with its last token: workers say of its end only that it came."""
+        """The request is over with its last token: workers tell nothing that vLLM does not."""
         self._stages_left.clear()
         self.done.set_result(None)
 

@@ -12,6 +12,7 @@ from vllm import SamplingParams
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from vllm_scope import Add, Gate, Read, SpecError, scope
+from vllm_scope.engine import functions
 from vllm_scope.engine.frontend import outputs
 from vllm_scope.engine.frontend import requests as frontend
 from vllm_scope.engine.frontend.connection import Connection, connections
@@ -43,6 +44,10 @@ class Completion(SimpleNamespace):
     """vLLM's CompletionOutput."""
 
 
+class Hooks:
+    """A request's functions, as far as the front-end goes."""
+
+
 class Processor:
     def __init__(self) -> None:
         limits = Limits((16,), 0, 100, 100, 100, 100, False)
@@ -68,7 +73,7 @@ class Engine:
 
     async def add_request(self, request_id, prompt, params):
         request = SimpleNamespace(
-            request_id=request_id, external_req_id=request_id, resumable=False,
+            request_id=request_id, external_req_id=request_id, resumable=False, cache_salt=None,
             prompt_token_ids=prompt["prompt_token_ids"], params=copy(params),
             sampling_params=params,
         )  # fmt: skip
@@ -259,6 +264,24 @@ def test_a_name_that_may_have_changed_while_modules_were_asked_for_is_asked_for_
         return engine.num_asked
 
     assert asyncio.run(run()) == 2
+
+
+def test_a_request_with_functions_or_several_stages_waits_for_their_errors():
+    engine, token_ids = Engine(), {"prompt_token_ids": [1, 2]}
+    connection = connections.of(engine.output_processor)
+    edit, hooks = scope(Add([1.0] * 4, layer=0)), Hooks()
+    given = edit | {functions.FUNCTIONS: functions.keep(hooks)}
+    for name, extra_args, num_stages in (("hooks", given, 1), ("stages", edit, 2)):
+        connection.num_stages = num_stages
+        params = SamplingParams(max_tokens=3, n=2, extra_args=extra_args)
+        asyncio.run(engine.add_request(name, token_ids, params))
+    states = engine.output_processor.request_states.values()
+    assert len(states) == 4
+    for state in states:
+        pending = runs.of(state).pending
+        pending.finish(0, "a hook failed")
+        pending.finish(1, None)
+        assert pending.snapshot([1, 2, 3], "length").status == "failed"
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,7 @@ def _open(
         connection.num_stages, prepared.num_bytes,
         parent.sampling_params.n if parent is not None else 1,
     )  # fmt: skip
-    if not (prepared.answered or connection.sinks):
-        # A sink may tell what became of the request there.
+    if not _is_answered(connection, prepared, params):
         pending.await_nothing()
     recipient = Recipient(
         pending.key,
@@ -109,6 +108,13 @@ def _open(
     ticket = Ticket(recipient, prepared.first_position, spec.modules, spec.packed, arrays)
     request.sampling_params = with_ticket(params, ticket, ("scope", translators.DECORATORS))
     return pending
+
+
+def _is_answered(connection: Connection, prepared: Prepared, params: object) -> bool:
+    """True if workers tell more of the request than vLLM does: rows, numbers or decisions, what
+    became of it in a sink, or an error of a function or of a stage before the last."""
+    several = connection.num_stages > 1
+    return prepared.answered or bool(connection.sinks) or several or functions.has(params)
 
 
 @dataclass
