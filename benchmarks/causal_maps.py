@@ -232,7 +232,8 @@ def run(maps: Mapping[str, Map], args: argparse.Namespace) -> list[dict[str, Any
             if turn:
                 speeds[name].append(values[name].numel() / seconds)
         for name, found in values.items():
-            apart[name] = max(apart[name], float((found - values[first]).abs().max()))
+            difference = (found - values[first]).abs().nan_to_num(nan=torch.inf)
+            apart[name] = max(apart[name], float(difference.max()))
     rows = []
     for name, each in speeds.items():
         row: dict[str, Any] = {"system": name, "cells_per_s": statistics.median(each)}

@@ -204,7 +204,8 @@ def _codes(sites: Iterable[str]) -> str:
 def _plain(reason: str) -> str:
     """One table cell; vLLM's messages name processes and folders."""
     reason = re.sub(r"^[\[(].*?[\])] ", "", reason)
-    reason = re.sub(r"/\S+/", "", reason)
+    reason = re.sub(r"https?://[^\s']+", "the hub", reason)
+    reason = re.sub(r"'?(/\S+/)?tmp\w{8}'?", "the checkpoint", re.sub(r"/\S+/(?!tmp)", "", reason))
     return " ".join(reason.replace("|", "\\|").replace("<", "&lt;").split())
 
 

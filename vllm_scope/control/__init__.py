@@ -4,10 +4,10 @@ policy.py          what a policy is, and what it decides about a request's later
 policy_options.py  the operator's options of policies, and their plugins
 running.py         one request under a policy
 activity.py        what monitors have found since they were set, as callers are told
-bounded_edits.py   its edits, whose scales stay within bounds
 tally.py           counts what one monitor finds, in bounded memory
 background.py      bases of objects that all requests share: no copies, a thread
 controller.py      server-wide edits that follow what monitors find, with rate and bounds
+bounded_edits.py   a controller's edits, whose scales stay within bounds
 """
 
 from vllm_scope.control.controller import Change, Controller, Observation, ServerEdits

@@ -3,7 +3,7 @@
 Owns:  Found (of one monitor), with Histogram, Slice and Flagged; State, with Ring; Activity, which
        has all of these.
 From:  tally, engine.http.calls.
-To:    server.routes; client, cli.monitor and views.monitors, which show it.
+To:    server.pages and server.access; client, cli.monitor and views.monitors, which show it.
 
 Promise: no text of a request is in it.
 """

@@ -266,9 +266,9 @@ def _frozen_heap() -> Iterator[None]:
     """Let the garbage collector pass over the objects that are there now.
 
     It would look at all of them again and again, because each request makes hundreds of new ones:
-    a tenth of a harvest's time where vLLM and torch are in this process.
+    a tenth of this process's time, if EngineCore is in another process.
     """
-    if gc.get_freeze_count():  # the caller did so
+    if gc.get_freeze_count():  # the caller did so, or vLLM, whose EngineCore is in this process
         yield
         return
     gc.collect()

@@ -30,7 +30,7 @@ from vllm_scope.results.column import Column
 from vllm_scope.results.features import Features
 from vllm_scope.results.lens import Lenses
 from vllm_scope.results.scores import Scores, ScoreTable, cells_of
-from vllm_scope.results.snapshot import Parts, Source, Stream, What
+from vllm_scope.results.snapshot import Parts, Source, StreamKey, What
 from vllm_scope.results.streams import Rows, StreamTable
 from vllm_scope.sinks import Manifest
 
@@ -176,7 +176,7 @@ class ScopeResult:
         except (KeyError, TypeError):
             return False
 
-    def __getitem__(self, stream: SiteLayer | Stream | str) -> Tensor:
+    def __getitem__(self, stream: SiteLayer | StreamKey | str) -> Tensor:
         return self._stream_table.tensor(self._stream_table.find(stream), self)
 
     def encoded(self, site: str, layer: int = 0, when: Phase | None = None) -> EncodedRows | None:

@@ -16,7 +16,7 @@ from vllm_scope.request.selectors import Selector
 from vllm_scope.request.sites import Phase
 
 #: A stream on one side of the edits of its site: site, layer, phase.
-Stream = tuple[str, int, Phase]
+StreamKey = tuple[str, int, Phase]
 #: The kind of values: raw rows (None), encoded rows, or numbers of a bank of probes.
 What = Head | None
 #: Kind of values -> point -> what arrived.
@@ -34,7 +34,7 @@ class Source:
         after: as in Probe, of a bank.
     """
 
-    label: Stream | None
+    label: StreamKey | None
     selectors: tuple[Selector, ...]
     what: What
     place: int

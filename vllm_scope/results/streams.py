@@ -21,7 +21,7 @@ from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import ALIASES, Place, SiteLayer, Sites
 from vllm_scope.results.column import Column, shaped
 from vllm_scope.results.scores import positions_of
-from vllm_scope.results.snapshot import Snapshot, Source, Stream
+from vllm_scope.results.snapshot import Snapshot, Source, StreamKey
 
 #: Rows [n, ...], maybe encoded, and their positions, int64 [n].
 Rows = tuple[Tensor | EncodedRows, Ints]
@@ -33,25 +33,24 @@ class StreamTable:
     It does not hold the snapshot, as ScoreTable.
     """
 
-    def __init__(self, sources: Mapping[Stream, Source], sites: Sites) -> None:
+    def __init__(self, sources: Mapping[StreamKey, Source], sites: Sites) -> None:
         self._sources, self._sites = sources, sites
-        self._rows: dict[Stream, Rows] = {}
-        self._decoded: dict[Stream, Tensor] = {}
+        self._rows: dict[StreamKey, Rows] = {}
+        self._decoded: dict[StreamKey, Tensor] = {}
 
     @staticmethod
     def of(asked: Resolved, sites: Sites) -> StreamTable:
-        """Its sources are made once for all results of one request's meaning, which many requests
-        share."""
+        """Requests with the same spec share `asked`, so its sources are made once."""
         known = asked.__dict__.get("_stream_sources")
         if known is None or known[0] is not sites:
             known = asked.__dict__["_stream_sources"] = sites, _sources_of(asked, sites)
         return StreamTable(known[1], sites)
 
-    def names(self) -> list[Stream]:
+    def names(self) -> list[StreamKey]:
         """The streams that were asked for."""
         return list(self._sources)
 
-    def find(self, key: SiteLayer | Stream | str) -> Stream:
+    def find(self, key: SiteLayer | StreamKey | str) -> StreamKey:
         """The stream of a key, whose site may be an alias. Raises KeyError."""
         words = tuple(key) if isinstance(key, tuple | list) else (key, 0)
         site = ALIASES.get(str(words[0]), words[0])
@@ -68,7 +67,7 @@ class StreamTable:
         names = ", ".join(f"{site!r} {layer}" for site, layer in places) or "nothing"
         raise KeyError(f"{key} was not asked for; this request read {names}.")
 
-    def rows(self, stream: Stream, of: Snapshot) -> Rows:
+    def rows(self, stream: StreamKey, of: Snapshot) -> Rows:
         """The last row of each wanted position."""
         if stream not in self._rows:
             encoding = self._sources[stream].what
@@ -87,7 +86,7 @@ class StreamTable:
             self._rows[stream] = (rows, positions)
         return self._rows[stream]
 
-    def tensor(self, stream: Stream, of: Snapshot) -> Tensor:
+    def tensor(self, stream: StreamKey, of: Snapshot) -> Tensor:
         """The rows in the shape of the site's; decoded once."""
         rows, _ = self.rows(stream, of)
         if isinstance(rows, EncodedRows):
@@ -96,10 +95,10 @@ class StreamTable:
             rows = self._decoded[stream]
         return shaped(rows, self._sites.row_shape(stream[0]))
 
-    def column(self, stream: Stream, of: Snapshot) -> Column:
+    def column(self, stream: StreamKey, of: Snapshot) -> Column:
         return Column(stream, *self.rows(stream, of), self._sites.row_shape(stream[0]))
 
-    def source(self, stream: Stream) -> Source:
+    def source(self, stream: StreamKey) -> Source:
         return self._sources[stream]
 
     def accounts(self, of: Snapshot) -> Iterator[tuple[Ints, Ints, int]]:
@@ -125,14 +124,14 @@ class StreamTable:
             found._rows[stream] = (own, positions)
         return found
 
-    def _arrived(self, stream: Stream, of: Snapshot) -> list[Part]:
+    def _arrived(self, stream: StreamKey, of: Snapshot) -> list[Part]:
         source = self._sources[stream]
         return of.arrived(source.what, source.place)
 
 
-def _sources_of(asked: Resolved, sites: Sites) -> dict[Stream, Source]:
+def _sources_of(asked: Resolved, sites: Sites) -> dict[StreamKey, Source]:
     """In the request's order."""
-    found: dict[Stream, Source] = {}
+    found: dict[StreamKey, Source] = {}
     for read in asked.reads:
         for site, layer in read.streams:
             key = (site, layer, read.when)

@@ -57,9 +57,6 @@ def from_sklearn(estimator: object) -> ProbeWeights:
     return of_layers(layers, hidden, activation)
 
 
-# scikit-learn
-
-
 def _steps(estimator: object) -> list[object]:
     """The steps of a pipeline, and of pipelines in it; or the estimator alone."""
     from sklearn.pipeline import Pipeline

@@ -2,7 +2,7 @@
 
 Owns:  `from_state_dict`, `from_safetensors`; callers import `from_sklearn` from here, too.
 Runs:  anywhere. numpy; torch is not imported, and scikit-learn only by `from_sklearn`.
-From:  estimators.   To: layers (ProbeWeights).
+From:  layers, estimators.   To: request.actions.Probe.
 
 Promise: nothing is unpickled. A probe with these weights makes the score that the estimator or the
 module makes of the same row. What cannot be a probe is refused: no tensor is left out.
