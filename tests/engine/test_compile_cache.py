@@ -145,7 +145,10 @@ def test_the_canary_refuses_a_graph_in_which_a_tap_is_missing(checkpoints, monke
 
     monkeypatch.setattr(loading, "install_taps", install_all_but_one)
     with (
-        pytest.raises(CompatError, match="1 of 4 taps wrote nothing"),
+        pytest.raises(
+            CompatError,
+            match=r"1 of 4 taps wrote nothing: 'resid_post' of layers \[0\]\. The model's",
+        ),
         local_engine(checkpoints("llama"), dtype="float32"),
     ):
         pass

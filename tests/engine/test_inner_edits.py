@@ -74,6 +74,16 @@ def test_an_edit_equals_a_hook_at_the_same_place(site, kind, family):
     assert not torch.equal(edited.scope["resid_post", 1], plain.scope["resid_post", 1])
 
 
+@pytest.mark.parametrize("site", INNER_SITES)
+def test_an_edit_that_overflows_ends_its_request_and_names_its_place(site, family):
+    llm, _ = family
+    huge = Add([3e38] * size_of(llm, site), site=site, layer=1, scale=2.0)
+    edited, plain = run(llm, [PROMPT] * 2, [params(huge), params(Read("resid_post"))])
+    assert edited.outputs[0].finish_reason == "error"
+    assert f"an edit at {site!r} of layer 1 makes a row that is not finite" in edited.scope.error
+    assert (plain.scope.status, plain.scope.dropped) == ("complete", 0)
+
+
 def test_reads_and_probes_see_before_and_after(family):
     llm, _ = family
     for site in INNER_SITES:

@@ -109,8 +109,10 @@ _ON_STREAM = {"embed": 0, "resid_pre": 0, "resid_mid": 1, "resid_post": 2}
 
 
 def place_at(boundary: int) -> Place:
-    """The Place of a boundary on the stream. If two sites share the boundary, the one whose edits
-    apply first."""
+    """The Place of a boundary. If two sites share the boundary, the one whose edits apply first."""
+    kind, place = divmod(boundary, _SPAN)
+    if kind != STREAM:
+        return Place(KINDS[kind], place)
     if boundary == 0:
         return Place("embed", 0)
     layer, middle = divmod(boundary, 2)

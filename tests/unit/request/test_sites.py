@@ -10,7 +10,7 @@ import pytest
 from vllm_scope.config import ScopeConfig
 from vllm_scope.engine.model import sites_of
 from vllm_scope.errors import SpecError
-from vllm_scope.request.sites import Place, Sites, place_at
+from vllm_scope.request.sites import KINDS, Place, Sites, place_at
 
 
 def _sites(**options: object) -> Sites:
@@ -55,6 +55,12 @@ def test_a_boundary_is_named_by_its_first_site():
     assert named == [
         ("embed", 0), ("resid_mid", 0), ("resid_post", 0), ("resid_mid", 1), ("resid_post", 1),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("site", [*KINDS[1:], "resid_mid", "resid_post"])
+def test_a_boundary_has_the_place_that_it_was_made_of(site):
+    for layer in (0, 1, 80):
+        assert place_at(Place(site, layer).boundary) == (site, layer)
 
 
 def test_where_the_model_changes_the_stream_a_layers_entry_cannot_be_named():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -32,7 +32,15 @@ from vllm_scope.graph.anatomy.tapped import install_taps
 from vllm_scope.graph.tap import op
 from vllm_scope.graph.tap.tables import Tables, capacity
 from vllm_scope.program.layout import Widths
-from vllm_scope.request.sites import ATTENTION_SITES, MLP_SITE, STREAM, Place, Sites, kind_of
+from vllm_scope.request.sites import (
+    ATTENTION_SITES,
+    MLP_SITE,
+    STREAM,
+    Place,
+    Sites,
+    kind_of,
+    place_at,
+)
 from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
 
@@ -195,9 +203,24 @@ def check_taps(
         forward(lambda: None)
     if found:
         raise CompatError(
-            f"{len(found)} of {len(here)} taps wrote nothing: the compiled graph has "
-            "no taps. Remove vLLM's compile cache (VLLM_CACHE_ROOT) and start again."
+            f"{len(found)} of {len(here)} taps wrote nothing: {_why_silent(found, here)} and start "
+            "again."
         )
+
+
+def _why_silent(found: Collection[int], here: Collection[int]) -> str:
+    """Why these of the boundaries are silent, and what to do about it."""
+    if len(found) == len(here):
+        return "the compiled graph has no taps. Remove vLLM's compile cache (VLLM_CACHE_ROOT)"
+    layers: dict[str, list[int]] = {}
+    for site, layer in map(place_at, sorted(found)):
+        layers.setdefault(site, []).append(layer)
+    named = ", ".join(f"{site!r} of layers {those}" for site, those in layers.items())
+    return (
+        f"{named}. The model's code does not pass there, or a graph was cached that has no tap "
+        "there. Leave these sites out of additional_config['scope'].sites, or remove vLLM's "
+        "compile cache (VLLM_CACHE_ROOT),"
+    )
 
 
 def compiled_rows(

@@ -35,11 +35,8 @@ from vllm_scope.graph.anatomy.tapped import norm_of, refused_site
 from vllm_scope.graph.anatomy.watched import Watch
 from vllm_scope.request.sites import (
     ATTENTION_SITES,
-    KINDS,
-    STREAM,
     Place,
     Sites,
-    kind_of,
     place_at,
 )
 
@@ -180,8 +177,7 @@ def _proved_by_numbers(
 def _check_sites(unread: str, sites: Sites) -> None:
     """Raises ConfigError if a site is configured that the stream's numbers do not prove."""
     for boundary in sites.readable:
-        kind = kind_of(boundary)
-        site = place_at(boundary).site if kind == STREAM else KINDS[kind]
+        site = place_at(boundary).site
         if site not in ("embed", "resid_post"):  # resid_pre has the boundaries of these
             raise refused_site(
                 site, f"{unread}; numbers prove only embed, resid_pre and resid_post"
