@@ -17,7 +17,7 @@ from vllm_scope.client.features import SparseFeatures
 from vllm_scope.client.lens import TopTokens
 from vllm_scope.control.policy import Decided
 from vllm_scope.errors import ScopeError
-from vllm_scope.request.sites import ALIASES
+from vllm_scope.request.sites import ALIASES, layer_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -140,11 +140,13 @@ class ScopeData(Counts):
     def __getitem__(self, stream: tuple[str, int] | StreamKey | str) -> NDArray[np.generic]:
         return self._find(*((stream,) if isinstance(stream, str) else stream)).numpy
 
-    def positions(self, site: str, layer: int = 0, when: str | None = None) -> NDArray[np.int64]:
+    def positions(
+        self, site: str, layer: int | None = None, when: str | None = None
+    ) -> NDArray[np.int64]:
         """int64 [n], ascending, of `data.positions("resid_post", 5)`."""
         return self._find(site, layer, when).positions
 
-    def tensor(self, site: str, layer: int = 0, when: str | None = None) -> Tensor:
+    def tensor(self, site: str, layer: int | None = None, when: str | None = None) -> Tensor:
         """As a torch tensor, in the model's dtype.
 
         Raises:
@@ -156,8 +158,8 @@ class ScopeData(Counts):
         found = torch.from_numpy(np.array(rows.bits))
         return found.view(torch.bfloat16) if rows.dtype == "bfloat16" else found
 
-    def _find(self, site: str, layer: int = 0, when: str | None = None) -> Rows:
-        site = ALIASES.get(site, site)
+    def _find(self, site: str, layer: int | None = None, when: str | None = None) -> Rows:
+        site, layer = ALIASES.get(site, site), layer_of(site, layer)
         for side in (when,) if when else ("after", "before"):
             if (rows := self.rows.get((site, layer, side))) is not None:
                 return rows

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from vllm_scope.engine.frontend import translators
 from vllm_scope.engine.vllm_types import Engine, SamplingParams
+from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.ticket import Ticket
 
 Params = TypeVar("Params", bound=SamplingParams)
@@ -55,8 +56,15 @@ def without_ticket(sampling_params: Any) -> Any:
 
 
 def asks(params: object) -> bool:
+    """True if a request has a spec. Raises SpecError if `extra_args` is not a mapping."""
     extra = getattr(params, "extra_args", None)
-    return extra is not None and "scope" in extra
+    if extra is None:
+        return False
+    if not isinstance(extra, Mapping):
+        raise SpecError(
+            f"extra_args is {shown(extra)}; it is a dict, as scope(Read(...)) makes it."
+        )
+    return "scope" in extra
 
 
 def names_module(text: object) -> bool:

@@ -147,6 +147,17 @@ def canonical_site(site: object, where: str) -> str:
     raise SpecError(f"{where} is {shown(site)}; sites are {', '.join(SITES)}.")
 
 
+def layer_of(site: object, layer: int | None) -> int:
+    """The layer whose rows a caller takes from a result; 0 of a site without layers.
+
+    Raises:
+        KeyError: the site has layers, and `layer` is None.
+    """
+    if layer is None and ALIASES.get(str(site), site) in {*SITES} - {*MODEL_SITES}:
+        raise KeyError(f"{site!r} has rows in each layer; name one, as in [{site!r}, 3].")
+    return layer or 0
+
+
 def parse_layers(layers: object, site: str, where: str) -> tuple[int, ...] | None:
     """Distinct layers in the given order, or None for every tapped layer.
 

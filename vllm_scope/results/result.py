@@ -25,7 +25,7 @@ from vllm_scope.codecs.packed import EncodedRows
 from vllm_scope.control.policy import Decided
 from vllm_scope.request.resolved import Resolved, ResolvedFeatures, ResolvedProbe
 from vllm_scope.request.selectors import Selector
-from vllm_scope.request.sites import Phase, SiteLayer, Sites
+from vllm_scope.request.sites import Phase, SiteLayer, Sites, layer_of
 from vllm_scope.results.column import Column
 from vllm_scope.results.features import Features
 from vllm_scope.results.lens import Lenses
@@ -179,17 +179,20 @@ class ScopeResult:
     def __getitem__(self, stream: SiteLayer | StreamKey | str) -> Tensor:
         return self._stream_table.tensor(self._stream_table.find(stream), self)
 
-    def encoded(self, site: str, layer: int = 0, when: Phase | None = None) -> EncodedRows | None:
+    def encoded(
+        self, site: str, layer: int | None = None, when: Phase | None = None
+    ) -> EncodedRows | None:
         """The encoded rows, with their `codec` and its `parts`; None without a codec."""
         rows = self._rows_of(site, layer, when)[0]
         return rows if isinstance(rows, EncodedRows) else None
 
-    def positions(self, site: str, layer: int = 0, when: Phase | None = None) -> Tensor:
+    def positions(self, site: str, layer: int | None = None, when: Phase | None = None) -> Tensor:
         """int64 [num_positions], ascending: the absolute positions of the rows."""
         return torch.from_numpy(self._rows_of(site, layer, when)[1])
 
-    def _rows_of(self, site: str, layer: int, when: Phase | None) -> Rows:
-        key = (site, layer) if when is None else (site, layer, when)
+    def _rows_of(self, site: str, layer: int | None, when: Phase | None) -> Rows:
+        at = layer_of(site, layer)
+        key = (site, at) if when is None else (site, at, when)
         return self._stream_table.rows(self._stream_table.find(key), self)
 
     @property

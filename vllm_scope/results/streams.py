@@ -18,7 +18,7 @@ from vllm_scope.codecs.packed import EncodedRows, packing_of
 from vllm_scope.program.layout import SLOT_BYTES
 from vllm_scope.request.heads import Encoding
 from vllm_scope.request.resolved import Resolved
-from vllm_scope.request.sites import ALIASES, Place, SiteLayer, Sites
+from vllm_scope.request.sites import ALIASES, Place, SiteLayer, Sites, layer_of
 from vllm_scope.results.column import Column, shaped
 from vllm_scope.results.scores import positions_of
 from vllm_scope.results.snapshot import Snapshot, Source, StreamKey
@@ -52,7 +52,7 @@ class StreamTable:
 
     def find(self, key: SiteLayer | StreamKey | str) -> StreamKey:
         """The stream of a key, whose site may be an alias. Raises KeyError."""
-        words = tuple(key) if isinstance(key, tuple | list) else (key, 0)
+        words = tuple(key) if isinstance(key, tuple | list) else (key, layer_of(key, None))
         site = ALIASES.get(str(words[0]), words[0])
         asked = self.names()
         for stream in asked:

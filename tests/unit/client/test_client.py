@@ -90,6 +90,8 @@ def test_rows_before_and_after_edits_are_told_apart():
     data = parse_scope(scope, None)
     assert np.array_equal(data["resid_post", 5], ROWS.numpy())
     assert np.array_equal(data["resid_post", 5, "before"], 2 * ROWS.numpy())
+    with pytest.raises(KeyError, match="'resid_post' has rows in each layer; name one"):
+        data.positions("resid_post")
     with pytest.raises(KeyError, match="read 'resid_post' 5"):
         data["resid_post", 6]
 

@@ -18,6 +18,7 @@ from vllm_scope.engine.frontend import requests as frontend
 from vllm_scope.engine.frontend.connection import Connection, connections
 from vllm_scope.engine.frontend.prepared import prepare
 from vllm_scope.engine.frontend.running import Live, lives, runs
+from vllm_scope.engine.params import asks
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.request.actions import Module
 from vllm_scope.request.sites import Sites
@@ -305,3 +306,9 @@ def test_a_request_of_edits_alone_is_over_with_its_last_token(actions, sinks, wa
         assert pending.done.done() is not waits
         result = pending.snapshot([1, 2, 3], "length")
         assert result.status == ("incomplete" if waits else "complete")
+
+
+@pytest.mark.parametrize("given", [Read("embed"), [Read("embed")], "embed"])
+def test_arguments_that_are_no_mapping_are_refused_with_a_sentence(given):
+    with pytest.raises(SpecError, match=r"extra_args is .*; it is a dict, as scope\(Read"):
+        asks(SimpleNamespace(extra_args=given))

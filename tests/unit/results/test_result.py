@@ -287,7 +287,7 @@ def test_a_streaming_result_counts_only_what_cannot_change(road):
     road.settle()
     running = pending.snapshot([5, 6], None)
     assert running.positions("embed").tolist() == []  # who is last is not known yet
-    assert running.positions("resid_post").tolist() == [3]
+    assert running.positions("resid_post", 0).tolist() == [3]
     assert (running.expected, running.delivered, running.dropped) == (1, 1, 0)
     # Rows that are still on their way are not dropped.
     behind = pending.snapshot([5, 6, 7], None)
@@ -432,6 +432,10 @@ def test_a_stream_that_was_not_asked_for_is_a_key_error_that_names_those_that_we
     assert list(result) == result.keys()
     with pytest.raises(KeyError, match="was not asked for"):
         result.positions("resid_pre", 1)
+    for take in (lambda: result["resid_post"], lambda: result.positions("resid_post")):
+        with pytest.raises(KeyError, match="'resid_post' has rows in each layer; name one, as in"):
+            take()
+    assert torch.equal(result["embed"], result["embed", 0])
     assert ("resid_post", 1) in result
     assert "embed" in result
     assert ("resid_post", 2) not in result
