@@ -69,6 +69,13 @@ def multimodal() -> tuple[str, ...]:
     return (*_MULTIMODAL_MODELS, *_seeing_by_transformers()) if import_torchvision() else ()
 
 
+def is_multimodal(name: str) -> bool:
+    """True for an architecture that sees or hears, with or without torchvision."""
+    from vllm.model_executor.models.registry import _MULTIMODAL_MODELS
+
+    return name in _MULTIMODAL_MODELS or name in _seeing_by_transformers()
+
+
 def _seeing_by_transformers() -> tuple[str, ...]:
     from vllm.model_executor.models.registry import (
         _MULTIMODAL_MODELS,

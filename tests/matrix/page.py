@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from tests.matrix.architectures import is_multimodal
 from tests.matrix.one import TOLERANCE
 from vllm_scope.request.sites import SITES
 
@@ -39,8 +40,9 @@ Of multimodal architectures the decoder is compared, with prompts of text and vL
 `language_model_only`. Their modules import torchvision, which the package index has for CUDA only:
 its Python part is imported, and its compiled operators are declared and never called
 (`tests/matrix/vision.py`). The rows of a sound are compared by `tests/engine/test_multimodal.py`;
-rows of images are compared nowhere. Multimodal architectures that no version ran yet are not on
-this page; `python -m tests.matrix --pending` prints them.
+rows of images are compared nowhere: tokens of images may be read, but no test says that their rows
+are right. These architectures are marked "text". Multimodal architectures that no version ran yet
+are not on this page; `python -m tests.matrix --pending` prints them.
 """
 _UNSERVED = """vLLM 0.33.0 was not run: no CPU build of it, nor of the PyTorch 2.14 that it needs,
 could be installed.
@@ -122,6 +124,7 @@ def _cell(line: Line | None, newest: Line | None) -> str:
     if line is None:
         return "not run"
     status: str = line["status"]
+    status += " (text)" if status == "verified" and is_multimodal(line["architecture"]) else ""
     if newest is line:
         return status
     if status in ("refused", "cannot run", "no reference"):
@@ -154,6 +157,7 @@ def _verified(line: Line) -> tuple[object, ...]:
     how = "chunks" if line["chunked"] else "whole prompts"
     how += ", warm cache" if line.get("cached_tokens", 0) > 0 else ""
     how += ", without latent attention" if line.get("latent") == "off" else ""
+    how += ", text alone" if is_multimodal(line["architecture"]) else ""
     return _name(line), _codes(good), f"{worst:.1e}", _codes(open_), _codes(refused), how
 
 
