@@ -15,6 +15,7 @@ from tests.engine.probing import numbers
 from tests.engine.test_edits import params
 from vllm_scope import Add, SpecError
 from vllm_scope.control import Change, Controller
+from vllm_scope.control.bounded_edits import BoundedEdits
 
 PROMPTS = [list(range(start, start + 12)) for start in range(30, 130, 20)]
 WEIGHT = torch.from_numpy(numbers(1, 128))
@@ -110,7 +111,7 @@ def test_a_change_is_for_requests_that_enter_afterwards(llm):
     with controller:
         engine.add_request("running", {"prompt_token_ids": PROMPTS[0]}, params(max_tokens=30))
         engine.step()
-        controller._set({"mood": replace(ALONG, scale=8.0)})
+        controller._set(BoundedEdits({"mood": replace(ALONG, scale=8.0)}))
         outputs = []
         while engine.has_unfinished_requests():
             outputs += [out for out in engine.step() if out.finished]
