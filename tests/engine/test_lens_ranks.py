@@ -25,7 +25,7 @@ PROMPTS = [list(range(5, 75)), list(range(90, 100)), [7], list(range(60, 100))]
     [
         pytest.param("llama", False, id="compiled"),
         # Tied to the embedding, with a soft cap.
-        pytest.param("gemma2", True, id="eager-tied"),
+        pytest.param("gemma2", True, id="eager-tied", marks=pytest.mark.long),
     ],
 )
 def test_two_ranks_give_the_lens_of_one(family, eager, tmp_path, monkeypatch: pytest.MonkeyPatch):
