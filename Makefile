@@ -133,6 +133,7 @@ bench-gpu:
 	$(PYTHON) -m benchmarks.http --gpu --shape 8b
 	$(PYTHON) -m benchmarks.budget --gpu --shape 0.5b
 	$(PYTHON) -m benchmarks.taps
+	$(PYTHON) -m benchmarks.harvest_rate --shape 8b
 	$(if $(INTERP_ENGINE_PATH),$(PYTHON) -m benchmarks.throughput --gpu --shape 8b $(INTERP))
 	$(if $(TRANSFORMER_LENS_PATH),PYTHONPATH=$(TRANSFORMER_LENS_PATH):$(PYTHONPATH) \
 		$(PYTHON) -m benchmarks.causal_maps --gpu --shape 8b)

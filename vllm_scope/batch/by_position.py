@@ -20,7 +20,11 @@ from torch import Tensor
 from vllm_scope.request.selectors import Selector, Tokens, Word
 
 Ints = NDArray[np.int64]
+#: torch works on fewer numbers on the caller's thread. torch 2.13, at::internal::GRAIN_SIZE
+ONE_THREAD = 1 << 15
 _ALL = Word("all")
+#: Bytes of a number -> a dtype of that size which numpy has.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Part(NamedTuple):
@@ -131,19 +135,21 @@ class Chosen:
 
 
 def joined_rows(pieces: Sequence[Tensor]) -> Tensor:
-    """CPU tensors joined along the first axis. By numpy: torch would do it on all cores, and its
-    threads then wait for more work at full speed, for milliseconds after each request."""
-    # A column of a table has its rows at a distance, and is not made contiguous first.
-    bits = [_as_bytes(piece) for piece in pieces]
-    shape = (sum(map(len, pieces)), *pieces[0].shape[1:])
-    joined = torch.empty(shape, dtype=pieces[0].dtype)
-    np.concatenate(bits, out=_as_bytes(joined))
-    return joined
+    """A copy of CPU tensors joined along the first axis, made on this thread: torch would do it on
+    all cores, and its threads then wait for more work at full speed, for milliseconds after each
+    request.
 
-
-def _as_bytes(rows: Tensor) -> np.ndarray:
-    adjacent = rows if rows.stride(-1) == 1 else rows.contiguous()
-    return adjacent.view(torch.uint8).numpy()
+    Args:
+        pieces: at least one; their dtype and other axes are equal. A column of a table has its rows
+            at a distance, and is not made contiguous first.
+    """
+    dtype = pieces[0].dtype
+    if sum(piece.numel() for piece in pieces) < ONE_THREAD:
+        return torch.cat(list(pieces))
+    # numpy has no bfloat16.
+    bits = _BITS[dtype.itemsize]
+    joined = np.concatenate([piece.detach().view(bits).numpy() for piece in pieces])
+    return torch.from_numpy(joined).view(dtype)
 
 
 def choose(parts: Sequence[Part], wanted: Ints) -> Chosen:

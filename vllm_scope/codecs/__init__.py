@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from pydantic import ValidationError
 
 from vllm_scope.codecs.base import Codec
 from vllm_scope.codecs.casts import Fp16, NoCodec
@@ -27,6 +26,7 @@ from vllm_scope.codecs.scaled import Fp8, Full8, Int8
 from vllm_scope.codecs.topk8 import TopK8
 from vllm_scope.codecs.zstd import Zstd
 from vllm_scope.errors import ConfigError, shown
+from vllm_scope.request.options import checked
 
 __all__ = ["CODECS", "Codec", "codec_from", "make_codec"]
 
@@ -56,15 +56,4 @@ def codec_from(metadata: Mapping[str, object]) -> Codec:
     name = metadata.get("codec")
     if not isinstance(name, str) or name not in CODECS:
         raise ConfigError(f"codec is {shown(name)}; the codecs are {', '.join(CODECS)}.")
-    kind = CODECS[name]
-    try:
-        return kind.model_validate(dict(metadata))
-    except ValidationError as error:
-        first = error.errors()[0]
-        if not first["loc"]:  # a check of the codec's own, whose sentence says it all
-            raise ConfigError(f"codec {name!r}: {first['ctx']['error']}.") from None
-        option = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(
-            f"codec {name!r}: {option} is {shown(first['input'])}: {first['msg']}. "
-            f"It takes {', '.join(kind.model_fields)}."
-        ) from None
+    return checked(CODECS[name], metadata, f"codec {name!r}: ")

@@ -103,7 +103,10 @@ class SharedRows:
             values: of each field, [n, *shape], in the fields' order.
         """
         for field, column, rows in zip(self.fields, self._columns, values, strict=True):
-            flat = rows.to(field.torch_dtype).reshape(len(slots), -1).contiguous()
+            flat = rows.to(field.torch_dtype).reshape(len(slots), -1)
+            if flat.stride(1) != 1:
+                flat = flat.contiguous()
+            # By numpy, also where other layers' rows lie between: torch would wake its threads.
             column[slots] = flat.view(torch.uint8).numpy()
 
     def read(self, slots: np.ndarray, empty: Empty) -> list[Tensor]:

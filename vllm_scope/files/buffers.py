@@ -13,16 +13,18 @@ import math
 import mmap
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from vllm_scope.batch.by_position import ONE_THREAD, joined_rows
 
 #: Smaller blocks come from malloc, which keeps them when they are freed.
 SMALL_BYTES = 1 << 16
-#: torch copies fewer numbers on the caller's thread. torch 2.13, at::internal::GRAIN_SIZE
-ONE_THREAD = 1 << 15
 
 
 class Buffers:
@@ -92,3 +94,16 @@ def copy_rows(into: Tensor, rows: Tensor) -> None:
         np.copyto(into.view(torch.uint8).numpy(), rows.detach().view(torch.uint8).numpy())
     else:
         into.copy_(rows.detach())
+
+
+def cat_rows(pieces: Sequence[Tensor]) -> Tensor:
+    """Some pieces, joined along the first axis by `joined_rows`; one piece is returned as it is."""
+    return pieces[0] if len(pieces) == 1 else joined_rows(pieces)
+
+
+def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """The numbers of a CPU tensor one after another; a copy only if they do not lie so."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # one number may have any stride, and numpy gives none 0
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).numpy()

@@ -5,15 +5,17 @@ Owns:  FileOptions and its checks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, field_validator
 
 from vllm_scope.codecs import CODECS, make_codec
 from vllm_scope.codecs.base import MAX_HIDDEN_SIZE
 from vllm_scope.errors import ConfigError, shown
+from vllm_scope.request.options import checked
 
 LayoutName = Literal["per_request", "packed", "sharded", "npz"]
 CodecName = Literal["none", "fp16", "fp8", "int8", "full8", "rp8", "topk8", "zstd"]
@@ -48,8 +50,15 @@ class FileOptions(BaseModel):
     fsync: StrictBool = False
     file_mib: StrictInt = Field(default=256, ge=1, le=1 << 20)
     packed_requests: StrictInt = Field(default=64, ge=1)
-    mode: StrictStr = Field(default="600", pattern=r"^0?6[0246][0246]$")
+    mode: StrictStr = "600"
     key_folders: StrictBool = True
+
+    @field_validator("mode")
+    @classmethod
+    def _readable_by_its_owner(cls, mode: str) -> str:
+        if not re.fullmatch(r"0?6[0246][0246]", mode):
+            raise ValueError("it must be 6 and two of the digits 0, 2, 4, 6, such as '640'")
+        return mode
 
     @property
     def file_bytes(self) -> int:
@@ -64,15 +73,7 @@ class FileOptions(BaseModel):
         """Raises ConfigError naming the option, what came and what is allowed."""
         if not isinstance(body, Mapping):
             raise ConfigError(f"the file options are {shown(body)}; they are an object.")
-        try:
-            options = FileOptions.model_validate(dict(body))
-        except ValidationError as error:
-            first = error.errors()[0]
-            option = ".".join(str(part) for part in first["loc"])
-            raise ConfigError(
-                f"file option {option} is {shown(first['input'])}: {first['msg']}. "
-                f"The options are {', '.join(FileOptions.model_fields)}."
-            ) from None
+        options = checked(FileOptions, body, "file option ")
         codec = CODECS[options.codec]
         own = sorted(set(codec.model_fields) - {"codec", "hidden_size", "dtype"})
         for name in options.codec_options:

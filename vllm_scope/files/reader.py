@@ -54,7 +54,12 @@ class Capture:
         found = self.find(name=which) or [
             request for request in self if request.manifest.request_id == which
         ]
-        if len(found) != 1:
+        if not found:
+            raise KeyError(
+                f"no request is called {shown(which)}; the capture has {len(self)} requests, and "
+                "iterating over it gives them"
+            )
+        if len(found) > 1:
             raise KeyError(
                 f"{len(found)} requests are called {shown(which)}; find(name=..., tag=...) "
                 "returns all of them"

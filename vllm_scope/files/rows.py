@@ -42,17 +42,27 @@ class Stream:
 
 
 class RequestWriter:
-    """Collects the rows of one request. Without a call of `finish` no file is made."""
+    """Collects the rows of one request. Without a call of `finish` no file is made.
+
+    Args:
+        buffers: memory for copies of the rows.
+        copies: False: the rows on the CPU are kept as they are, unless they would keep much more
+            memory than their own, and the caller does not change them until they are published.
+    """
 
     def __init__(
-        self, buffers: Buffers, store: Callable[[RequestRecord, RequestWriter], Stored]
+        self,
+        buffers: Buffers,
+        store: Callable[[RequestRecord, RequestWriter], Stored],
+        copies: bool = True,
     ) -> None:
+        self._copies = copies
         self._buffers, self._store = buffers, store
         self._blocks: dict[SiteLayer, list[tuple[Ints, Tensor]]] = {}
         self._codecs: dict[SiteLayer, Codec | None] = {}
 
     def write(self, site: str, layer: int, positions: Ints, rows: Tensor | EncodedRows) -> None:
-        """Copy some rows. If a position is written twice, its last row stays.
+        """Take some rows. If a position is written twice, its last row stays.
 
         Args:
             site, layer: the stream; `embed` has layer 0.
@@ -79,7 +89,8 @@ class RequestWriter:
                 f"{site}.{layer}: rows are [n, {rows.shape[1]}] {rows.dtype}, after "
                 f"[n, {blocks[0][1].shape[1]}] {blocks[0][1].dtype}"
             )
-        blocks.append((np.array(positions, np.int64), self._buffers.copy(rows)))
+        kept = not self._copies and _fills_its_memory(rows)
+        blocks.append((np.array(positions, np.int64), rows if kept else self._buffers.copy(rows)))
 
     def finish(self, record: RequestRecord) -> Stored:
         """Encode and store. Call it once.
@@ -96,6 +107,13 @@ class RequestWriter:
             stream: _in_order(blocks, num_positions, self._codecs[stream])
             for stream, blocks in sorted(self._blocks.items())
         }
+
+
+def _fills_its_memory(rows: Tensor) -> bool:
+    """True for rows on the CPU if at least half of the memory that they keep is of rows: of their
+    own, and of those of other layers between them."""
+    used = len(rows) * rows.stride(0) * rows.itemsize
+    return rows.device.type == "cpu" and 2 * used >= rows.untyped_storage().nbytes()
 
 
 def _in_order(blocks: list[tuple[Ints, Tensor]], num_positions: int, codec: Codec | None) -> Stream:

@@ -13,15 +13,14 @@ the index of many small requests is larger than a safetensors header may be.
 
 Owns:  ShardedLayout and its shards.
 Runs:  `add` on the caller's thread keeps the pieces without a copy. Shards are written on
-       two threads: one fills the page cache while the other waits for the disk.
+       two threads or more: one fills the page cache while another waits for the disk.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -31,19 +30,21 @@ from torch import Tensor
 
 from vllm_scope.batch.by_position import Ints
 from vllm_scope.codecs import Codec
+from vllm_scope.files.buffers import cat_rows
 from vllm_scope.files.index import Index, IndexedRequest
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.per_request import KEY, part_key, publish_indexed
 from vllm_scope.files.publish import Publisher
 from vllm_scope.files.stored import FileLayout, FinishedRequest, Stored, settling
-from vllm_scope.files.tensors import write_tensors
+from vllm_scope.files.tensors import joined, write_tensors
 
-#: Shards that are written at once. If one more is full, the caller waits.
+#: Shards that are written at once, unless the caller says another number. If one more is full, the
+#: caller waits.
 NUM_WRITERS = 2
 #: Shards that are filled at once: rows of one stream under different codecs need different
 #: shards. If one more is needed, the oldest is written.
 MOST_OPEN = 4
-#: Rows that a Summary is given at once.
+#: Encoded rows that are decoded at once for a Summary.
 BLOCK_ROWS = 4096
 #: Makes tensors, by name, of the decoded rows of one stream of a shard, [some, hidden_size] each.
 #: Called on the threads that write shards.
@@ -72,13 +73,13 @@ class _Rows:
         """Args: token_ids: int32, of all requests of the shard."""
         counts = [len(positions) for positions in self.positions]
         positions = np.concatenate(self.positions)
-        tokens = torch.from_numpy(positions + np.repeat(self.firsts, counts))
+        tokens = positions + np.repeat(self.firsts, counts)
         requests = np.repeat(np.asarray(self.requests, np.int32), counts)
         return {
             **{part_key(name, part): pieces for part, pieces in self.parts.items()},
             f"{name}.request": [torch.from_numpy(requests)],
             f"{name}.positions": [torch.from_numpy(positions)],
-            f"{name}.token_ids": [token_ids[tokens]],
+            f"{name}.token_ids": [torch.from_numpy(token_ids.numpy()[tokens])],
         }
 
 
@@ -132,7 +133,7 @@ class _Shard:
         with settling(self.published):
             body = Index("sharded", self.manifests).encode()
             index = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-            token_ids = torch.cat(self._token_ids)
+            token_ids = cat_rows(self._token_ids)
             tensors: dict[str, list[Tensor]] = {"token_ids": [token_ids], KEY: [index]}
             for name, rows in self._streams.items():
                 tensors |= rows.tensors(name, token_ids)
@@ -144,9 +145,13 @@ class _Shard:
             publish_indexed(publisher, f"{self.stem}.safetensors", write, body)
 
     def _blocks(self, stream: str) -> Iterator[Tensor]:
-        """The rows of a stream, decoded, in blocks of about BLOCK_ROWS."""
+        """The rows of a stream, decoded, in blocks of any size: a block for each short request
+        would take longer."""
         codec, pieces = self._streams[stream].codec, self._streams[stream].parts
         names = list(codec.part_names)
+        if codec.codec == "none":  # nothing is decoded, and each long request is a block
+            yield from joined(pieces[names[0]])
+            return
         waiting: list[tuple[Tensor, ...]] = []
         num_rows = 0
         for parts in zip(*(pieces[name] for name in names), strict=True):
@@ -161,21 +166,25 @@ class _Shard:
 
 def _decoded(codec: Codec, names: list[str], pieces: list[tuple[Tensor, ...]]) -> Tensor:
     parts = {
-        name: torch.cat(some) for name, some in zip(names, zip(*pieces, strict=True), strict=True)
+        name: cat_rows(some) for name, some in zip(names, zip(*pieces, strict=True), strict=True)
     }
     return codec.decode(parts, sum(len(first) for first, *_ in pieces))
 
 
 class ShardedLayout(FileLayout):
     def __init__(
-        self, options: FileOptions, publisher: Publisher, summary: Summary | None = None
+        self,
+        options: FileOptions,
+        publisher: Publisher,
+        summary: Summary | None = None,
+        num_writers: int = NUM_WRITERS,
     ) -> None:
         super().__init__(options, publisher)
-        self._summary = summary
+        self._summary, self._num_writers = summary, num_writers
         self._identity = secrets.token_hex(8)
         self._num_shards = 0
-        self._threads = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="vllm-scope-shard")
-        self._writing: deque[Future[None]] = deque()
+        self._threads = ThreadPoolExecutor(num_writers, thread_name_prefix="vllm-scope-shard")
+        self._writing: list[Future[None]] = []
         #: The oldest first.
         self._open: list[_Shard] = []
 
@@ -200,17 +209,16 @@ class ShardedLayout(FileLayout):
         self._open.remove(shard)
         if not shard.manifests:  # adding its first request failed
             return
-        # A failure is set on the requests' futures.
-        while self._writing and self._writing[0].done():
-            self._writing.popleft()
         self._writing.append(self._threads.submit(shard.publish, self._publisher, self._summary))
-        if len(self._writing) > NUM_WRITERS:
-            self._writing.popleft().exception()
+        if len(self._writing) > self._num_writers:
+            wait(self._writing, return_when=FIRST_COMPLETED)
+        # A failure is set on the requests' futures.
+        self._writing = [one for one in self._writing if not one.done()]
 
     def flush(self) -> None:
         for shard in list(self._open):
             self._rotate(shard)
-        written, self._writing = self._writing, deque()
+        written, self._writing = self._writing, []
         failures = [error for future in written if (error := future.exception()) is not None]
         if failures:
             raise failures[0]

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
 import msgspec
 import torch
 from torch import Tensor
 
+from vllm_scope.batch.by_position import ONE_THREAD
 from vllm_scope.errors import FileError, shown
+from vllm_scope.files.buffers import bytes_of, cat_rows, copy_rows
 from vllm_scope.files.publish import write_bytes
 
 #: Headers beyond this are refused before they are read; the format allows 100 MB.
@@ -29,6 +31,9 @@ MAX_DIMS = 8
 _MAX_NUMBERS = (1 << 63) - 1
 #: Smaller pieces are joined: a system call per row would cost more than a copy.
 _SMALL_BYTES = 1 << 16
+#: Rows of one of several layers do not lie one behind another. So many bytes of them are copied
+#: before they are written and hashed, while a core's cache has them.
+_COPIED_BYTES = 1 << 19
 
 CODE_OF = {
     torch.float64: "F64",
@@ -67,7 +72,22 @@ def write_tensors(
     write_bytes(file, head_of(shapes, metadata))
     for name in names:
         for piece in joined(tensors[name]):
-            write_bytes(file, piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            for some in _in_turn(piece):
+                write_bytes(file, bytes_of(some).data)
+
+
+def _in_turn(piece: Tensor) -> Iterator[Tensor]:
+    """The piece; or, if its rows lie at a distance, copies of some of them at a time, each in the
+    memory of the one before."""
+    if piece.is_contiguous() or piece.dim() != 2 or piece.stride(1) != 1:
+        yield piece
+        return
+    at_once = max(_COPIED_BYTES // max(piece[0].nbytes, 1), 1)
+    memory = torch.empty(min(at_once, len(piece)), piece.shape[1], dtype=piece.dtype)
+    for some in piece.split(at_once):
+        copied = memory[: len(some)]
+        copy_rows(copied, some)
+        yield copied
 
 
 def head_of(
@@ -100,15 +120,18 @@ def joined(pieces: Sequence[Tensor]) -> list[Tensor]:
     """The pieces in order, neighbouring small ones joined."""
     found: list[Tensor] = []
     small: list[Tensor] = []
+    num_numbers = 0
     for piece in pieces:
-        if piece.nbytes < _SMALL_BYTES:
+        count = piece.numel() if piece.nbytes < _SMALL_BYTES else ONE_THREAD
+        if small and num_numbers + count >= ONE_THREAD:
+            found.append(cat_rows(small))
+            small, num_numbers = [], 0
+        if count < ONE_THREAD:
             small.append(piece)
-            continue
-        if small:
-            found.append(torch.cat(small))
-            small = []
-        found.append(piece)
-    return [*found, torch.cat(small)] if small else found
+            num_numbers += count
+        else:
+            found.append(piece)
+    return [*found, cat_rows(small)] if small else found
 
 
 class HeaderTensor(msgspec.Struct, frozen=True):

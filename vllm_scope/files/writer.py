@@ -35,7 +35,7 @@ from vllm_scope.files.per_request import PerRequestLayout
 from vllm_scope.files.publish import Publisher
 from vllm_scope.files.roots import make_publisher
 from vllm_scope.files.rows import RequestWriter, Stream
-from vllm_scope.files.sharded import ShardedLayout, Summary
+from vllm_scope.files.sharded import ShardedLayout
 from vllm_scope.files.stored import EncodedStream, FileLayout, FinishedRequest, Stored
 
 _LAYOUTS: dict[str, type[FileLayout]] = {
@@ -50,28 +50,30 @@ class Writer:
     """All requests of one root. Use as a context, or call `close`.
 
     Args:
-        summary: makes further tensors for each shard; only with the layout `sharded`.
+        layout: how requests become files; None: as the options say.
+        copies: False: most rows are kept as they are; see RequestWriter.
 
     Attributes:
         buffers: memory for the rows that wait for a file.
     """
 
     def __init__(
-        self, options: FileOptions, publisher: Publisher, summary: Summary | None = None
+        self,
+        options: FileOptions,
+        publisher: Publisher,
+        layout: FileLayout | None = None,
+        copies: bool = True,
     ) -> None:
         self._options = options
         self._publisher = publisher
-        self._layout = (
-            _LAYOUTS[options.layout](options, publisher)
-            if summary is None
-            else ShardedLayout(options, publisher, summary)
-        )
+        self._layout = layout or _LAYOUTS[options.layout](options, publisher)
         # Two files that are being written, and one that is being filled.
         self.buffers = Buffers(3 * options.file_bytes)
+        self._copies = copies
         self._codecs: dict[tuple[int, torch.dtype], Codec] = {}
 
     def begin(self) -> RequestWriter:
-        return RequestWriter(self.buffers, self._finish)
+        return RequestWriter(self.buffers, self._finish, self._copies)
 
     def _finish(self, record: RequestRecord, rows: RequestWriter) -> Stored:
         streams: dict[str, EncodedStream] = {}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_scope.errors import FileError, SpecError, reason_of, shown
+from vllm_scope.request.bounded_json import is_unicode
 
 #: Where a document's text or token ids are, if no column is named: the first that is there.
 COLUMNS = ("text", "input_ids", "token_ids", "tokens")
@@ -102,15 +103,6 @@ class Documents:
             f"row {number} of {self.source} {what}; a document is a text or a list of token ids, "
             f"in the column {' or '.join(names)}."
         )
-
-
-def is_unicode(text: str) -> bool:
-    """False for a text with half of a surrogate pair, as JSON may have."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def digest_of(text: str) -> bytes:

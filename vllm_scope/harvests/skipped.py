@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from vllm_scope.errors import SpecError
 from vllm_scope.harvests.contexts import Context
-from vllm_scope.harvests.documents import Document, is_unicode
+from vllm_scope.harvests.documents import Document
 from vllm_scope.request.actions import Read
+from vllm_scope.request.bounded_json import is_unicode
 
 #: Names that are kept; the others are only counted.
 _MOST_NAMES = 20

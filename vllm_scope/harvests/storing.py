@@ -1,12 +1,13 @@
 """Rows of one engine into shards.
 
 Owns:  Storing.
-Runs:  in the process that has the engine; the shards are written on two threads.
+Runs:  in the process that has the engine; the shards are written on threads of their own.
 From:  job, or member if there are several engines.   To: files.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from contextlib import closing
 from vllm_scope.files.index import RequestRecord
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.roots import make_publisher
+from vllm_scope.files.sharded import ShardedLayout
 from vllm_scope.files.writer import Writer
 from vllm_scope.harvests.computing import rows_of
 from vllm_scope.harvests.contexts import Context
@@ -24,6 +26,9 @@ from vllm_scope.harvests.manifest import versions
 from vllm_scope.harvests.shards import HashingPublisher
 from vllm_scope.harvests.statistics import Statistics
 from vllm_scope.request.actions import Read
+
+#: Bounds of how many threads write shards; between them it is a quarter of the processors.
+_LEAST_WRITERS, _MOST_WRITERS = 2, 4
 
 
 class Storing:
@@ -45,7 +50,9 @@ class Storing:
         self._engine, self._reads = engine, reads
         self._num_layers = engine.num_layers
         self._publisher = HashingPublisher(make_publisher(files.root, files.fsync, files.file_mode))
-        self._writer = Writer(files, self._publisher, Statistics.summary)
+        layout = ShardedLayout(files, self._publisher, Statistics.summary, _num_writers())
+        # Nothing else has the rows of a request that has ended.
+        self._writer = Writer(files, self._publisher, layout, copies=False)
         #: Of this run's requests: `uid` is `_run` and the number.
         self._run, self._num_stored = secrets.token_hex(8), 0
         #: Of the shards that may still fail, in the order in which they were begun.
@@ -98,3 +105,8 @@ class Storing:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _num_writers() -> int:
+    """How many threads write shards. Each carries about 0.8 GB/s, most of it hash and figures."""
+    return max(_LEAST_WRITERS, min(_MOST_WRITERS, len(os.sched_getaffinity(0)) // 4))

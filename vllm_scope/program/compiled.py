@@ -21,10 +21,18 @@ from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError
 from vllm_scope.program.layout import Layout
-from vllm_scope.program.operations import OP_CHECK, OP_SET, Op, OpsOf, Program, build_program
+from vllm_scope.program.operations import (
+    OP_CHECK,
+    OP_SET,
+    Op,
+    OpsOf,
+    Program,
+    build_program,
+    row_key,
+)
 from vllm_scope.program.picks import Pick
 from vllm_scope.program.ranges import ColumnRange, can_remember
-from vllm_scope.program.table_rows import Listed, OpList, row_key
+from vllm_scope.program.table_rows import Listed, OpList
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.heads import Bank, Head
 from vllm_scope.request.nets import Net

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.program.layout import SLOT_BYTES, Widths, slots_of_row
-from vllm_scope.program.operations import OP_READ, Op
+from vllm_scope.program.operations import OP_READ, Op, row_key
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.heads import Head, Told
 from vllm_scope.request.sites import LEVELS, boundary_of_point, kind_of_point
@@ -335,11 +335,6 @@ def _firsts(rows: NDArray[np.float32]) -> Ints:
     _, firsts, index = np.unique(sums, return_index=True, return_inverse=True)
     found: Ints = firsts[index]
     return found
-
-
-def row_key(values: Array, row: int) -> bytes:
-    """The key of a row of a replacement."""
-    return values.digest + row.to_bytes(4, "little")
 
 
 def _marks(count: int) -> Ints:

@@ -1,6 +1,6 @@
 """JSON of strangers, counted before it is parsed.
 
-Owns:  `decode`.
+Owns:  `decode`, `is_unicode`.
 Runs:  everywhere. No torch.
 To:    spec, compat, server.
 
@@ -24,6 +24,15 @@ PACKED = "Send vectors as base64 ({dtype, shape, data}), or name a steering modu
 def num_items(text: str) -> int:
     """About the number of list items and object fields; base64 has no comma."""
     return text.count(",")
+
+
+def is_unicode(text: str) -> bool:
+    """False for a text with half of a surrogate pair, as JSON may have."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def decode(text: str, where: str, most_items: int = MOST_ITEMS) -> object:

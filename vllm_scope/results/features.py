@@ -13,6 +13,7 @@ from __future__ import annotations
 from functools import cached_property
 from os import PathLike
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,11 +36,14 @@ class SparseFeatures:
 
     def __init__(self, rows: SparseRows, tokens: Tensor, num_features: int | None = None) -> None:
         self.tokens, self.num_features = tokens, num_features
-        order = rows.values.argsort(dim=1, descending=True, stable=True)
-        found, numbers = rows.values.gather(1, order), rows.indices.gather(1, order)
+        # By numpy, on this thread: torch would wake one for each core, for a request's few rows.
+        values, numbers = rows.values.numpy(), rows.indices.numpy()
+        order = np.argsort(-values, axis=1, kind="stable")
+        found, numbers = (np.take_along_axis(one, order, axis=1) for one in (values, numbers))
         kept = numbers >= 0
-        self.positions = tokens[:, None].expand(found.shape)[kept]
-        self.indices, self.values = numbers[kept].long(), found[kept]
+        self.positions = torch.from_numpy(np.repeat(tokens.numpy(), kept.sum(axis=1)))
+        self.indices = torch.from_numpy(numbers[kept].astype(np.int64))
+        self.values = torch.from_numpy(found[kept])
 
     def dense(self, index: int) -> Tensor:
         """float32 [num_tokens]: one feature at each of `tokens`; 0 where it was not delivered."""

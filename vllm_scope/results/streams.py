@@ -28,9 +28,10 @@ Rows = tuple[Tensor | EncodedRows, Ints]
 
 
 class StreamTable:
-    """All streams' rows in one snapshot, joined when they are asked for.
+    """The rows of all streams in one snapshot. A stream's parts are joined when its rows are
+    asked for.
 
-    It does not hold the snapshot, as ScoreTable.
+    It does not hold the snapshot, which holds it: memory is freed without the garbage collector.
     """
 
     def __init__(self, sources: Mapping[StreamKey, Source], sites: Sites) -> None:

@@ -21,6 +21,7 @@ from vllm_scope.batch.readout import Verdict
 from vllm_scope.batch.sparse import SparseRows
 from vllm_scope.codecs.packed import EncodedRows
 from vllm_scope.control.policy import Decided
+from vllm_scope.files.buffers import bytes_of
 from vllm_scope.request.actions.probing import MONITOR
 from vllm_scope.results.column import Column
 from vllm_scope.results.features import SparseFeatures
@@ -113,8 +114,7 @@ def tensors_of(column: Column) -> dict[str, Tensor]:
 
 def buffer_of(tensor: Tensor) -> memoryview:
     """The bytes of a CPU tensor; a view if it is contiguous."""
-    view: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return view
+    return bytes_of(tensor).data
 
 
 def _sparse_tensors(name: str, rows: SparseRows, positions: Tensor) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from vllm_scope.files import (
     iterate,
     open_writer,
 )
+from vllm_scope.files.roots import make_publisher
 
 LAYOUTS = ["per_request", "packed", "sharded", "npz"]
 CODECS = ["none", "fp16", "fp8", "int8", "full8", "rp8", "topk8"]
@@ -490,7 +491,7 @@ def test_wrong_arguments_are_refused_with_a_sentence(tmp_path):
         capture[0]["resid_post", 3]
     with pytest.raises(KeyError, match=r"position 9 of embed\.0 was not captured; 8 positions"):
         capture[0].at("embed", 0, [1, 9])
-    with pytest.raises(KeyError, match="0 requests are called 'b'"):
+    with pytest.raises(KeyError, match="no request is called 'b'; the capture has"):
         capture["b"]
     with pytest.raises(KeyError, match="was not captured"):
         capture.iter_rows("resid_pre", 1, 4)
@@ -506,10 +507,12 @@ def test_wrong_arguments_are_refused_with_a_sentence(tmp_path):
         pytest.param({"fsync": "False"}, "fsync is 'False'", id="text-as-bool"),
         pytest.param({"fsync": 1}, "fsync is 1", id="number-as-bool"),
         pytest.param({"file_mib": "256"}, "file_mib is '256'", id="text-as-number"),
-        pytest.param({"file_mib": 0}, "greater than or equal to 1", id="zero"),
+        pytest.param({"file_mib": 0}, "file_mib is 0; it must be at least 1.", id="zero"),
         pytest.param({"layout": "per_file"}, "'per_request', 'packed', 'sharded' or 'npz'", id="l"),
         pytest.param({"shards": 3}, "The options are root, layout", id="unknown"),
-        pytest.param({"root": ""}, "root is ''", id="no-root"),
+        pytest.param({"file_mb": 3}, "file_mb is no option; did you mean file_mib?", id="near"),
+        pytest.param({"root": ""}, "root is ''; it must have 1 or more characters.", id="no-root"),
+        pytest.param({"mode": "rw"}, "mode is 'rw'; it must be 6 and two of", id="mode"),
         pytest.param({"codec": "gzip"}, "codec is 'gzip'", id="codec"),
         pytest.param({"codec_options": {"k": 3}}, "takes no options", id="codec-option"),
         pytest.param(
@@ -636,3 +639,31 @@ def test_shuffled_rows_are_those_of_more_files_than_stay_mapped(monkeypatch, tmp
         expected = [put(writer, seed, name=f"r{seed}")[1][STREAMS[1]] for seed in range(9)]
     found = list(vllm_scope.open(tmp_path).iter_rows(*STREAMS[1], 7, shuffle=True, seed=3))
     assert sorted(torch.cat(found).tolist()) == sorted(torch.cat(expected).tolist())
+
+
+@pytest.mark.parametrize("width", [12, 5000])
+def test_rows_that_are_kept_as_they_are_come_back(width, tmp_path):
+    """One layer's rows among those of three do not lie one behind another."""
+    options = FileOptions.parse({"root": str(tmp_path)})
+    table = rows_of(3, 3 * 400, width).view(400, 3, width)
+    with Writer(options, make_publisher(str(tmp_path), fsync=False), copies=False) as writer:
+        request = writer.begin()
+        for layer in range(3):
+            request.write("resid_post", layer, np.arange(400), table[:, layer])
+        request.finish(record_of(400, 1, 3, name="a"))
+    found = vllm_scope.open(tmp_path)["a"]
+    for layer in range(3):
+        assert torch.equal(found["resid_post", layer], table[:, layer])
+
+
+def test_few_rows_do_not_keep_the_memory_of_many(tmp_path):
+    """A read of one position lies in memory for more of them."""
+    options = FileOptions.parse({"root": str(tmp_path)})
+    table = torch.zeros(64, 3, 12)
+    with Writer(options, make_publisher(str(tmp_path), fsync=False), copies=False) as writer:
+        for count, kept in ((1, False), (31, False), (32, True), (64, True)):
+            request = writer.begin()
+            request.write("resid_post", 1, np.arange(count), table[:count, 1])
+            (rows,) = request.streams(count)["resid_post", 1].blocks
+            assert (rows.untyped_storage().nbytes() == table.nbytes) == kept
+            assert torch.equal(rows, table[:count, 1])

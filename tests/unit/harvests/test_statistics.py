@@ -58,6 +58,47 @@ def test_rows_that_are_not_finite_are_counted_and_in_no_other_figure():
     assert Statistics.of_rows(iter([rows[:0]])).to_json()["rows"] == 0
 
 
+@pytest.mark.parametrize("width", [8, 50, 4099])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_every_dimension_is_counted_in_more_rows_than_a_byte_can_count(width, dtype):
+    """The rows are those of one of three layers, as a request's are."""
+    rows = torch.zeros(700, 3, width, dtype=dtype)
+    rows[:, 1] = 1 / 4
+    at = torch.arange(700) % width
+    at[at == 3] = width - 1
+    rows[torch.arange(700), 1, at] = 100.0
+    found = Statistics.of_rows(iter([rows[:, 1]]))
+    # In eight dimensions a value is at most 2.8 times the root mean square.
+    outliers = torch.bincount(at, minlength=width) if width > OUTLIER**2 else torch.zeros(width)
+    assert found.values[2].tolist() == outliers.tolist()
+    assert found.counts[:3].tolist() == [700, 0, 700 if width > OUTLIER**2 else 0]
+    rows[:, 1] = 0
+    rows[:, 1, 3] = -100.0
+    found = Statistics.of_rows(iter([rows[:, 1]]))
+    assert found.values[2].tolist() == [
+        700.0 * (i == 3 and width > OUTLIER**2) for i in range(width)
+    ]
+    assert found.values[1, 3] == 700 * 100.0**2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_small_variance_beside_a_large_mean_is_that_of_float64(dtype):
+    generator = torch.Generator().manual_seed(0)
+    rows = (
+        500 + torch.randn(4000, 64, generator=generator) * (0.2 if dtype.itemsize > 2 else 3)
+    ).to(dtype)
+    found, exact = Statistics.of_rows(iter(rows.split(700))), rows.double().numpy()
+    np.testing.assert_allclose(found.mean, exact.mean(0), rtol=1e-7)
+    np.testing.assert_allclose(found.variance, exact.var(0), rtol=1e-4)
+
+
+def test_rows_near_the_largest_float32_are_figured_without_a_warning(recwarn):
+    found = Statistics.of_rows(iter([torch.full((300, 8), 5e18)])).to_json()
+    assert (found["rows"], found["rows_not_finite"]) == (300, 0)
+    assert found["norm"]["mean"] == pytest.approx(5e18 * 8**0.5)
+    assert not recwarn
+
+
 def test_damaged_figures_are_refused():
     with pytest.raises(FileError, match="its statistics are"):
         Statistics.parse(np.zeros(9), "x")

@@ -483,14 +483,16 @@ class Tables:
 
     def _send(self, table: Tensor, places: NDArray[np.int64], rows: np.ndarray) -> None:
         self.num_uploads += 1
+        # By numpy: torch's threads would take longer to start than these copies take.
         if not table.is_cuda:
-            # torch's threads would take longer to start than this copy takes.
             table.numpy()[places] = rows
             return
         # A copy from pageable memory would wait for the whole stream.
-        index = torch.from_numpy(places).pin_memory().to(self._device, non_blocking=True)
-        values = torch.as_tensor(rows, dtype=table.dtype).pin_memory()
-        table.index_copy_(0, index, values.to(self._device, non_blocking=True))
+        index = torch.empty(len(places), dtype=torch.int64, pin_memory=True)
+        values = torch.empty(rows.shape, dtype=table.dtype, pin_memory=True)
+        index.numpy()[:], values.numpy()[:] = places, rows
+        index, values = (one.to(self._device, non_blocking=True) for one in (index, values))
+        table.index_copy_(0, index, values)
 
     # Steps
 
