@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import re
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -83,3 +85,12 @@ class CompatError(ScopeError):
 
 class FileError(ScopeError):
     """A file of captured rows is damaged, not ours, or cannot be written."""
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Name one of several, such as "prompts[3]", before the sentence of a SpecError inside."""
+    try:
+        yield
+    except SpecError as error:
+        raise SpecError(f"{where}: {error}") from None

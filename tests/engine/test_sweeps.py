@@ -337,7 +337,9 @@ def test_what_is_refused(llm):
         run(llm, Sweep("a text", metric=METRIC))
     with pytest.raises(SpecError, match="has the shape"):
         run(llm, Sweep(torch.zeros(7), metric=METRIC))
-    with pytest.raises(SpecError, match="the token 99999; the vocabulary has 0 to"):
+    with pytest.raises(
+        SpecError, match=r"the token 99999 for prompts\[0\]; the vocabulary has 0 to"
+    ):
         run(llm, Sweep(torch.zeros(128), metric=Logprob(99999)))
     with pytest.raises(SpecError, match="give the engine, the prompts and a Sweep"):
         vllm_scope.sweep(llm, Sweep(torch.zeros(128), metric=METRIC), PROMPTS)

@@ -168,7 +168,7 @@ def test_rows_and_modules_are_sources(client, hooks):
         pytest.param({"prompts": [[2**40] * 12]}, "the vocabulary has 0 to", id="huge-token"),
         pytest.param({"prompts": "a " * 10**6}, "2,000,000 characters", id="too-long-a-text"),
         pytest.param({"prompts": [[5] * 600], "source": {"prompts": [[6] * 600]}, "positions": [0]},
-                     "at most 511 and one more", id="too-long"),
+                     "at most 511, because it samples one more", id="too-long"),
         pytest.param({"prompts": [ASKED] * 1000}, "at most 65,536", id="too-many-cells"),
         pytest.param({"source": {"prompts": "short"}}, "same number of tokens", id="lengths"),
         pytest.param({"source": ASKED}, "one of prompts, rows, module", id="bare-source"),

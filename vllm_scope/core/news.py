@@ -37,7 +37,7 @@ class Entrant(msgspec.Struct, frozen=True):
 
     Attributes:
         recipient: None if only the server's edits or global sinks concern it.
-        spec: the number of its spec in the StepNews.specs of this step or of an earlier one.
+        spec: the number of its spec in the StepNews of this step or of an earlier one.
         columns: `RequestProgram.columns` if the request edits or probes, or is unchecked; else
             empty.
         unchecked: True if the request may deliver more at once than its front-end checked
@@ -79,7 +79,7 @@ class StepNews(msgspec.Struct):
         scales: request id -> the new scales that its policy decided.
         accepted: id of a request with Moments, that runs or has ended -> how many tokens it has,
             those that were accepted.
-        resolved, held: the specs of `specs`, and the programs that entrants hold, by request id,
+        resolved, held: the new specs, and the programs that entrants hold, by request id,
             for a worker in EngineCore's own process. Both are left out when the news are pickled.
     """
 
@@ -116,10 +116,26 @@ def packed_of(asked: Resolved) -> tuple[Packed, dict[bytes, Array]]:
     return known
 
 
-class Told:
-    """What the workers hold, as EngineCore knows it."""
+def digest_of(asked: Resolved) -> bytes:
+    """Equal for equal specs: the ticket's if nothing was added to the caller's spec."""
+    known: bytes | None = asked.__dict__.get("_digest")
+    return packed_of(asked)[0].digest if known is None else known
 
-    def __init__(self) -> None:
+
+def know_digest(asked: Resolved, digest: bytes) -> None:
+    """Let this be its `digest_of`, which else takes longer."""
+    asked.__dict__["_digest"] = digest
+
+
+class Told:
+    """What the workers hold, as EngineCore knows it.
+
+    Args:
+        here: there is one worker, in this process. It takes specs as they are.
+    """
+
+    def __init__(self, here: bool = False) -> None:
+        self._here = here
         self._numbers = itertools.count()
         #: By id of the Resolved. The entry keeps the Resolved alive: Python could otherwise give
         #: its id to another object.
@@ -132,6 +148,16 @@ class Told:
         known = self._specs.get(id(asked))
         if known is not None:
             return known[1]
+        number, size = next(self._numbers), asked.num_bytes
+        news.resolved[number] = asked
+        if not self._here:
+            size += self._pack(asked, number, news)
+        for _, (_, old) in self._specs.put(id(asked), (asked, number), size):
+            news.forgotten_specs.add(old)
+        return number
+
+    def _pack(self, asked: Resolved, number: int, news: StepNews) -> int:
+        """For workers in other processes. Returns the bytes of what it adds for the spec."""
         packed, arrays = packed_of(asked)
         for digest, array in arrays.items():
             if self._arrays.get(digest) is None:
@@ -139,12 +165,8 @@ class Told:
                 news.forgotten_arrays.discard(digest)
                 gone = self._arrays.put(digest, True, len(array.data))
                 news.forgotten_arrays.update(old for old, _ in gone)
-        number = next(self._numbers)
-        news.specs[number], news.resolved[number] = packed, asked
-        size = asked.num_bytes + len(packed.body)
-        for _, (_, old) in self._specs.put(id(asked), (asked, number), size):
-            news.forgotten_specs.add(old)
-        return number
+        news.specs[number] = packed
+        return len(packed.body)
 
 
 class Heard:
@@ -165,9 +187,12 @@ class Heard:
     def take(self, news: StepNews) -> None:
         for digest, (shape, data) in news.arrays.items():
             self._arrays[digest] = Array.known(shape, data, digest)
+        for number, asked in news.resolved.items():
+            self._specs[number] = asked, digest_of(asked)
         for number, packed in news.specs.items():
-            asked = news.resolved.get(number) or Resolved(*unpack(packed, self._arrays))
-            self._specs[number] = asked, packed.digest
+            if number not in news.resolved:
+                asked = Resolved(*unpack(packed, self._arrays))
+                self._specs[number] = asked, packed.digest
 
     def forget(self, news: StepNews) -> None:
         """Drop what the news says. Call it after the requests of the news have entered."""

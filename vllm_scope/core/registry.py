@@ -91,7 +91,7 @@ class Registry:
         for place, values in module.placed():
             if not values.any():
                 raise SpecError(f"the vector of {shown(name)} at {place} is zero.")
-            self._sites.find(place[0], (place[1],), f"the module {shown(name)}")
+            self._sites.find(place[0], (place[1],), f"the module {shown(name)}", embedding=None)
             vectors[place] = Array((len(values),), values.astype("<f4").tobytes())
         with self._lock:
             self._meanings.forget()

@@ -48,6 +48,12 @@ _UNFIT: tuple[tuple[str, object, str], ...] = (
 )  # fmt: skip
 
 
+def worker_is_here(vllm_config: VllmConfig) -> bool:
+    """True if the only worker runs in EngineCore's process, which then hands it objects as they
+    are."""
+    return vllm_config.parallel_config.distributed_executor_backend == "uni"
+
+
 def num_layers_of(vllm_config: VllmConfig) -> int:
     return int(vllm_config.model_config.get_total_num_hidden_layers())
 

@@ -180,7 +180,9 @@ def _resolved_features(one: Features, cells: tuple[Cell, ...], sites: Sites) -> 
 
 def _resolved_lenses(lens: tuple[LensTopK, ...], sites: Sites) -> Iterator[ResolvedFeatures]:
     """One for each layer. Those of one lens at one place share the head of the largest top_k."""
-    places = [sites.find(x.site, x.layer_numbers, f"lens[{i}]") for i, x in enumerate(lens)]
+    places = [
+        sites.find(x.site, x.layer_numbers, f"lens[{i}]", x.embedding) for i, x in enumerate(lens)
+    ]
     most: dict[tuple[str | None, Place], int] = {}
     for one, some in zip(lens, places, strict=True):
         most |= {(one.lens, p): max(one.top_k, most.get((one.lens, p), 0)) for p in some}

@@ -47,6 +47,8 @@ SITES = (*STREAM_SITES, *INNER_SITES, FINAL_SITE)
 MODEL_SITES = ("embed", FINAL_SITE)
 #: Edits take all others.
 EDIT_SITES = tuple(site for site in SITES if site != FINAL_SITE)
+#: How an action names the embedding output, for errors about layers.
+EMBEDDING = "site='embed'"
 #: What other tools read as a site, and where it is here.
 ELSEWHERE = {
     "pattern": "patterns follow from q and k, by vllm_scope.analysis.attention.attention_pattern",
@@ -110,9 +112,9 @@ _ON_STREAM = {"embed": 0, "resid_pre": 0, "resid_mid": 1, "resid_post": 2}
 
 def place_at(boundary: int) -> Place:
     """The Place of a boundary. If two sites share the boundary, the one whose edits apply first."""
-    kind, place = divmod(boundary, _SPAN)
+    kind, layer = divmod(boundary, _SPAN)
     if kind != STREAM:
-        return Place(KINDS[kind], place)
+        return Place(KINDS[kind], layer)
     if boundary == 0:
         return Place("embed", 0)
     layer, middle = divmod(boundary, 2)
@@ -148,18 +150,31 @@ def canonical_site(site: object, where: str) -> str:
 
 
 def layer_of(site: object, layer: int | None) -> int:
-    """The layer whose rows a caller takes from a result; 0 of a site without layers.
+    """The layer of a stream that a caller takes from a result; 0 for a site without layers.
 
     Raises:
         KeyError: the site has layers, and `layer` is None.
     """
-    if layer is None and ALIASES.get(str(site), site) in {*SITES} - {*MODEL_SITES}:
+    if layer is not None:
+        return layer
+    name = ALIASES.get(str(site), site)
+    if name in SITES and name not in MODEL_SITES:
         raise KeyError(f"{site!r} has rows in each layer; name one, as in [{site!r}, 3].")
-    return layer or 0
+    return 0
 
 
-def parse_layers(layers: object, site: str, where: str) -> tuple[int, ...] | None:
+def embedding_hint(way: str | None) -> str:
+    """The sentence behind an error about a layer; empty if there is no way."""
+    return "" if way is None else f" For the embedding output use {way}."
+
+
+def parse_layers(
+    layers: object, site: str, where: str, embedding: str | None = EMBEDDING
+) -> tuple[int, ...] | None:
     """Distinct layers in the given order, or None for every tapped layer.
+
+    Args:
+        embedding: how the caller names the embedding output; None if the caller cannot.
 
     Raises:
         SpecError: a wrong type, an empty list, or a negative number.
@@ -192,7 +207,7 @@ def parse_layers(layers: object, site: str, where: str) -> tuple[int, ...] | Non
         if layer < 0:
             raise SpecError(
                 f"{where} has {layer}; layers count from 0 and cannot be negative."
-                + (" For the embedding output use site='embed'." if layer == -1 else "")
+                + (embedding_hint(embedding) if layer == -1 else "")
             )
     return tuple(dict.fromkeys(found))
 
@@ -319,8 +334,14 @@ class Sites:
         """The last boundary on the stream that carries a tap, or None."""
         return max((b for b in self.boundaries if kind_of(b) == STREAM), default=None)
 
-    def find(self, site: str, layers: tuple[int, ...] | None, where: str) -> tuple[Place, ...]:
+    def find(
+        self, site: str, layers: tuple[int, ...] | None, where: str,
+        embedding: str | None = EMBEDDING,
+    ) -> tuple[Place, ...]:  # fmt: skip
         """The places of a site at these layers; None means every tapped layer.
+
+        Args:
+            embedding: as for `parse_layers`.
 
         Raises:
             SpecError: a layer that the model does not have, or that is not tapped.
@@ -347,7 +368,7 @@ class Sites:
             if layer >= self.num_layers:
                 raise SpecError(
                     f"{where}.layers has {layer}; this model has layers 0 to "
-                    f"{self.num_layers - 1}. For the embedding output use site='embed'."
+                    f"{self.num_layers - 1}.{embedding_hint(embedding)}"
                 )
             if layer in moved:
                 raise SpecError(

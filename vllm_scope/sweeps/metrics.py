@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from vllm_scope.errors import SpecError, shown
+from vllm_scope.errors import SpecError, naming, shown
+from vllm_scope.request.bounded_json import is_unicode
 from vllm_scope.request.selectors import as_numbers
 
 #: Token id -> log-probability of the next token.
@@ -116,12 +117,23 @@ class KL(Metric):
         return float(np.sum(np.exp(p[some]) * (p[some] - q[some])))
 
 
+def encode_text(text: str, encode: Encode, where: str) -> list[int]:
+    """Its token ids. Raises SpecError, which begins with `where`."""
+    if not is_unicode(text):
+        raise SpecError(
+            f"{where} is {shown(text)}, which has half of a surrogate pair; give whole characters."
+        )
+    with naming(where):
+        return encode(text)
+
+
 def _tokens(value: Any, encode: Encode, num_prompts: int, where: str) -> list[int]:
     """One token id for each prompt."""
     value = as_numbers(value)
     several = isinstance(value, Sequence) and not isinstance(value, str)
     each = list(value) if several else [value]
-    found = [_token(one, encode, where) for one in each]
+    names = [f"{where}[{i}]" if several else where for i in range(len(each))]
+    found = [_token(one, encode, name) for one, name in zip(each, names, strict=True)]
     if not several:
         return found * num_prompts
     if len(found) != num_prompts:
@@ -134,7 +146,7 @@ def _tokens(value: Any, encode: Encode, num_prompts: int, where: str) -> list[in
 
 def _token(value: object, encode: Encode, where: str) -> int:
     if isinstance(value, str):
-        ids = encode(value)
+        ids = encode_text(value, encode, where)
         if not ids:
             raise SpecError(f"{where} is {shown(value)}, which has no token; give another text.")
         return ids[0]

@@ -37,7 +37,7 @@ from vllm_scope.request.sites import (
     Sites,
     canonical_site,
 )
-from vllm_scope.request.spec import MAX_SPEC_BYTES
+from vllm_scope.request.spec import MAX_EDITS, MAX_SPEC_BYTES
 from vllm_scope.sweeps.source import Floats, ReadRows, of_head
 
 LOGITS: Final = "logits"
@@ -105,7 +105,7 @@ class Paths:
         #: Receiver -> its heads, or None for the whole row.
         self._heads: dict[Place, list[int] | None] = {}
         for site, layer, head in receivers:
-            (place,) = sites.find(site, (layer,), "Sweep.receivers")
+            (place,) = sites.find(site, (layer,), "Sweep.receivers", embedding=None)
             num_heads = sites.row_shape(site)[0]
             if head is not None and head >= num_heads:
                 raise SpecError(
@@ -153,14 +153,23 @@ class Paths:
         places += [place for place, heads in self._heads.items() if heads is not None]
         return _reads(places, list(range(first, length)))
 
-    def check_size(self, sender: Place, at: list[int], length: int, num_edited: int) -> None:
-        """Raises SpecError if the rows in one request of a cell are more than MAX_NUMBERS.
+    def check_size(
+        self, sender: Place, at: list[int], length: int, num_edited: int, where: str
+    ) -> None:
+        """Raises SpecError if one request of a cell has more than MAX_EDITS edits, or more than
+        MAX_NUMBERS numbers.
 
         Args:
             at, length: as for `begin`.
             num_edited: the rows that the cell's edits have.
+            where: the prompt's name.
         """
         reached = self._reached(_exit(sender))
+        if len(reached) > MAX_EDITS:
+            raise SpecError(
+                f"a cell of the sweep sets {len(reached)} receivers in one request; at most "
+                f"{MAX_EDITS} are allowed, so name fewer receivers."
+            )
         rows = len(self._positions(reached, _changed(sender, at, length), length))
         streams = {self._entries[place] for place in reached if place.site not in STREAM_SITES}
         size = max(
@@ -170,7 +179,7 @@ class Paths:
         numbers = max(rows * size, num_edited * self._sites.row_size(sender.site))
         if numbers > MAX_NUMBERS:
             raise SpecError(
-                f"a cell of the sweep has {numbers:,} numbers in one request, with {rows:,} "
+                f"a cell of {where} has {numbers:,} numbers in one request, with {rows:,} "
                 f"positions at {len(reached)} receivers; at most {MAX_NUMBERS:,} are allowed, so "
                 "name receivers of fewer layers, later positions, or a shorter prompt."
             )

@@ -20,7 +20,9 @@ import numpy as np
 from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.request.actions import Ablate, Action, Add, Read, Replace
 from vllm_scope.request.actions.base import Module
+from vllm_scope.request.selectors import MAX_ITEMS
 from vllm_scope.request.sites import MODEL_SITES, Place, Sites, parse_layers
+from vllm_scope.request.spec import MAX_EDITS, MAX_SPEC_BYTES
 from vllm_scope.sweeps.metrics import Logprobs
 from vllm_scope.sweeps.paths import Paths, Step, parse_receivers
 from vllm_scope.sweeps.source import Floats, ReadRows, given_rows, of_head
@@ -74,8 +76,23 @@ class Job:
     then: Step | None = None
 
     @property
+    def name(self) -> str:
+        """Of the prompt, for errors."""
+        return f"{'Sweep.source' if self.of_source else 'prompts'}[{self.prompt}]"
+
+    @property
     def reads(self) -> bool:
         return any(isinstance(action, Read) for action in self.actions)
+
+
+def _checked(
+    each: list[list[int]], where: str, check: Callable[[list[int], str], None] | None
+) -> list[list[int]]:
+    """The prompts, after `check` of each."""
+    if check is not None:
+        for i, ids in enumerate(each):
+            check(ids, f"{where}[{i}]")
+    return each
 
 
 class _Of:
@@ -99,8 +116,8 @@ class Plan:
         tokenizer: for prompts and tokens that are texts, and for the texts of tokens.
         most_cells: of the sweep; None: as many as there are. It is checked before the table is
             made.
-        check: called with prompts and with sources, before anything is made of them. Raises
-            SpecError for tokens that the engine does not take.
+        check: called with the tokens and the name of each prompt and source, before anything is
+            made of them. Raises SpecError for tokens that the engine does not take.
 
     Raises:
         SpecError: something in the sweep is not possible on this engine, with these prompts.
@@ -108,7 +125,7 @@ class Plan:
 
     def __init__(
         self, sweep: Sweep, prompts: object, sites: Sites, tokenizer: Tokenizer,
-        most_cells: int | None = None, check: Callable[[list[list[int]]], None] = lambda ids: None,
+        most_cells: int | None = None, check: Callable[[list[int], str], None] | None = None,
     ) -> None:  # fmt: skip
         self.sweep, self.sites, encode = sweep, sites, tokenizer.encode
         layers = parse_layers(sweep.layers, sweep.site, "Sweep.layers")
@@ -117,8 +134,7 @@ class Plan:
         if sweep.receivers is not None:
             self._paths = Paths(parse_receivers(sweep.receivers), sites)
             self.places = self._paths.senders(self.places, layers is not None)
-        self.ids = as_prompts(prompts, encode, "prompts")
-        check(self.ids)
+        self.ids = _checked(as_prompts(prompts, encode, "prompts"), "prompts", check)
         lengths = [len(ids) for ids in self.ids]
         row_shape = sites.row_shape(sweep.site)
         self.heads = sweep.heads_of(row_shape[0])
@@ -131,15 +147,13 @@ class Plan:
         self._given: Floats | None = None
         if is_prompts(sweep.source):
             sources = as_prompts(sweep.source, encode, "Sweep.source")
-            check(sources)
-            self.sources = self._sources(sources)
+            self.sources = self._sources(_checked(sources, "Sweep.source", check))
         elif sweep.module is None:
             shape = len(self.ids), len(self.places), len(positions)
             self._given = given_rows(sweep.source, shape, row_shape)
             if sweep.mode == "ablate" and not self._given.any():
                 raise SpecError("Sweep.source is zero, and has no direction; give another vector.")
-        if self._paths is not None:
-            self._check_paths(self._paths)
+        self._check_cells()
         self._of = [_Of() for _ in self.ids]
         self.table = SweepTable.empty(
             [[tokenizer.decode([i]) for i in ids] for ids in self.ids],
@@ -166,16 +180,74 @@ class Plan:
                 f"{most:,} are allowed here, so name fewer, or send several sweeps."
             )
 
-    def _check_paths(self, paths: Paths) -> None:
-        """Raises SpecError if a request of a cell would be too large."""
-        has_one = self._given is not None and self._given.shape[2] == 1
-        alike = self.sweep.module is not None or (has_one and self.sweep.mode != "patch")
-        for ids, columns in zip(self.ids, self.at, strict=True):
-            every = sorted(p for p in columns if p is not None)
+    def _check_cells(self) -> None:
+        """Raises SpecError if a request would be larger than a request may be."""
+        for i, ids in enumerate(self.ids):
+            every = sorted(p for p in self.at[i] if p is not None)
             # Of a cell with one position the earliest has the most behind it.
             at = every if self.sweep.together else every[:1]
+            self._check_positions(i, every, at)
+            num_edits = self._num_edits(i, len(at))
+            if num_edits > MAX_EDITS:
+                raise SpecError(
+                    f"a cell of the sweep has {num_edits:,} edits of prompts[{i}], one for each "
+                    f"position; at most {MAX_EDITS} are allowed, so name fewer positions, or give "
+                    "one row for all of them."
+                )
+            num_rows = len(at) if self.sweep.mode == "patch" else num_edits
+            if self._paths is None:
+                self._check_numbers(i, num_rows)
+                continue
             for sender in self.places:
-                paths.check_size(sender, at, len(ids), 0 if alike else len(at))
+                self._paths.check_size(sender, at, len(ids), num_rows, f"prompts[{i}]")
+
+    def _check_positions(self, i: int, every: list[int], at: list[int]) -> None:
+        """Raises SpecError if a request of a prompt would name too many positions.
+
+        Args:
+            every: those of its cells, ascending.
+            at: those of one cell.
+        """
+        length = len(self.ids[i])
+        reads = self.sources is not None or self._keeps_heads
+        num_read = len(every) if reads and len(every) < length else 0
+        num_named = max(len(at), num_read)
+        if self._paths is not None:
+            num_named = length - every[0]  # of the prompt's own run
+        if num_named > MAX_ITEMS:
+            raise SpecError(
+                f"a request of the sweep names {num_named:,} positions of prompts[{i}]; at most "
+                f"{MAX_ITEMS:,} are allowed, so name later or fewer positions, or give a shorter "
+                "prompt."
+            )
+
+    @property
+    def _keeps_heads(self) -> bool:
+        """True if a cell sets one head of the prompt's own row, which is then read."""
+        return self.heads is not None and self.sweep.mode == "patch"
+
+    def _num_edits(self, i: int, num_positions: int) -> int:
+        """Edits of a cell of a prompt, at most: one for each position, if their rows differ."""
+        if num_positions == 1 or self.sweep.mode == "patch" or self.sweep.module is not None:
+            return 1
+        if self._given is None:
+            return num_positions
+        rows = self._given[i if len(self._given) > 1 else 0]
+        if rows.shape[1] > 1:
+            rows = rows[:, [c for c, p in enumerate(self.at[i]) if p is not None]]
+        if self.heads is not None:
+            shape = self.sites.row_shape(self.sweep.site)
+            rows = rows.reshape(*rows.shape[:2], *shape)[:, :, self.heads]
+        return num_positions if (rows != rows[:, :1]).any() else 1
+
+    def _check_numbers(self, i: int, num_rows: int) -> None:
+        """Raises SpecError if the rows that a cell's edits have are too large for a request."""
+        numbers, most = num_rows * self.sites.row_size(self.sweep.site), MAX_SPEC_BYTES * 3 // 16
+        if numbers >= most:  # in base64 the rows alone take all of its characters
+            raise SpecError(
+                f"a cell of the sweep has {numbers:,} numbers in its edits of prompts[{i}]; fewer "
+                f"than {most:,} are allowed, so name fewer positions, or leave out `together`."
+            )
 
     def _sources(self, found: list[list[int]]) -> list[list[int]]:
         if len(found) == 1:
@@ -225,8 +297,7 @@ class Plan:
         at = sorted(p for p in self.at[i] if p is not None)
         tokens = "prompt" if len(at) == len(self.ids[i]) else at
         read = Read(self.sweep.site, layers=layers, tokens=tokens)
-        keeps_heads = self.heads is not None and self.sweep.mode == "patch"
-        of_plain: tuple[Read, ...] = (read,) if keeps_heads else ()
+        of_plain: tuple[Read, ...] = (read,) if self._keeps_heads else ()
         if self._paths is not None:
             of_plain += self._paths.reads(self.places, at[0], len(self.ids[i]))
         yield Job(i, self.ids[i], None, of_plain)
@@ -266,7 +337,7 @@ class Plan:
             return self._along([(sweep.module, at)], where)
         rows = self._rows(i, layer, columns, at)
         if self.heads is not None:
-            plain = self._of[i].plain
+            plain = self._of[i].plain if self._keeps_heads else None
             other = None if plain is None else plain.at(self.places[layer], at)
             rows = of_head(rows, self.heads[place[-1]], self.sites, sweep.site, other)
         if sweep.mode == "patch":
@@ -325,11 +396,10 @@ class Plan:
             if not self._left[i]:
                 self._of[i] = _Of()  # the log-probabilities may be many
             return self._cell(i, job.place, value)
-        what = "Sweep.source" if job.of_source else "prompts"
         if found is None:
-            raise ScopeError(f"{what}[{i}] could not be read: {error}")
+            raise ScopeError(f"{job.name} could not be read: {error}")
         if rows is not None:
-            rows.check(f"{what}[{i}]")
+            rows.check(job.name)
         if job.of_source:
             known.source, known.of_source = rows, found
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from numbers import Integral
 from typing import Any, Final, Literal
 
 from vllm_scope.errors import SpecError, shown
@@ -20,7 +21,7 @@ from vllm_scope.request.sites import (
     canonical_site,
     parse_layers,
 )
-from vllm_scope.sweeps.metrics import Encode, Metric
+from vllm_scope.sweeps.metrics import Encode, Metric, encode_text
 from vllm_scope.sweeps.paths import LOGITS, parse_receivers
 
 MODES: Final = ("patch", "ablate", "add")
@@ -157,7 +158,10 @@ class Sweep:
                     )
             found.append([p % length for p in named])
             if len(set(found[-1])) < len(named):
-                raise SpecError(f"Sweep.positions names a token of prompts[{i}] twice.")
+                raise SpecError(
+                    f"Sweep.positions {named} has a token of prompts[{i}] twice; this prompt has "
+                    f"{length} tokens, so name each once, or give a longer one."
+                )
         return named, found
 
     def heads_of(self, num_heads: int) -> list[int] | None:
@@ -189,6 +193,10 @@ def _whole_numbers(value: Any, where: str, allowed: str) -> list[int]:
     return found
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def is_prompts(value: object) -> bool:
     """True for prompts, False for rows and modules."""
     one = value[0] if isinstance(value, list | tuple) and value else value
@@ -213,11 +221,18 @@ def as_prompts(value: object, encode: Encode, where: str) -> list[list[int]]:
 
 def _as_ids(value: object, encode: Encode, where: str) -> list[int]:
     if isinstance(value, str):
-        ids = encode(value)
+        ids = encode_text(value, encode, where)
     elif isinstance(value, Mapping) and "prompt_token_ids" in value:
-        ids = list(as_numbers(value["prompt_token_ids"]))
+        ids = as_numbers(value["prompt_token_ids"])
+        if not isinstance(ids, list | tuple) or not all(map(_is_whole, ids)):
+            raise SpecError(
+                f"{where}['prompt_token_ids'] is {shown(ids)}; it must be a list of whole numbers."
+            )
+        ids = list(map(int, ids))
     else:
-        raise SpecError(f"{where} is {shown(value)}; it is a text or {{'prompt_token_ids': ...}}.")
+        raise SpecError(
+            f"{where} is {shown(value)}; it must be a text or {{'prompt_token_ids': ...}}."
+        )
     if not ids:
         raise SpecError(f"{where} has no token.")
     return ids

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_scope import Add, Read, Spec
 from vllm_scope.core import news as module
-from vllm_scope.core.news import Entrant, Heard, StepNews, Told
+from vllm_scope.core.news import Entrant, Heard, StepNews, Told, know_digest, packed_of
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.ticket import Recipient
@@ -77,6 +77,19 @@ def test_a_worker_in_the_same_process_takes_the_spec_as_it_is():
     assert elsewhere[number] is not asked
     assert elsewhere[number] == asked
     assert here.digest_of(number) == elsewhere.digest_of(number)
+
+
+def test_for_the_only_worker_in_this_process_nothing_is_packed():
+    told, heard, news = Told(here=True), Heard(), StepNews()
+    asked, again = _asked(0, 1.0), _asked(0, 1.0)
+    numbers = [told.number_of(one, news) for one in (asked, again, asked)]
+    assert (numbers, news.specs, news.arrays) == ([0, 1, 0], {}, {})
+    know_digest(again, b"of the ticket")
+    heard.take(news)
+    assert [heard[number] for number in numbers] == [asked, again, asked]
+    assert heard[0] is asked
+    assert heard.digest_of(0) == packed_of(asked)[0].digest
+    assert heard.digest_of(1) == b"of the ticket"
 
 
 def test_a_step_that_changes_nothing_has_no_news():

@@ -158,6 +158,7 @@ class Scheduler:
         pool = Pool()
         self.kv_cache_manager = SimpleNamespace(block_pool=pool)
         self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(distributed_executor_backend="mp"),
             additional_config=additional,
             num_speculative_tokens=0,
             model_config=SimpleNamespace(

@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.sweeps.test_plans import METRIC, Letters
 from vllm_scope import Read, Replace, SpecError, Sweep, scope
+from vllm_scope.request.selectors import MAX_ITEMS
 from vllm_scope.request.sites import Heads, Place, Sites
 from vllm_scope.request.spec import MAX_SPEC_BYTES
 from vllm_scope.sweeps.paths import MAX_NUMBERS
@@ -179,6 +180,18 @@ def test_a_receiver_gets_no_rows_that_come_from_behind_it():
     assert [(one.site, one.layers) for one in last.actions] == [("q", (2,))]
 
 
+@pytest.mark.parametrize("mode", ["add", "ablate"])
+def test_one_head_of_a_sender_is_edited_along_its_own_numbers(mode):
+    plan = planned(
+        mode=mode, site="z", heads=[1], layers=[0], positions=[2], receivers="logits",
+        source=[1, 2, 3, 4, 5, 6],
+    )  # fmt: skip
+    _, (first, _), _ = run(plan)
+    edit = first.actions[0]
+    assert getattr(edit, edit.fields[0]).numpy.reshape(-1).tolist() == [0, 0, 0, 4, 5, 6]
+    assert not np.isnan(plan.table.values).any()
+
+
 def test_a_request_of_a_path_that_fails_leaves_the_other_cells():
     plan = planned(site="z", positions=[-1], receivers=[("q", 2)])
 
@@ -232,8 +245,48 @@ def wide(length, **options):
     ],
 )
 def test_a_sweep_whose_cells_are_too_large_is_refused_before_its_first_request(length, options):
-    with pytest.raises(SpecError, match="at most 1,398,101 are allowed, so name receivers of"):
+    with pytest.raises(
+        SpecError,
+        match=r"^a cell of prompts\[0\] has .* at most 1,398,101 are allowed, so name receivers of",
+    ):
         wide(length, **options)
+
+
+DEEP = Sites(
+    num_layers=300, hidden_size=6, dtype="float32",
+    boundaries=(0, *(Place("resid_post", k).boundary for k in range(300))),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "is_taken"), [(256, True), (257, False)])
+def test_receivers_are_as_many_as_a_request_may_have_edits(count, is_taken):
+    receivers = [("resid_post", layer) for layer in range(1, count + 1)]
+    asked = Sweep(np.ones(6), metric=METRIC, mode="add", layers=[0], positions=[-1],
+                  receivers=receivers)  # fmt: skip
+    said = "sets 257 receivers in one request; at most 256 are allowed, so name fewer receivers"
+    with nullcontext() if is_taken else pytest.raises(SpecError, match=said):
+        Plan(asked, ["ab"], DEEP, Letters())
+
+
+@pytest.mark.parametrize(
+    ("length", "positions", "is_taken"),
+    [
+        pytest.param(MAX_ITEMS, [0], True, id="all-tokens"),
+        pytest.param(MAX_ITEMS + 1, [0], False, id="one-too-many"),
+        pytest.param(MAX_ITEMS + 1, [1], True, id="from-the-second-on"),
+    ],
+)
+def test_the_prompts_own_run_is_read_at_as_many_positions_as_a_request_may_name(
+    length, positions, is_taken
+):
+    asked = Sweep(np.ones(6), metric=METRIC, mode="add", site="mlp_out", layers=[1],
+                  positions=positions, receivers="logits")  # fmt: skip
+    prompts = [{"prompt_token_ids": [1] * n} for n in (2, length)]
+    said = r"names 65,537 positions of prompts\[1\]; at most 65,536 are allowed, so name later"
+    with nullcontext() if is_taken else pytest.raises(SpecError, match=said):
+        for job in Plan(asked, prompts, SITES, Letters()).jobs():
+            if job is None or job.place is not None:
+                break
 
 
 @pytest.mark.parametrize(
@@ -272,7 +325,7 @@ def test_the_requests_of_a_sweep_that_is_taken_fit(length, options):
         pytest.param([("embed", 0)], "a receiver is at resid_pre", id="embed"),
         pytest.param([("ln_final", 0)], "a receiver is at resid_pre", id="final"),
         pytest.param([("mlp_out", 1, 0)], "rows of 'mlp_out' have none", id="head-of-none"),
-        pytest.param([("q", 7)], "layers 0 to 2", id="layer"),
+        pytest.param([("q", 7)], r"layers 0 to 2\.$", id="layer"),
         pytest.param([("v", 1, 1)], "head 1 of 'v', which has heads 0 to 0", id="head"),
         pytest.param([("mlp_post", 1)], "does not tap 'mlp_post'", id="untapped"),
     ],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,10 +25,20 @@ from vllm_scope import (
     SpecError,
     Sweep,
 )
-from vllm_scope.engine.frontend.sweeping import MAX_LOGPROBS, _Bounded, cells_at_once, showing
+from vllm_scope.engine.frontend.sweeping import (
+    MAX_LOGPROBS,
+    Sweeping,
+    _Bounded,
+    _check_logprobs,
+    _check_tokens,
+    cells_at_once,
+    showing,
+)
+from vllm_scope.request.selectors import MAX_ITEMS
 from vllm_scope.request.sites import Heads, Place, Sites
 from vllm_scope.sweeps.plan import Plan
 from vllm_scope.sweeps.source import ReadRows
+from vllm_scope.sweeps.sweep import as_prompts
 
 SITES = Sites(
     num_layers=3, hidden_size=8, dtype="float32", heads=Heads(2, 1, 3, 3),
@@ -156,18 +168,80 @@ def test_rows_that_are_missing_end_the_sweep(monkeypatch):
 
 
 def test_tokens_are_checked_before_anything_is_made_of_them():
-    def check(ids):
-        if any(max(one) > 99 for one in ids):
-            raise SpecError("no such token")
+    def check(ids, where):
+        if max(ids) > 99:
+            raise SpecError(f"{where} has no such token")
 
     class Never(Letters):
         def decode(self, ids):
             raise AssertionError(ids)
 
-    for prompts, source in (([2**40], [5]), ([5], [2**40])):
-        asked = Sweep({"prompt_token_ids": source}, metric=METRIC)
-        with pytest.raises(SpecError, match="no such token"):
-            Plan(asked, {"prompt_token_ids": prompts}, SITES, Never(), check=check)
+    def prompts(*each):
+        return [{"prompt_token_ids": ids} for ids in each]
+
+    good, bad = prompts([5], [5]), prompts([5], [2**40])
+    for asked, source, where in (
+        (bad, good, r"prompts\[1\]"), (good, bad, r"Sweep.source\[1\]"),
+    ):  # fmt: skip
+        with pytest.raises(SpecError, match=f"^{where} has no such token"):
+            Plan(Sweep(source, metric=METRIC), asked, SITES, Never(), check=check)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "source", "metric", "where"),
+    [
+        (["a", "b!"], ["a", "bc"], METRIC, r"prompts\[1\]: "),
+        (["a", "bc"], ["a", "b!"], METRIC, r"Sweep.source\[1\]: "),
+        (["a", "bc"], ["a", "bc"], Logprob([1, "!"]), r"Logprob.token\[1\]: "),
+        (["a", "bc"], ["a", "bc"], Logprob("!"), "Logprob.token: "),
+        (["a", "bc"], ["a", "bc"], Logprob([1, -1]), r"Logprob.token\[1\] is -1"),
+    ],
+    ids=["prompt", "source", "one-of-the-tokens", "token-of-all", "no-token"],
+)
+def test_a_text_that_cannot_be_is_named(prompts, source, metric, where):
+    class Some(Letters):
+        def encode(self, text, add_special_tokens=True):
+            if "!" in text:
+                raise SpecError("a text of the sweep is too long")
+            return super().encode(text, add_special_tokens)
+
+    with pytest.raises(SpecError, match=f"^{where}"):
+        Plan(Sweep(source, metric=metric), prompts, SITES, Some())
+
+
+def test_tokens_and_metrics_that_an_engine_does_not_take_are_named():
+    model = SimpleNamespace(
+        get_vocab_size=lambda: 30, max_model_len=4, logprobs_mode="raw_logprobs", max_logprobs=20
+    )
+    _check_tokens(model, [29] * 3, "prompts[3]")
+    for ids, said in (([1] * 4, "has 4 tokens"), ([30], "has the tokens 30 to 30")):
+        with pytest.raises(SpecError, match=rf"^prompts\[3\] {said}"):
+            _check_tokens(model, ids, "prompts[3]")
+    with pytest.raises(
+        SpecError, match=r"the token 30 for prompts\[1\]; the vocabulary has 0 to 29"
+    ):
+        _check_logprobs(model, [(1, 2), (30, 3), (99, 1)])
+
+
+def sending(p, add):
+    """A Sweeping of this plan whose requests go to `add`."""
+    found = object.__new__(Sweeping)
+    found.plan, found._alike, found.over, found.most = p, None, False, 99
+    found._jobs, found._params = p.jobs(), dict.fromkeys(p.token_ids)
+    found._request = lambda job: add(job) or SimpleNamespace(job=job)
+    return found
+
+
+@pytest.mark.parametrize("is_source", [False, True], ids=["prompt", "source"])
+def test_a_request_that_is_refused_is_named_by_its_prompt(is_source):
+    def add(job):
+        if job.prompt == 1 and job.of_source == is_source:
+            raise SpecError("edits[0] is wrong.")
+
+    p = plan(Sweep(["xyz", "xy"], metric=METRIC))
+    name = r"Sweep.source\[1\]" if is_source else r"prompts\[1\]"
+    with pytest.raises(SpecError, match=rf"^{name}: edits\[0\] is wrong\.$"):
+        list(sending(p, add).due(0, lambda cell: None))
 
 
 def test_a_text_that_no_prompt_can_be_is_not_tokenized():
@@ -180,7 +254,7 @@ def test_a_text_that_no_prompt_can_be_is_not_tokenized():
 
     bounded = _Bounded(Known(), SimpleNamespace(max_model_len=4, get_vocab_size=lambda: 30))
     assert bounded.encode("aa") == [0, 1, 1]
-    with pytest.raises(SpecError, match="has 13 tokens; this engine takes at most 3 and one more"):
+    with pytest.raises(SpecError, match="has 13 tokens; this engine takes at most 3, because"):
         bounded.encode("a" * 12)
     with pytest.raises(SpecError, match="13 characters; the tokens that this engine takes have at"):
         bounded.encode("a" * 13)
@@ -200,6 +274,67 @@ def test_a_given_direction_of_all_positions_at_once_is_one_edit():
     assert cells[0].actions[0].tokens.positions == (0, 1, 2, 3)
     p = plan(Sweep(["xyz", "xy"], metric=METRIC, mode="add", together=True))
     assert [len(j.actions) for j in all_jobs(p) if j.place is not None] == [4] * 3 + [3] * 3
+
+
+def rows_of(length, *, alike=False):
+    rows = np.ones((1, length, 8))
+    return rows if alike else rows * np.arange(1, length + 1)[:, None]
+
+
+@pytest.mark.parametrize("receivers", [None, "logits"], ids=["plain", "paths"])
+@pytest.mark.parametrize(
+    ("length", "options", "said"),
+    [
+        pytest.param(256, {"source": rows_of(256)}, None, id="as-many-edits-as-a-request-has"),
+        pytest.param(
+            257, {"source": rows_of(257)},
+            r"has 257 edits of prompts\[1\], one for each position; at most 256 are allowed, so "
+            "name fewer positions", id="rows-of-the-caller",
+        ),
+        pytest.param(
+            257, {"source": ["a", "ab" * 128]}, r"has 257 edits of prompts\[1\]",
+            id="rows-that-are-read",
+        ),
+        pytest.param(257, {"source": rows_of(257, alike=True)}, None, id="equal-rows"),
+        pytest.param(257, {"source": np.ones(8)}, None, id="one-row"),
+        pytest.param(257, {"source": {"module": "m"}}, None, id="module"),
+        pytest.param(257, {"source": rows_of(257), "mode": "patch"}, None, id="patch"),
+        pytest.param(257, {"source": rows_of(257), "together": False}, None, id="one-by-one"),
+    ],
+)  # fmt: skip
+def test_a_cell_has_as_many_edits_as_a_request_may_have(length, options, said, receivers):
+    given = {"mode": "ablate", "together": True, "layers": [1], "receivers": receivers} | options
+    prompts = [{"prompt_token_ids": [1] * n} for n in (2, length)]
+    with nullcontext() if said is None else pytest.raises(SpecError, match=said):
+        plan(Sweep(metric=METRIC, **given), prompts)
+
+
+def test_edits_of_heads_are_counted_by_the_rows_of_these_heads():
+    rows = np.ones((1, 257, 6))
+    rows[..., 3:] += np.arange(257)[:, None]
+    asked = {"metric": METRIC, "mode": "add", "site": "z", "layers": [1], "together": True}
+    plan(Sweep(rows, heads=[0], **asked), [{"prompt_token_ids": [1] * 257}])
+    with pytest.raises(SpecError, match="has 257 edits"):
+        plan(Sweep(rows, heads="all", **asked), [{"prompt_token_ids": [1] * 257}])
+
+
+def test_positions_are_as_many_as_a_request_may_name():
+    prompt, most = {"prompt_token_ids": [1] * (MAX_ITEMS + 2)}, MAX_ITEMS
+    asked = {"metric": METRIC, "mode": "add", "layers": [1], "together": True}
+    plan(Sweep(np.ones(8), positions=list(range(most)), **asked), [prompt])
+    for positions in ("all", list(range(most + 1))):
+        with pytest.raises(SpecError, match=r"positions of prompts\[0\]; at most 65,536 are"):
+            plan(Sweep(np.ones(8), positions=positions, **asked), [prompt])
+
+
+def test_the_rows_that_a_cell_sets_fit_into_a_request():
+    sites = replace(SITES, hidden_size=4096)
+    asked = Sweep(np.ones(4096), metric=METRIC, together=True, layers=[1])
+    for length in (383, 384):
+        prompts = ["a", {"prompt_token_ids": [1] * length}]
+        said = r"has 1,572,864 numbers in its edits of prompts\[1\]; fewer than 1,572,864 are"
+        with nullcontext() if length == 383 else pytest.raises(SpecError, match=said):
+            Plan(asked, prompts, sites, Letters())
 
 
 def test_a_failed_cell_has_no_value_and_says_why():
@@ -351,3 +486,22 @@ def test_progress_is_a_bar_a_map_or_nothing(capsys):
 def test_a_map_without_anywidget_says_what_to_install():
     with pytest.raises(ConfigError, match="pip install 'vllm-scope"):
         showing(plan(Sweep(["xyz", "xy"], metric=METRIC)), "map").__enter__()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        ("\ud800", r"prompts\[1\] is .*half of a surrogate pair"),
+        ({"prompt_token_ids": "abc"}, r"prompts\[1\]\['prompt_token_ids'\] is 'abc'; it must be a"),
+        ({"prompt_token_ids": [1, True]}, r"\[1, True\]; it must be a list of whole numbers"),
+        (5, r"prompts\[1\] is 5; it must be a text or"),
+    ],
+)
+def test_a_prompt_that_is_none_is_named(prompt, sentence):
+    with pytest.raises(SpecError, match=sentence):
+        as_prompts(["aa", prompt], Letters().encode, "prompts")
+
+
+def test_numbers_of_any_integer_type_are_token_ids():
+    ids = [np.int64(3), 4, 4]
+    assert as_prompts([{"prompt_token_ids": ids}], Letters().encode, "prompts") == [[3, 4, 4]]

@@ -18,13 +18,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from vllm_scope.core.news import packed_of
+from vllm_scope.core.news import digest_of, know_digest, packed_of
 from vllm_scope.core.registry import Registry
 from vllm_scope.core.sums_room import SumsRoom
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.core.entered import Entered, entered, entering, keep
-from vllm_scope.engine.model import CONNECTORS_BY_HASH, foreign_connector, global_reads, sites_of
+from vllm_scope.engine.model import (
+    CONNECTORS_BY_HASH,
+    foreign_connector,
+    global_reads,
+    sites_of,
+    worker_is_here,
+)
 from vllm_scope.engine.params import has_ticket, ticket_of, without_ticket
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import EngineCore, EngineCoreRequest, Request, VllmConfig
@@ -70,7 +76,7 @@ class CoreScope:
         #: Of the worker in this process, which uploads the table rows that are made here; None if
         #: workers run elsewhere.
         self.widths: Widths | None = None
-        if vllm_config.parallel_config.distributed_executor_backend == "uni":
+        if worker_is_here(vllm_config):
             itemsize = vllm_config.model_config.dtype.itemsize
             self.widths = Widths.of(self.sites.row_sizes, itemsize)
 
@@ -116,7 +122,10 @@ class CoreScope:
         firsts = [_first({read.tokens for read in self.everywhere.reads}, ids)]
         firsts += [] if ticket is None else [ticket.first_position]
         unchecked = _unchecked(asked, asked is not own, ticket)
-        packed_of(asked)  # here, and not on the scheduler's thread
+        if self.widths is None:
+            packed_of(asked)  # here, and not on the scheduler's thread
+        elif asked is own and ticket is not None and not ticket.modules:
+            know_digest(asked, ticket.spec.digest)
         nonce = secrets.token_bytes(16) if asked.scaled else b""
         held, columns, reserve = self._held_of(asked, ids, params.max_tokens or 1, unchecked)
         reserve += Cost(lens_rows=num_lens_rows(asked, ids, params.max_tokens or 1))
@@ -153,7 +162,7 @@ class CoreScope:
         columns = program.columns(len(ids) + max_tokens + OVERSHOOT)
         if not vectors:
             return None, columns, Cost()
-        held, reserve = program.held(columns, packed_of(asked)[0].digest), Cost()
+        held, reserve = program.held(columns, digest_of(asked)), Cost()
         if asked.policy is not None and asked.scaled:
             most = self.policies[asked.policy.name].options.most_changes
             reserve = program.cost_of_change(columns) * most

@@ -27,7 +27,7 @@ from vllm_scope.engine.core import clearing
 from vllm_scope.engine.core.entered import entered
 from vllm_scope.engine.core.scores import fill_blocks, index_of, kept_of, new_index
 from vllm_scope.engine.core.verdicts import take_due
-from vllm_scope.engine.model import sites_of
+from vllm_scope.engine.model import sites_of, worker_is_here
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import (
     KVCacheManager,
@@ -49,16 +49,16 @@ class _State:
     """What is kept about one of vLLM's schedulers.
 
     Attributes:
-        admission: None until a request with programs comes.
         told: what the workers hold.
+        admission: None until a request with programs comes.
         ended: id of an ended request that has sinks -> what was accepted; kept until a step's
             news carry it.
         summing: running requests with Moments.
         accepted: id of an ended one -> how many tokens it has; kept as `ended`.
     """
 
+    told: Told
     admission: Admission[Request] | None = None
-    told: Told = field(default_factory=Told)
     ended: dict[str, Ended] = field(default_factory=dict)
     summing: set[str] = field(default_factory=set)
     accepted: dict[str, int] = field(default_factory=dict)
@@ -67,8 +67,12 @@ class _State:
 _states: Beside[_State] = Beside()
 
 
-def _state_of(scheduler: object) -> _State:
-    return _states.of(scheduler) or _states.put(scheduler, _State())
+def _state_of(scheduler: Scheduler) -> _State:
+    found = _states.of(scheduler)
+    if found is None:
+        here = worker_is_here(scheduler.vllm_config)
+        found = _states.put(scheduler, _State(Told(here)))
+    return found
 
 
 # Room for requests

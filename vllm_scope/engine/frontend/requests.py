@@ -14,7 +14,8 @@ import secrets
 from collections.abc import Awaitable, Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -122,12 +123,15 @@ class _Shared:
     """What the completions of one request share.
 
     Attributes:
-        uid: as in Recipient.
         prepared: None until the first completion enters.
     """
 
-    uid: str = field(default_factory=lambda: secrets.token_hex(16))
     prepared: Prepared | None = None
+
+    @cached_property
+    def uid(self) -> str:
+        """As in Recipient."""
+        return secrets.token_hex(16)
 
 
 #: vLLM's ParentRequest -> what its completions share.
@@ -150,15 +154,13 @@ def _prepared_of(
     Raises:
         SpecError: as `prepare`.
     """
-    shared = None if parent is None else _shared_of(parent)
-    if shared is not None and shared.prepared is not None:
-        return shared.prepared
-    found = _ahead.get()
-    if found is None or not _is_of(found, request):
-        found = prepare(connections.of(processor), request)
-    if shared is not None:
+    shared = _shared_of(parent)
+    if shared.prepared is None:
+        found = _ahead.get()
+        if found is None or not _is_of(found, request):
+            found = prepare(connections.of(processor), request)
         shared.prepared = found
-    return found
+    return shared.prepared
 
 
 def _is_of(found: Prepared, request: EngineCoreRequest) -> bool:

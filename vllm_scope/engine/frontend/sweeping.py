@@ -33,7 +33,7 @@ from vllm_scope.engine.frontend.outputs import drop
 from vllm_scope.engine.frontend.prepared import NO_TAPS, Prepared
 from vllm_scope.engine.frontend.requests import prepared_as
 from vllm_scope.engine.vllm_types import AsyncLLM, Engine, LLMEngine, RequestOutput
-from vllm_scope.errors import CapacityError, ScopeError, SpecError, shown
+from vllm_scope.errors import CapacityError, ScopeError, SpecError, naming, shown
 from vllm_scope.request.actions import Read
 from vllm_scope.request.spec import Spec, scope
 from vllm_scope.results.budget import LABEL_BYTES
@@ -135,7 +135,9 @@ class Sweeping:
                 tell(self.plan.take(job, None, None, job.error))
                 continue
             num_running += 1
-            yield self._request(job)
+            with naming(job.name):
+                request = self._request(job)
+            yield request
 
     def _request(self, job: Job) -> _Request:
         prompt = {"type": "token", "prompt_token_ids": job.ids}
@@ -206,12 +208,12 @@ class _Bounded:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if self._most is not None and len(text) > self._most:
             raise SpecError(
-                f"a text of the sweep has {len(text):,} characters; the tokens that this engine "
+                f"the text has {len(text):,} characters; the tokens that this engine "
                 f"takes have at most {self._most:,}, so give a shorter one."
             )
         found = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if found:
-            _check_tokens(self._model, [found])
+            _check_tokens(self._model, found, "the text")
         return found
 
 
@@ -237,20 +239,20 @@ def _connection_of(engine: Engine) -> Connection:
     return connection
 
 
-def _check_tokens(model: Any, prompts: list[list[int]]) -> None:
+def _check_tokens(model: Any, ids: list[int], where: str) -> None:
     """Raises SpecError for a prompt that is too long for one more token, or has no such token."""
     num_tokens = model.get_vocab_size()
-    for ids in prompts:
-        if len(ids) >= model.max_model_len:
-            raise SpecError(
-                f"a prompt of the sweep has {len(ids):,} tokens; this engine takes at most "
-                f"{model.max_model_len - 1:,} and one more."
-            )
-        if not 0 <= min(ids) <= max(ids) < num_tokens:
-            raise SpecError(
-                f"a prompt of the sweep has the tokens {min(ids)} to {max(ids)}; the vocabulary "
-                f"has 0 to {num_tokens - 1}."
-            )
+    if len(ids) >= model.max_model_len:
+        raise SpecError(
+            f"{where} has {len(ids):,} tokens; this engine takes at most "
+            f"{model.max_model_len - 1:,}, because it samples one more. Give a shorter prompt, or "
+            "start it with a larger max_model_len."
+        )
+    if not 0 <= min(ids) <= max(ids) < num_tokens:
+        raise SpecError(
+            f"{where} has the tokens {min(ids)} to {max(ids)}; the vocabulary has 0 to "
+            f"{num_tokens - 1}."
+        )
 
 
 def _check_logprobs(model: Any, token_ids: list[tuple[int, ...]]) -> None:
@@ -260,11 +262,12 @@ def _check_logprobs(model: Any, token_ids: list[tuple[int, ...]]) -> None:
         token_ids: of each prompt; none for all tokens.
     """
     num_tokens = model.get_vocab_size()
-    highest = max((max(ids) for ids in token_ids if ids), default=0)
-    if highest >= num_tokens:
-        raise SpecError(
-            f"Sweep.metric names the token {highest}; the vocabulary has 0 to {num_tokens - 1}."
-        )
+    for i, ids in enumerate(token_ids):
+        if max(ids, default=0) >= num_tokens:
+            raise SpecError(
+                f"Sweep.metric names the token {max(ids)} for prompts[{i}]; the vocabulary has 0 "
+                f"to {num_tokens - 1}."
+            )
     if model.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
         raise SpecError(
             f"this engine has logprobs_mode {shown(model.logprobs_mode)}; a sweep's metric is of "
@@ -332,7 +335,7 @@ def run(
             while running or not sweeping.over:
                 for request in sweeping.due(len(running), tell):
                     name = next(names)
-                    with prepared_as(request.prepared):
+                    with naming(request.job.name), prepared_as(request.prepared):
                         engine.add_request(name, request.prompt, request.params)
                     running[name] = request.job
                 for output in engine.step() if running else ():

@@ -24,7 +24,7 @@ from vllm_scope.engine.vllm_types import CompletionOutput, RequestOutput, Sampli
 from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.request.actions import Action
 from vllm_scope.request.remembered import Remembered
-from vllm_scope.request.sites import Sites
+from vllm_scope.request.sites import EMBEDDING, Sites, embedding_hint
 from vllm_scope.request.spec import ACTIONS, Spec, scope
 
 if TYPE_CHECKING:
@@ -239,17 +239,19 @@ def named(said: Iterable[tuple[Action, Mapping[str, str]]]) -> dict[str, str]:
 
 
 def in_words(text: str, paths: Mapping[str, str]) -> str:
-    """An error text whose leading path is replaced by the caller's words.
+    """An error text whose leading path is replaced by the caller's words. These have no `site`
+    that could be the embedding, so the text does not advise it.
 
     Args:
         paths: path of an action or of its field -> the caller's words.
     """
     if found := _PATH.match(text):
         whole, action, end = found[0], found[1], found[2] or ""
+        rest = text[found.end() :].removesuffix(embedding_hint(EMBEDDING))
         if whole in paths:
-            return paths[whole] + text[found.end() :]
+            return paths[whole] + rest
         if action in paths:
-            return paths[action] + end + text[found.end() :]
+            return paths[action] + end + rest
     return text
 
 
