@@ -210,6 +210,10 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
         _uses("WorkerBase.compile_or_warm_up_model"),
         _uses("WorkerBase.shutdown"),
     ),
+    "v1.worker.gpu_worker": (
+        _uses("Worker.reload_weights"),
+        _uses("Worker.finish_weight_update"),
+    ),
     "v1.worker.gpu_model_runner": (
         _uses("GPUModelRunner._model_forward"),
         _uses("GPUModelRunner.execute_model", "", "scheduler_output"),

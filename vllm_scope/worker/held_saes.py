@@ -101,15 +101,18 @@ class DeviceSae:
         first, b_dec = 0, sae.decoder_bias.to(device).double()
         for part in sae.folded(device):
             here = slice(first, first := first + len(part.bias))
-            weight, bias, exact = part.encoder.to(dtype), part.bias, part.encoder
-            rounded = weight.double()
-            if self._scale is not None:
+            bias, exact = part.bias, part.encoder
+            if self._scale is None:
+                weight = exact.to(dtype)
+            else:
                 scaled = Fp8(hidden_size=sae.d_model, dtype="float32").encode(exact.float())
-                weight, scale = scaled["q"], scaled["scale"]
-                self._scale[here] = scale[:, 0]
-                rounded = weight.double() * scale.double()
+                weight = scaled["q"]
+                self._scale[here] = scaled["scale"][:, 0]
             if sae.apply_b_dec_to_input:
                 # The rounding of the weights then counts for x - b_dec, not for x and for b_dec.
+                rounded = weight.double()
+                if self._scale is not None:
+                    rounded *= self._scale[here, None]
                 bias = bias + (exact - rounded) @ b_dec / sae.input_scale
             self._weight[here] = weight
             self._bias[here] = bias

@@ -15,6 +15,10 @@ from vllm_scope.engine.core.scheduler import news_in
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import ModelRunner, SchedulerOutput, VllmConfig, Worker
 from vllm_scope.engine.worker.worker import ScopeWorker
+from vllm_scope.errors import reason_of
+
+#: vLLM's calls that end with other weights; all workers get them.
+_NEW_WEIGHTS = ("reload_weights", "finish_weight_update")
 
 
 def _remote_calls(scope: ScopeWorker) -> dict[str, Callable[..., object]]:
@@ -54,10 +58,26 @@ def _attach(worker: Worker, config: ScopeConfig) -> None:
         scope.close()
         return shutdown(*args, **kwargs)
 
+    for name in _NEW_WEIGHTS:
+        if hasattr(worker, name):  # a worker of another platform may have none of them
+            setattr(worker, name, _renewing(getattr(worker, name), scope))
     worker.load_model = load
     worker.compile_or_warm_up_model, worker.shutdown = warm, close
     for name, call in _remote_calls(scope).items():
         setattr(worker, name, call)
+
+
+def _renewing(change: Callable[..., object], scope: ScopeWorker) -> Callable[..., object]:
+    def changed(*args: object, **kwargs: object) -> object:
+        try:
+            out = change(*args, **kwargs)
+        except Exception as error:
+            scope.renew(reason_of(error))
+            raise
+        scope.renew()
+        return out
+
+    return changed
 
 
 def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:

@@ -1,7 +1,7 @@
 """The lens of one worker, from the load of its model to its first request.
 
 Owns:  OwnLens.
-Runs:  in every worker, on its main thread, at the start.
+Runs:  in every worker, on its main thread, at the start, and when the weights were changed.
 From:  worker.   To: unembedding (which knows the model), vocabulary (several ranks), holding.
 
 Promise: all ranks of a tensor-parallel group make the same calls in the same order, whatever the
@@ -22,7 +22,7 @@ from vllm_scope.engine.vllm_types import VllmConfig
 from vllm_scope.engine.worker.holding import held_maps
 from vllm_scope.engine.worker.proving import agreed
 from vllm_scope.engine.worker.unembedding import LogitsCall, check_lens, lens_of, logits_call
-from vllm_scope.engine.worker.vocabulary import check_part, gather_parts
+from vllm_scope.engine.worker.vocabulary import check_part, gather_parts, renew_parts
 from vllm_scope.errors import CompatError
 from vllm_scope.request.heads import LENS, LensKey
 from vllm_scope.request.sites import Sites
@@ -33,7 +33,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 
 class OwnLens:
-    """A model's lens on one worker. Verbs: `load`, then `begin`.
+    """A model's lens on one worker. Verbs: `load`, then `begin`; `renew` after a change of weights.
 
     Args:
         final_norm: `Anatomy.norm_here`.
@@ -56,6 +56,8 @@ class OwnLens:
         self._delivers, self._is_last = delivers, is_last
         self.reason: str | None = "the model is not loaded"
         self.maps: Mapping[LensKey, DeviceMap] = {}
+        #: Of several ranks: this rank's head, and what was gathered.
+        self._head: nn.Module | None = None
         self._parts: Sequence[nn.Module] | None = None
         self._refused: str | None = None
 
@@ -87,7 +89,20 @@ class OwnLens:
         self._refused = agreed(self._refused, (group,))
         if self._refused is None:
             assert head is not None
+            self._head = head
             self._parts = gather_parts(head, group, self._config.unembedding_mib)
+
+    def renew(self, group: Any, failed: str | None) -> None:
+        """Take the weights of now, unless a rank's could not be changed. Every rank of the group
+        calls it.
+
+        Args:
+            failed: why this rank's could not be changed.
+        """
+        if self._head is None or self._parts is None:
+            return
+        if agreed(failed, (group,)) is None:
+            renew_parts(self._head, self._parts, group)
 
     def begin(
         self, rows: Callable[[], tuple[Tensor, Tensor]],
@@ -97,8 +112,8 @@ class OwnLens:
         `reason`, and none on a rank that does not deliver.
 
         Args:
-            rows: the exit of the last layer in a forward, and what the model returned of it, as
-                loading.last_rows.
+            rows: runs a forward; returns the row that leaves its last layer, and the row that the
+                model returned (loading.last_rows).
             warm: as Drain.warm.
         """
         try:

@@ -33,12 +33,7 @@ from vllm_scope.graph.anatomy.proof import Findings, find_faults
 from vllm_scope.graph.anatomy.supposed import prove_supposed, stream_rows
 from vllm_scope.graph.anatomy.tapped import norm_of, refused_site
 from vllm_scope.graph.anatomy.watched import Watch
-from vllm_scope.request.sites import (
-    ATTENTION_SITES,
-    Place,
-    Sites,
-    place_at,
-)
+from vllm_scope.request.sites import ATTENTION_SITES, Place, Sites, place_at
 
 logger = logging.getLogger("vllm.vllm_scope")
 
@@ -177,7 +172,7 @@ def _proved_by_numbers(
 def _check_sites(unread: str, sites: Sites) -> None:
     """Raises ConfigError if a site is configured that the stream's numbers do not prove."""
     for boundary in sites.readable:
-        site = place_at(boundary).site
+        site, _ = place_at(boundary)
         if site not in ("embed", "resid_post"):  # resid_pre has the boundaries of these
             raise refused_site(
                 site, f"{unread}; numbers prove only embed, resid_pre and resid_post"

@@ -37,12 +37,12 @@ _FIRST_ROWS = (1, 2, 3)
 
 @dataclass
 class LogitsCall:
-    """What a model's LogitsProcessor was called with, and what it returned.
+    """One call of a model's LogitsProcessor: its arguments and its result.
 
     Attributes:
         model: the model's name, for messages.
         args: the head, [n, hidden_size] rows, and more.
-        logits: [n, vocab_size]; None where the rank of another one makes them.
+        logits: [n, vocab_size]; None on ranks that vLLM returns no logits to.
     """
 
     model: str
@@ -80,7 +80,8 @@ class LogitsCall:
         return made
 
     def _of(self, head: nn.Module, value: object) -> object:
-        """What another head's call takes in the place of a value: of a tensor, the head's own."""
+        """What a call with `head` takes in the place of `value`. For a tensor of this call's head
+        that is the tensor of `head` with the same name; other values stay."""
         if not isinstance(value, Tensor):
             return value
         for name, one in tensors_of(self.head).items():

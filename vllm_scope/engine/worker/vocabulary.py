@@ -1,18 +1,18 @@
 """The parts of the unembedding that tensor-parallel ranks hold, together on the first rank.
 
-Owns:  `gather_parts`, `part_alone`, `tensors_of`.
+Owns:  `gather_parts`, `renew_parts`, `part_alone`, `tensors_of`.
 Runs:  in every worker of a tensor-parallel group, on its main thread, when the model is loaded, so
-       that vLLM counts the memory.
+       that vLLM counts the memory; and after its weights were changed.
 From:  unembedding (which finds the head), vLLM's group.   To: own_lens.
 
-Promise: ranks exchange messages for a lens here alone, before the first request. A lens that works
-later waits for no other rank.
+Promise: ranks exchange messages for a lens here alone, before the first request and after a change
+of the weights. A lens that works later waits for no other rank.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,22 +49,51 @@ def gather_parts(head: nn.Module, group: Any, most_mib: float) -> tuple[nn.Modul
         ConfigError: the parts of the other ranks take more, on every rank alike.
     """
     tensors = tensors_of(head)
-    others = group.ranks[1:] if head.tp_size != 1 else []
-    needed = len(others) * sum(one.nbytes for one in tensors.values()) / 2**20
+    needed = len(_others(head, group)) * sum(one.nbytes for one in tensors.values()) / 2**20
     if needed > most_mib:
         raise ConfigError(
             f"additional_config['scope'].unembedding_mib is {most_mib:g}; the other ranks' parts "
             f"of the unembedding take {needed:,.1f} MiB of the first rank's device. Raise it, or "
             "leave it out: requests then have no lens."
         )
-    if group.rank_in_group:
-        for one in tensors.values() if others else ():
-            torch.distributed.send(_bytes_of(one), group.ranks[0], group=group.cpu_group)
-        return ()
-    parts = [
-        {name: _received(one, rank, group) for name, one in tensors.items()} for rank in others
+    found = _exchanged(head, group)
+    copies = [
+        {name: torch.empty_like(tensors[name]).copy_(one) for name, one in some.items()}
+        for some in found[1:]
     ]
-    return tuple(part_alone(head, some) for some in (tensors, *parts))
+    return tuple(part_alone(head, some) for some in (*found[:1], *copies))
+
+
+def renew_parts(head: nn.Module, parts: Sequence[nn.Module], group: Any) -> None:
+    """Give the parts the weights that the ranks' heads have now, in the memory that they have.
+
+    Every rank of the group calls it, as it called `gather_parts`.
+
+    Args:
+        parts: as `gather_parts` returned them.
+    """
+    for part, new in zip(parts, _exchanged(head, group), strict=True):
+        for name, one in tensors_of(part).items():
+            one.data.copy_(new[name])
+
+
+def _others(head: nn.Module, group: Any) -> list[int]:
+    """The ranks with other parts than the first one's."""
+    return list(group.ranks[1:]) if head.tp_size != 1 else []
+
+
+def _exchanged(head: nn.Module, group: Any) -> list[dict[str, Tensor]]:
+    """The tensors of each rank with a part, of the others in host memory; none on another rank than
+    the first. When it returns, no rank waits for another one."""
+    tensors, others = tensors_of(head), _others(head, group)
+    if not group.rank_in_group:
+        came = [
+            {name: _received(one, rank, group) for name, one in tensors.items()} for rank in others
+        ]
+        return [tensors, *came]
+    for one in tensors.values() if others else ():
+        torch.distributed.send(_bytes_of(one), group.ranks[0], group=group.cpu_group)
+    return []
 
 
 def tensors_of(head: nn.Module) -> dict[str, Tensor]:
@@ -100,7 +129,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _received(like: Tensor, rank: int, group: Any) -> Tensor:
-    """Another rank's tensor, on the device of this rank's."""
+    """Another rank's tensor, in host memory."""
     host = torch.empty(like.shape, dtype=like.dtype)
     torch.distributed.recv(host.reshape(-1).view(torch.uint8), rank, group=group.cpu_group)
-    return torch.empty_like(like).copy_(host)
+    return host

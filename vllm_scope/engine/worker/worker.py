@@ -176,6 +176,17 @@ class ScopeWorker:
             self._arena.num_bytes / 2**20, self._tables.vectors.numel() * 4 / 2**20,
         )  # fmt: skip
 
+    def renew(self, failed: str | None = None) -> None:
+        """Take the weights that the model has now. Every worker calls it when they were changed.
+
+        Args:
+            failed: why this worker's were not.
+        """
+        from vllm.distributed.parallel_state import get_tp_group
+
+        if self.lens is not None:
+            self.lens.renew(get_tp_group(), failed)
+
     def _begin_steps(self) -> Steps:
         self._planner = Planner(self._tables)
         self._scaling = Scaling(self._planner, self._compile)
