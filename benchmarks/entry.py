@@ -59,7 +59,7 @@ class Road:
         connections.put(self.processor, self.connection)
         self.encoder, self.decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)
         self.admission: Any = Admission(self.core.most, 0)
-        self.told, self.index = Told(), ScoreIndex(16, 256 << 20)
+        self.told, self.index = Told(self.core.widths is not None), ScoreIndex(16, 256 << 20)
         weight = np.random.default_rng(0).normal(size=(num_layers, self.sites.hidden_size))
         body = {
             "weight": (weight / 4096).tolist(), "layers": LAYERS[:num_layers],

@@ -1,14 +1,15 @@
-"""The process of a feed whose rows are ready, in place of an engine that computes them.
+"""Rows that are ready, in place of an engine that computes them.
 
-Runs:  started by `benchmarks.stream`, as `vllm_scope.feeds.feeder` is started.
+Runs:  in the process of `benchmarks.harvest_rate`; or in a process that `benchmarks.stream` starts
+       in place of `vllm_scope.feeds.feeder`.
 
-It shows what the way from the engine to the batch carries, without a model's time.
+They show what the way from the engine to the batch or to the disk carries, without a model's time.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -26,13 +27,25 @@ LENGTH, WIDTH = 512, 4096
 class Ready:
     """Rows of a context: the same each time."""
 
-    column: Column
+    found: list[Column]
     status: str = "complete"
-    expected: int = LENGTH
     error: str | None = None
 
+    @property
+    def expected(self) -> int:
+        return LENGTH * len(self.found)
+
     def columns(self) -> list[Column]:
-        return [self.column]
+        return self.found
+
+    @staticmethod
+    def of(num_layers: int) -> Ready:
+        """Of `resid_post`; a token's rows lie one behind another, as an engine delivers them."""
+        table = torch.randn(LENGTH, num_layers, WIDTH).bfloat16()
+        return Ready([
+            Column(("resid_post", layer, "after"), table[:, layer], np.arange(LENGTH), (WIDTH,))
+            for layer in range(num_layers)
+        ])  # fmt: skip
 
 
 class ReadyEngine:
@@ -40,10 +53,10 @@ class ReadyEngine:
 
     most_tokens, vocabulary, end, num_layers, model = LENGTH, 1 << 20, None, None, "ready"
 
-    def __init__(self, model: str, options: object, sites: object) -> None:
-        rows = torch.randn(LENGTH, WIDTH).bfloat16()
-        label = ("resid_post", 0, "after")
-        self._rows = Ready(Column(label, rows, np.arange(LENGTH), (WIDTH,)))
+    def __init__(
+        self, model: str = "ready", options: object = None, sites: object = (), num_layers: int = 1
+    ) -> None:
+        self._rows = Ready.of(num_layers)
 
     def settings(self, reads: object) -> dict[str, Any]:
         return {}
@@ -51,7 +64,7 @@ class ReadyEngine:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         raise NotImplementedError
 
-    def compute(self, prompts: Iterable[tuple[Any, Any]], reads: object) -> Iterator[Any]:
+    def compute(self, prompts: Iterable[tuple[Any, Any]], reads: object) -> Generator[Any]:
         for context, _ in prompts:
             yield context, self._rows
 

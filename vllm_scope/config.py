@@ -24,11 +24,13 @@ from pydantic import (
     StrictInt,
     ValidationError,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
     field_validator,
 )
 
 from vllm_scope.control.policy_options import PolicyConfig, parse_policies
 from vllm_scope.errors import ConfigError, SpecError
+from vllm_scope.request.options import Number, checked
 from vllm_scope.request.sites import (
     ATTENTION_SITES,
     INNER_SITES,
@@ -36,7 +38,7 @@ from vllm_scope.request.sites import (
     Place,
     canonical_site,
 )
-from vllm_scope.sinks.options import Number, SinkConfig, parse_sinks
+from vllm_scope.sinks.options import SinkConfig, parse_sinks
 
 #: Where the dict lives inside vLLM's `additional_config`.
 KEY = "scope"
@@ -136,11 +138,15 @@ class ScopeConfig(BaseModel):
         try:
             return tuple(sorted({canonical_site(site, "sites") for site in sites}))
         except SpecError as error:
-            raise ValueError(str(error)) from None
+            raise ConfigError(str(error)) from None
 
-    @field_validator("layers")
+    @field_validator("layers", mode="wrap")
     @classmethod
-    def _sane_layers(cls, layers: Any) -> Any:
+    def _sane_layers(cls, came: Any, parse: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            layers = parse(came)
+        except ValidationError:  # one sentence for both of the types
+            layers = ()
         if layers == "all":
             return layers
         if not layers or min(layers) < 0:
@@ -179,18 +185,7 @@ class ScopeConfig(BaseModel):
         """Raises ConfigError naming the option, what came and what is allowed."""
         if not isinstance(body, Mapping):
             raise ConfigError(f"additional_config['scope'] is {body!r}; it is an object.")
-        try:
-            return ScopeConfig.model_validate(dict(body))
-        except ValidationError as error:
-            first = error.errors()[0]
-            option = ".".join(str(part) for part in first["loc"][:1])
-            if option in ("sinks", "global_sinks", "policies") and first["type"] == "value_error":
-                raise ConfigError(f"additional_config['scope'].{first['ctx']['error']}") from None
-            allowed = ", ".join(k for k in ScopeConfig.model_fields if k != "graph_key")
-            raise ConfigError(
-                f"additional_config['scope'].{option} is {first['input']!r}: {first['msg']}. "
-                f"The options are {allowed}."
-            ) from None
+        return checked(ScopeConfig, body, f"additional_config['{KEY}'].", unsaid=("graph_key",))
 
     def sink_configs(self) -> dict[str, SinkConfig]:
         """The sinks that requests may name."""

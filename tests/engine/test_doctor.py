@@ -6,6 +6,7 @@ import json
 import resource
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,33 @@ GEMMA_3N = {
     "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 1, "laurel_rank": 8,
     "layer_types": ["full_attention"] * 2, "activation_sparsity_pattern": [0.0, 0.0],
     "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+#: Its code in vLLM needs no torchvision.
+QWEN_2_AUDIO = {
+    "architectures": ["Qwen2AudioForConditionalGeneration"], "model_type": "qwen2_audio",
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "model_type": "qwen2", "hidden_size": 128, "num_hidden_layers": 4, "vocab_size": 512,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256,
+        "max_position_embeddings": 512,
+    },
+    "audio_config": {
+        "model_type": "qwen2_audio_encoder", "d_model": 64, "encoder_layers": 4,
+        "encoder_attention_heads": 2, "encoder_ffn_dim": 128,
+    },
+}  # fmt: skip
+QWEN_2_VL = {
+    "architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl",
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "model_type": "qwen2_vl_text", "hidden_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256,
+        "vocab_size": 512, "max_position_embeddings": 512,
+        "rope_scaling": {"rope_type": "default", "type": "mrope", "mrope_section": [4, 6, 6]},
+    },
+    "vision_config": {"depth": 1, "embed_dim": 64, "hidden_size": 128, "num_heads": 2},
 }  # fmt: skip
 
 
@@ -106,6 +134,28 @@ def test_it_says_why_not(tmp_path):
     assert "cannot be read: Gemma3nTextModel.forward has no loop over layers" in said
     assert "served plainly" in said
     assert "An engine that compiles the model serves embed, resid_pre and resid_post" in said
+
+
+def test_of_a_multimodal_model_it_says_what_can_be_read_of_the_decoder(tmp_path):
+    """From its configuration alone: no file of a processor, no tokenizer."""
+    done = doctor(model_of(QWEN_2_AUDIO, tmp_path))
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert "4 layers of 128, bfloat16" in done.stdout
+    table = table_of(done)
+    assert table["embed"] == ["yes", "yes", ""]
+    assert table["resid_post"] == ["0-3", "yes", ""]
+    assert table["z"] == ["0-3", "no", ""]
+
+
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
+def test_a_package_that_the_models_code_needs_is_named(tmp_path):
+    done = doctor(model_of(QWEN_2_VL, tmp_path))
+    assert (done.returncode, done.stderr) == (2, ""), done.stdout
+    sentence = (
+        "Qwen2VLForConditionalGeneration needs the package torchvision, which is not installed"
+    )
+    assert sentence in done.stdout
+    assert len(done.stdout.splitlines()) == 1, done.stdout
 
 
 @pytest.mark.parametrize(

@@ -51,17 +51,19 @@ def test_sites_and_layers_are_boundaries(options, boundaries):
 @pytest.mark.parametrize(
     ("options", "came", "allowed"),
     [
-        pytest.param({"layer": [1]}, "layer is [1]", "sites, layers, arena_mib", id="unknown"),
+        pytest.param(
+            {"layer": [1]}, "layer is no option", "sites, layers, arena_mib", id="unknown"
+        ),
         pytest.param({"sites": []}, "sites is []", "at least one site", id="no-sites"),
-        pytest.param({"sites": "embed"}, "sites is 'embed'", "tuple", id="sites-is-a-string"),
+        pytest.param({"sites": "embed"}, "sites is 'embed'", "a list", id="sites-is-a-string"),
         pytest.param({"sites": ["attn"]}, "'attn'", "embed, resid_pre", id="unknown-site"),
         pytest.param({"sites": ["logits"]}, "'logits'", "vLLM returns them itself", id="no-site"),
-        pytest.param({"sites": [3]}, "sites is 3", "string", id="site-is-a-number"),
+        pytest.param({"sites": [3]}, "sites[0] is 3", "a string", id="site-is-a-number"),
         pytest.param({"layers": []}, "layers is []", "from 0, or 'all'", id="no-layers"),
         pytest.param({"layers": [-1]}, "layers is [-1]", "from 0, or 'all'", id="layer-minus-one"),
         pytest.param({"layers": "some"}, "layers is 'some'", "'all'", id="layers-is-a-word"),
-        pytest.param({"layers": [1.5]}, "layers", "options are", id="a-float-layer"),
-        pytest.param({"layers": [True]}, "layers", "options are", id="a-bool-layer"),
+        pytest.param({"layers": [1.5]}, "layers is [1.5]", "from 0, or 'all'", id="a-float-layer"),
+        pytest.param({"layers": [True]}, "layers is [True]", "from 0, or 'all'", id="a-bool-layer"),
         pytest.param({"arena_mib": 0}, "arena_mib is 0", "greater than 0", id="no-arena"),
         pytest.param({"arena_mib": "big"}, "arena_mib is 'big'", "number", id="arena-is-a-word"),
         pytest.param({"arena_mib": True}, "arena_mib is True", "number", id="arena-is-a-bool"),
@@ -73,13 +75,13 @@ def test_sites_and_layers_are_boundaries(options, boundaries):
             {"deliver_timeout_s": None}, "deliver_timeout_s is None", "number", id="no-timeout"
         ),
         pytest.param({"vectors_mib": 0}, "vectors_mib is 0", "greater than 0", id="no-vectors"),
-        pytest.param({"modules": ["a"]}, "modules is ['a']", "dictionary", id="modules-is-a-list"),
+        pytest.param({"modules": ["a"]}, "modules is ['a']", "an object", id="modules-is-a-list"),
         pytest.param({"road": "rdma"}, "road is 'rdma'", "'auto', 'shared' or 'tcp'", id="a-road"),
         pytest.param(
             {"road_host": "0.0.0.0"}, "road_host is '0.0.0.0'", "one address", id="everywhere"
         ),
         pytest.param({"road_host": ""}, "road_host is ''", "one address", id="nowhere"),
-        pytest.param({7: 1}, "7", "options are", id="an-option-is-a-number"),
+        pytest.param({7: 1}, "7 is no option", "options are", id="an-option-is-a-number"),
         pytest.param("all", "'all'", "an object", id="a-string"),
         pytest.param(None, "None", "an object", id="none"),
     ],
@@ -90,6 +92,40 @@ def test_a_wrong_option_names_what_came_and_what_is_allowed(options, came, allow
     assert "additional_config['scope']" in str(caught.value)
     assert came in str(caught.value)
     assert allowed in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        pytest.param({"road": 3}, "road is 3; it must be 'auto', 'shared' or 'tcp'.", id="a-word"),
+        pytest.param(
+            {"modules": {"a": 3}}, "modules.a is 3; it must be a string.", id="inside-an-object"
+        ),
+        pytest.param(
+            {"modules": {7: "a"}}, "modules has the key 7; it must be a string.", id="a-key"
+        ),
+        pytest.param(
+            {"sites": ["resid_post", "ln_last"]}, "sites is 'ln_last'; sites are", id="one-site"
+        ),
+        pytest.param(
+            {"sinks": {"filesystem": {"root": "x", "threads": 0}}},
+            "sinks.filesystem.threads is 0; it must be at least 1.",
+            id="of-every-sink",
+        ),
+        pytest.param(
+            {"sinks": {"filesystem": {"mode": "600"}}},
+            "sinks.filesystem: file option root is missing; it must be given.",
+            id="of-a-sink",
+        ),
+        pytest.param(
+            {"global_sinks": 3}, "global_sinks is 3; it must be an object.", id="no-object"
+        ),
+    ],
+)
+def test_the_sentence_names_the_path_that_was_typed(options, sentence):
+    with pytest.raises(ConfigError) as caught:
+        ScopeConfig.parse(options)
+    assert str(caught.value).startswith(f"additional_config['scope'].{sentence}")
 
 
 @pytest.mark.parametrize("sites", [["resid_post"], ["embed"]], ids=["exits", "the-embedding"])

@@ -194,6 +194,8 @@ def sentence_of(error: Exception) -> str:
     first = re.split(r"(?<=[a-z)'\"])\. (?=[A-Z])", reason)[0]
     if "memory utilization" in first:
         first += "; leave --gpu-memory-utilization out: the model is built without weights"
+    if re.match(r"Can't load ((image |video )?processor|feature extractor) for", first):
+        first += "; put the files of the model's processor beside its config.json"
     known = isinstance(error, ScopeError | OSError | ValueError | ImportError)
     return first if known else f"vLLM cannot build it ({type(error).__name__}: {first})"
 

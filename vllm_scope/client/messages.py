@@ -55,7 +55,8 @@ class Response:
         """The response itself.
 
         Raises:
-            SpecError: status 400. CapacityError: 429. ServerError: any other that is not 2xx.
+            SpecError: status 400. CapacityError: status 429. ServerError: any other status
+                outside 200 to 299.
         """
         if 200 <= self.status < 300:
             return self

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-#: Seconds of a slice of time.
+#: Length of a slice of time, in seconds.
 SLICE_S = 5
 #: Slices of which a rate is made: about a minute.
 _RATE_SLICES = 12

@@ -22,7 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt
 from vllm_scope.control.policy import PolicyPlugin
 from vllm_scope.errors import ConfigError, SpecError, shown
 from vllm_scope.request.actions import MAX_NAME, Policy
-from vllm_scope.sinks.options import Number, installed, take_options
+from vllm_scope.request.options import Number
+from vllm_scope.sinks.options import installed, take_options
 from vllm_scope.sinks.reports import plain
 
 logger = logging.getLogger("vllm.vllm_scope")
@@ -129,7 +130,7 @@ def _parse_one(name: object, body: object) -> PolicyConfig:
     if not isinstance(body, Mapping):
         raise ConfigError(f"policies.{name} is {shown(body)}; it is an object of options.")
     own = dict(body)
-    options = take_options(PolicyOptions, own, f"policies.{name}", "policy")
+    options = take_options(PolicyOptions, own, f"policies.{name}")
     _plugin(name)
     return PolicyConfig(name, options, own)
 

@@ -9,9 +9,11 @@ Promise: a layer is reported as readable only if the site's taps were installed 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -23,7 +25,7 @@ from vllm_scope.engine.vllm_types import ModelConfig, VllmConfig, Worker
 from vllm_scope.engine.worker import runners
 from vllm_scope.engine.worker.loading import install_all_taps, with_parts
 from vllm_scope.engine.worker.sizes import Sizes
-from vllm_scope.errors import CompatError, ConfigError
+from vllm_scope.errors import CompatError, ConfigError, reason_of
 from vllm_scope.graph.anatomy.layers import Anatomy, UnreadError
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.layout import SLOT_BYTES, Widths
@@ -108,10 +110,36 @@ def _configs(model: str, options: dict[str, object]) -> tuple[VllmConfig, ScopeC
     arguments: dict[str, object] = {
         "load_format": LOAD_FORMAT,
         "skip_tokenizer_init": True,
+        # Of a multimodal model the decoder alone is tapped. Its processor would need a tokenizer,
+        # and files that are not its configuration.
+        "language_model_only": True,
         "gpu_memory_utilization": LEAST_MEMORY,
     }
-    found = EngineArgs(model, **(arguments | options)).create_engine_config()
+    try:
+        found = EngineArgs(model, **(arguments | options)).create_engine_config()
+    except ValueError as error:
+        _say_import(error)
+        raise
     return found, ScopeConfig.parse(found.additional_config.pop(KEY, {}))
+
+
+def _say_import(error: ValueError) -> None:
+    """Raises ConfigError with the cause if vLLM cannot import the code of an architecture that it
+    has. vLLM's own error only names its log."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for name in re.findall(r"'(\w+)'", reason_of(error)):
+        try:
+            if name in ModelRegistry.models:
+                ModelRegistry.models[name].load_model_cls()
+        except Exception as cause:
+            package = (getattr(cause, "name", None) or "").partition(".")[0]
+            if isinstance(cause, ModuleNotFoundError) and package and find_spec(package) is None:
+                what = f"needs the package {package}, which is not installed; install it"
+            else:
+                what = f"cannot be imported ({reason_of(cause)}); look for a package of a version "
+                what += "that this vLLM does not take"
+            raise ConfigError(f"vLLM's code of {name} {what}.") from cause
 
 
 @contextmanager

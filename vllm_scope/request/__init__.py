@@ -11,6 +11,7 @@ nets.py          what a probe computes of a row, and its aggregates
 cascade.py       where a probe begins that waits for another one's verdict
 heads.py         what is computed of rows on the device: codecs, and the probes of one place
 bounded_json.py  JSON of strangers, counted before it is parsed
+options.py       an operator's options, and one sentence for what is wrong with them
 remembered.py    a cache that is bounded in bytes
 media.py         the media type of binary answers
 """

@@ -138,5 +138,10 @@ def _from_json(body: dict[Any, Any], where: str) -> Array:
         )
     found = np.frombuffer(data, DTYPES[dtype]).reshape(shape)
     if dtype == "bfloat16":
-        found = (found.astype("<u4") << 16).view("<f4")
+        found = of_bfloat16(found)
     return _checked(found, where)
+
+
+def of_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """The numbers of which these are the bits; numpy has no bfloat16."""
+    return (bits.astype("<u4") << 16).view("<f4")

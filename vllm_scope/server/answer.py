@@ -53,6 +53,7 @@ class Answer:
 
     Attributes:
         streams: each chunk carries the data that has arrived.
+        num_prompts: counted by `add_prompt`; all of them before the first generation runs.
         replies: of the faces whose words the request has; set before `fill` and `chunk`.
         error: of the first generation that failed.
         opened: set when the engine has accepted every generation, or has refused one.
@@ -81,7 +82,7 @@ class Answer:
         self._to_file = 0
         self._room = MAX_INLINE_BYTES
         self._per_prompt = choices_per_prompt
-        self._num_prompts = self._num_opened = 0
+        self.num_prompts = self._num_opened = 0
         #: By the index of the choice.
         self._choices: dict[int, ChoiceScope] = {}
         self._forget: list[Callable[[], None]] = []
@@ -99,13 +100,13 @@ class Answer:
         Raises:
             SpecError: its files would replace another prompt's.
         """
-        if self._num_prompts and self._options.named:
+        if self.num_prompts and self._options.named:
             raise SpecError(
                 "a read has 'name', and there is more than one prompt: the last one's files would "
                 "replace the others'. Send the prompts one by one, or leave the name out."
             )
-        self._num_prompts += 1
-        return self._num_prompts - 1
+        self.num_prompts += 1
+        return self.num_prompts - 1
 
     def _expect(self, num_bytes: int) -> None:
         """Check the room for a generation that delivers `num_bytes` of its prompt. The bytes of
@@ -236,7 +237,7 @@ class Answer:
 
     @property
     def _num_choices(self) -> int:
-        return self._num_prompts * self._per_prompt
+        return self.num_prompts * self._per_prompt
 
     def keep(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Kept:
         """Keep a file for the request's key. Blocks, so it must not run on the event loop.

@@ -22,11 +22,12 @@ from typing import ClassVar, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from vllm_scope.errors import ConfigError, shown
 from vllm_scope.files.names import clean
 from vllm_scope.files.publish import LocalPublisher, write_bytes
+from vllm_scope.request.options import checked
 from vllm_scope.saes.max_activating import MaxActivating, table_bytes
 from vllm_scope.saes.max_activating_files import encode_table
 from vllm_scope.saes.strongest import Ints
@@ -54,14 +55,7 @@ class MaxActivatingOptions(BaseModel):
     @staticmethod
     def parse(own: Mapping[str, object]) -> MaxActivatingOptions:
         """Raises ConfigError: names the option, what came and what is allowed."""
-        try:
-            return MaxActivatingOptions.model_validate(dict(own))
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise ConfigError(
-                f"{'.'.join(map(str, first['loc']))} is {shown(first['input'])}: {first['msg']}. "
-                f"The sink has the options {', '.join(MaxActivatingOptions.model_fields)}."
-            ) from None
+        return checked(MaxActivatingOptions, own, "")
 
 
 #: Places (tokens x top_k) of one request, at most. So many take some seconds.

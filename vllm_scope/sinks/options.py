@@ -15,36 +15,17 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    FiniteFloat,
-    StrictInt,
-    StrictStr,
-    ValidationError,
-)  # fmt: skip
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from vllm_scope.errors import ConfigError, shown
 from vllm_scope.files.options import FileOptions
 from vllm_scope.request.actions import MAX_NAME, MEMORY
+from vllm_scope.request.options import Number, Options, checked, nearest
 from vllm_scope.request.spec import Spec
 from vllm_scope.sinks import Sink
 from vllm_scope.sinks.reports import plain
-
-
-def _no_bool(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("Input should be a valid number")
-    return value
-
-
-Options = TypeVar("Options", bound=BaseModel)
-#: A number in options: finite, no boolean.
-Number = Annotated[FiniteFloat, BeforeValidator(_no_bool)]
 
 FILESYSTEM, MAX_ACTIVATING = "filesystem", "max_activating"
 #: The sinks of this package.
@@ -195,8 +176,8 @@ def _hidden(name: str, body: object) -> object:
 def _parse_one(name: object, body: object, where: str, reads: bool) -> SinkConfig:
     if not isinstance(name, str) or name in ("", MEMORY) or plain(name, MAX_NAME) != name:
         raise ConfigError(
-            f"{shown(name)} is no name of a sink, which is a string of 1 to {MAX_NAME} characters; "
-            "memory is always there."
+            f"{where.rpartition('.')[0]} has the name {shown(name)}; a sink's is a string of 1 to "
+            f"{MAX_NAME} characters, and memory is always there."
         )
     if not isinstance(body, Mapping):
         raise ConfigError(f"{where} is {shown(body)}; it is an object of options.")
@@ -207,7 +188,7 @@ def _parse_one(name: object, body: object, where: str, reads: bool) -> SinkConfi
         )
     own = dict(body)
     text = _parse_reads(own.pop("reads", None), where) if reads else None
-    options = take_options(SinkOptions, own, where, "sink")
+    options = take_options(SinkOptions, own, where)
     config = SinkConfig(name, options, own, text)
     if name in OURS:
         try:
@@ -215,7 +196,7 @@ def _parse_one(name: object, body: object, where: str, reads: bool) -> SinkConfi
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
     else:
-        _plugin(name)
+        _plugin(name, where)
     return config
 
 
@@ -231,7 +212,7 @@ def _parse_reads(body: object, where: str) -> str:
         raise ConfigError(f"{where}.{error}") from None
 
 
-def take_options(model: type[Options], own: dict[str, Any], where: str, kind: str) -> Options:
+def take_options(model: type[Options], own: dict[str, Any], where: str) -> Options:
     """The options that every plugin of a kind has. They are taken out of `own`, which has those of
     one plugin.
 
@@ -239,14 +220,7 @@ def take_options(model: type[Options], own: dict[str, Any], where: str, kind: st
         ConfigError: the first one that is wrong.
     """
     general = {key: own.pop(key) for key in model.model_fields if key in own}
-    try:
-        return model.model_validate(general)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(
-            f"{where}.{first['loc'][0]} is {shown(first['input'])}: {first['msg']}. Every {kind} "
-            f"has the options {', '.join(model.model_fields)}."
-        ) from None
+    return checked(model, general, f"{where}.")
 
 
 def installed(group: str) -> dict[str, EntryPoint]:
@@ -254,12 +228,12 @@ def installed(group: str) -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=group)}
 
 
-def _plugin(name: str) -> EntryPoint:
+def _plugin(name: str, where: str = "sinks") -> EntryPoint:
     found = installed(GROUP)
     if name not in found:
-        known = ", ".join([*OURS, *sorted(found)])
+        known = [*OURS, *sorted(found)]
         raise ConfigError(
-            f"there is no sink {shown(name)}; installed are {known}. A plugin is a package with "
-            f"an entry point in the group {GROUP!r}."
+            f"{where}: no sink is called {shown(name)}{nearest(name, known)} Installed are "
+            f"{', '.join(known)}. A plugin is a package with an entry point in the group {GROUP!r}."
         )
     return found[name]

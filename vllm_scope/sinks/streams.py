@@ -47,8 +47,8 @@ class Stream:
     probe: ResolvedProbe | ResolvedFeatures | None = None
 
     def bytes_in(self, layout: Layout, widths: Widths) -> slice | None:
-        """Where a token of this layout has the row, or what the head made of it; None if it has
-        none."""
+        """Which bytes of a token of this layout are the row, or what the head made of it; None if
+        the token has neither."""
         if self.head is None:
             row = layout.row_of(self.point)
             if row not in layout.points:

@@ -21,9 +21,10 @@ from typing import IO
 
 import numpy as np
 from numpy.lib import format as npy
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from vllm_scope.errors import SpecError, shown
+from vllm_scope.request.arrays import of_bfloat16
 
 #: A vector for every layer of a large model at three sites takes 20 MiB.
 MAX_BYTES = 64 << 20
@@ -72,7 +73,7 @@ def read_safetensors(data: bytes) -> tuple[Arrays, dict[str, str]]:
         if dtype not in _DTYPES:
             raise SpecError(f"{shown(name)} has dtype {dtype}; {', '.join(_DTYPES)} are read.")
         flat = np.frombuffer(tensor["data"], _DTYPES[dtype])
-        arrays[name] = (_bfloat16(flat) if dtype == "BF16" else flat).reshape(tensor["shape"])
+        arrays[name] = (of_bfloat16(flat) if dtype == "BF16" else flat).reshape(tensor["shape"])
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return arrays, header.get("__metadata__") or {}
 
@@ -175,7 +176,7 @@ def read_gguf(path: Path) -> tuple[Arrays, dict[str, str]]:
             raise SpecError(f"{shown(tensor.name)} has type {kind}; {', '.join(_DTYPES)} are read.")
         # A copy: the reader's arrays are views of the mapped file.
         array = np.array(tensor.data)
-        arrays[tensor.name] = _bfloat16(array.view("<u2")) if kind == "BF16" else array
+        arrays[tensor.name] = of_bfloat16(array.view("<u2")) if kind == "BF16" else array
     return arrays, texts
 
 
@@ -208,7 +209,3 @@ def _gguf(path: Path) -> ModuleType:
         ) from None
     library: ModuleType = gguf
     return library
-
-
-def _bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    return (bits.astype(np.uint32) << 16).view(np.float32)

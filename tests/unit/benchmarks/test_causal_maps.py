@@ -26,7 +26,8 @@ def _without_gradients():
 
 
 def wanted(model):
-    """Each cell by an edit of one row, in a run of its own."""
+    """The value of each cell, from a forward of its own in which one row is replaced:
+    [num_prompts, num_layers, num_positions]."""
     found = []
     for asked, other in zip(ASKED.tolist(), OTHER.tolist(), strict=True):
         rows, _ = model.edited(other, [])

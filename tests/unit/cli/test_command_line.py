@@ -165,6 +165,11 @@ def test_an_address_that_is_no_url_ends_with_a_sentence(capsys):
             RuntimeError("CUDA error: out of memory\nSet CUDA_LAUNCH_BLOCKING"),
             "vLLM cannot build it (RuntimeError: CUDA error: out of memory)", id="beside-a-server",
         ),
+        pytest.param(
+            OSError("Can't load image processor for '/m'. If you were trying to load it from"),
+            "Can't load image processor for '/m'; put the files of the model's processor beside "
+            "its config.json", id="a-configuration-alone",
+        ),
     ],
 )  # fmt: skip
 def test_an_error_of_the_engine_becomes_a_sentence(error, sentence):

@@ -177,8 +177,7 @@ ENGINES = {
     ),
     "no-such-layer": (
         when(probe=inline(post_block=packed(P, layers=[7]))),
-        "steering[1].when.probe.layers has 7; this model has layers 0 to 2. For the embedding "
-        "output use site='embed'.",
+        "steering[1].when.probe.layers has 7; this model has layers 0 to 2.",
     ),
 }
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import pickle
 import random
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,7 @@ import pybase64
 import pytest
 import torch
 
+from tests.collector import collector_off, frozen_heap
 from tests.unit.engine.test_requests import Processor, State
 from vllm_scope import ScopeError
 from vllm_scope.batch.labels import StepBatch
@@ -177,6 +178,13 @@ class Engine:
         )
 
 
+@pytest.fixture
+def still() -> Iterator[None]:
+    """The garbage collector is off while the test runs."""
+    with collector_off():
+        yield
+
+
 @pytest.fixture(scope="module")
 def entered() -> tuple[list[Any], list[float], int]:
     """(the requests that entered, CPU seconds of the slowest callback of each, refusals)."""
@@ -223,11 +231,10 @@ def entered() -> tuple[list[Any], list[float], int]:
                 requests.append(request)
 
     texts = specs()
-    gc.freeze()  # this process's many objects; vLLM's server does the same
-    with pytest.MonkeyPatch.context() as patch:
+    # vLLM's server freezes its objects too.
+    with pytest.MonkeyPatch.context() as patch, frozen_heap():
         patch.setattr(asyncio.Handle, "_run", timed)
         asyncio.run(all_of(texts))
-    gc.unfreeze()
     return requests, slowest, refused
 
 
@@ -239,6 +246,7 @@ def test_no_callback_of_the_event_loop_takes_long(entered):
     assert max(slowest) < MOST_OF_A_CALLBACK, sorted(slowest)[-5:]
 
 
+@pytest.mark.usefixtures("still")
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["in-one-process", "elsewhere"])
 def test_the_thread_that_runs_the_model_admits_each_quickly(entered, elsewhere, monkeypatch):
     requests, _, _ = entered
@@ -248,7 +256,6 @@ def test_the_thread_that_runs_the_model_admits_each_quickly(entered, elsewhere, 
         HELD_PROGRAMS + FREE_PROGRAMS,
     )  # fmt: skip
     planner, here, took, over = Planner(tables), frozenset(SITES.boundaries), [], []
-    gc.disable()  # of this process's many objects; vLLM freezes those of its processes
     for i, request in enumerate(requests):
         asked, _ = registry.resolve(ticket_of(request.sampling_params))
         ids, columns, made = [1] * PROMPT, (), None
@@ -287,13 +294,13 @@ def test_the_thread_that_runs_the_model_admits_each_quickly(entered, elsewhere, 
         monkeypatch.undo()
         if took[-1] > (NO_SLOWER_ELSEWHERE if elsewhere else MOST_OF_AN_ADMISSION):
             over.append((took[-1], 0 if made is None else made.num_ops))
-    gc.enable()
     print(f"\nslowest admissions, ms: {[round(1e3 * x, 2) for x in sorted(took)[-5:]]}; "
           f"median {1e3 * sorted(took)[len(took) // 2]:.2f}; "
           f"in 1 ms: {sum(x <= 0.001 for x in took)} of {len(took)}")  # fmt: skip
     assert over == []
 
 
+@pytest.mark.usefixtures("still")
 def test_the_thread_that_runs_the_model_plans_each_prompt_quickly(entered):
     requests, _, _ = entered
     registry, here, took = Registry(SITES), frozenset(SITES.boundaries), []
@@ -303,7 +310,6 @@ def test_the_thread_that_runs_the_model_plans_each_prompt_quickly(entered):
     )  # fmt: skip
     planner, ids = Planner(tables), [1] * PROMPT
     batch = StepBatch(["r"], np.array([0, PROMPT]), np.array([0]))
-    gc.disable()
     for request in requests:
         asked, _ = registry.resolve(ticket_of(request.sampling_params))
         program = RequestProgram.compile(asked, SITES, here, PROMPT, ids)
@@ -316,7 +322,6 @@ def test_the_thread_that_runs_the_model_plans_each_prompt_quickly(entered):
         took.append(time.thread_time() - began)
         assert failures == []
         planner.finish_request("r")
-    gc.enable()
     print(f"\nslowest plans, ms: {[round(1e3 * x, 1) for x in sorted(took)[-3:]]}; "
           f"median {1e3 * sorted(took)[len(took) // 2]:.2f}")  # fmt: skip
     # 1.3 us for each of the 3,000 tokens. Programs that only read are built in the step.

@@ -65,6 +65,17 @@ def test_an_action_comes_back_from_json(given, body):
     Draft202012Validator(spec_schema()).validate(json.loads(text))
 
 
+@pytest.mark.parametrize("site", ["resid_pre", "resid_post"])
+def test_a_layer_that_is_none_is_told_where_a_lens_reads_the_embedding(site):
+    way = " For the embedding output use site='resid_pre' of layer 0."
+    with pytest.raises(SpecError, match=r"^LensTopK.layers has -1; .* negative\." + way + "$"):
+        LensTopK(site=site, layer=-1)
+    with pytest.raises(SpecError, match=r"^lens\[0\].layers has 9; .* 0 to 5\." + way + "$"):
+        resolved(LensTopK(site=site, layer=9))
+    (found,) = resolved(LensTopK(site="resid_pre", layer=0)).features
+    assert found.cells[0].place.boundary == Place("embed", 0).boundary
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

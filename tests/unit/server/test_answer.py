@@ -21,6 +21,7 @@ from vllm_scope.batch.by_position import Part
 from vllm_scope.client.parsing import parse_scope
 from vllm_scope.engine.frontend.connection import connections
 from vllm_scope.engine.http import serving as http
+from vllm_scope.engine.refusals import busy, refusal
 from vllm_scope.errors import CapacityError
 from vllm_scope.request.sites import Place
 from vllm_scope.results.budget import asking
@@ -602,3 +603,31 @@ async def test_a_choice_without_sinks_has_no_counts_of_sinks(store):
     take(found)
     await found.fill(made)
     assert "sinks" not in made.choices[0].scope
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("num_prompts", "error", "said"),
+    [
+        (1, refusal()("reads[0] is wrong."), "reads[0] is wrong."),
+        (4, refusal()("reads[0] is wrong."), "prompt[3]: reads[0] is wrong."),
+        (4, busy("no room."), "no room."),
+    ],
+    ids=["alone", "one-of-several", "of-all"],
+)
+def test_a_refusal_says_which_prompt_is_refused(store, num_prompts, error, said, streams):
+    async def refusing():
+        raise error
+        yield
+
+    async def run():
+        found = Answer(ScopeOptions(), store, 1 << 20, "owner", 1, streams)
+        prompts = [found.add_prompt() for _ in range(num_prompts)]
+        with suppress(type(error)):
+            async for _ in http._followed(found, prompts[-1], None, refusing()):
+                pass
+        return found.error
+
+    found = asyncio.run(run())
+    assert str(found) == said
+    assert type(found) is type(error)  # by which vLLM knows the status

@@ -168,7 +168,7 @@ def test_a_text_is_cut_and_can_be_encoded(text, most, found):
 
 @pytest.mark.parametrize("name", [f"a{HALF}", "\udfff"])
 def test_a_sink_of_such_a_name_is_refused_with_a_sentence(name):
-    with pytest.raises(ConfigError, match="is no name of a sink"):
+    with pytest.raises(ConfigError, match="sinks has the name"):
         ScopeConfig.parse({"sinks": {name: {}}})
 
 

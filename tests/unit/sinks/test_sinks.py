@@ -638,7 +638,7 @@ FILES = "filesystem"
         pytest.param(FILES, {"queue_mib": True}, "queue_mib", id="a-bool-for-a-number"),
         pytest.param(FILES, {"on_overload": "wait"}, "on_overload", id="no-policy"),
         pytest.param(FILES, {"reads": []}, "reads", id="reads-of-no-global-sink"),
-        pytest.param("kafka", {}, "'kafka'; installed are filesystem, max_act", id="no-plugin"),
+        pytest.param("kafka", {}, "'kafka'. Installed are filesystem, max_act", id="no-plugin"),
         pytest.param("memory", {}, "memory is always there", id="memory"),
         pytest.param("mine", [], "object of options", id="a-list"),
     ],

@@ -60,7 +60,7 @@ class Wanted:
 
         def take(kind: str, tokens: str, field: str, streams: Iterable[SiteLayer]) -> None:
             for site, layer in streams:
-                sites.find(site, (layer,), f"{field}[{HOOKS[site]!r}]")
+                sites.find(site, (layer,), f"{field}[{HOOKS[site]!r}]", embedding=None)
                 places.add((kind, tokens, site, layer))
 
         for field, tokens in MODULE_TIERS.items():

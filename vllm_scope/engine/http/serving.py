@@ -225,11 +225,16 @@ async def _followed(answer: Answer, prompt: int, engine: AsyncLLM, stream: Outpu
                     timeout = connection.deliver_timeout_s
                     answer.waits = await _catch_up(answer, prompt, output, timeout)
                 yield output
-    except Exception as error:
+    except Exception as caught:
+        error = caught
+        if isinstance(caught, SpecError) and answer.num_prompts > 1:
+            error = refusal()(f"prompt[{prompt}]: {caught}")
         refused = answer.streams and not answer.opened.is_set() and isinstance(error, ScopeError)
         answer.fail(error)
         if not refused:
-            raise
+            if error is caught:
+                raise
+            raise error from None
         # `_stream` raises it, before any chunk, and cancels vLLM's generator of chunks. That
         # generator would log a traceback for each refused stream.
 

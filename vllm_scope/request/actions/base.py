@@ -15,7 +15,7 @@ import numpy as np
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.selectors import Word, check_size, parse_selector
-from vllm_scope.request.sites import MODEL_SITES, canonical_site, parse_layers
+from vllm_scope.request.sites import EMBEDDING, MODEL_SITES, canonical_site, parse_layers
 
 Layers = Sequence[int] | str | int | None
 
@@ -93,6 +93,8 @@ class Action:
     kind: ClassVar[str]
     #: Fields of the JSON form besides site, layers and tokens. An edit's first is its vector.
     fields: ClassVar[tuple[str, ...]] = ()
+    #: As for `parse_layers`.
+    embedding: ClassVar[str] = EMBEDDING
 
     site: str = "resid_post"
     layer: Layers = field(default=None, repr=False, compare=False)
@@ -107,7 +109,7 @@ class Action:
         """Check and normalise site, layers and tokens."""
         name = type(self).__name__
         site = canonical_site(self.site, f"{name}.site")
-        found = parse_layers(self._given_layers(), site, f"{name}.layers")
+        found = parse_layers(self._given_layers(), site, f"{name}.layers", self.embedding)
         layers = "all" if found is None else found
         one = found[0] if found is not None and len(found) == 1 else layers
         tokens = parse_selector(self.tokens, f"{name}.tokens")

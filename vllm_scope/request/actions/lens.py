@@ -42,6 +42,7 @@ class LensTopK(Action):
 
     kind: ClassVar[str] = "lens"
     fields: ClassVar[tuple[str, ...]] = ("top_k", "lens", "name", "to")
+    embedding: ClassVar[str] = "site='resid_pre' of layer 0"
 
     _: KW_ONLY
     top_k: int = 10

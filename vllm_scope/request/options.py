@@ -1,0 +1,107 @@
+"""An operator's options, checked by pydantic, with errors in one plain sentence.
+
+Owns:  `checked`, the one place where pydantic's ValidationError becomes a ConfigError; `nearest`;
+       Number.
+Runs:  wherever options are parsed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, FiniteFloat, ValidationError
+
+from vllm_scope.errors import ConfigError, shown
+
+Options = TypeVar("Options", bound=BaseModel)
+
+#: pydantic's kind of error -> what the value must be. The braces are fields of the error's context.
+_MUST: dict[str, str] = {
+    "string_type": "must be a string",
+    "string_too_short": "must have {min_length} or more characters",
+    "bool_type": "must be true or false",
+    "int_type": "must be an integer",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "dict_type": "must be an object",
+    "tuple_type": "must be a list",
+    "literal_error": "must be {expected}",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+}
+#: A key that is not a field of the model; an integer, too.
+_NO_OPTION = ("extra_forbidden", "invalid_key")
+#: The last part of pydantic's path to a key of a mapping.
+_KEY = "[key]"
+
+
+def _number(value: object) -> object:
+    if isinstance(value, bool | str | bytes):
+        raise ValueError("it must be a number")
+    return value
+
+
+#: A number in options: finite, no boolean and no text.
+Number = Annotated[FiniteFloat, BeforeValidator(_number)]
+
+
+def checked(
+    model: type[Options], body: Mapping[Any, object], where: str, unsaid: Collection[str] = ()
+) -> Options:
+    """The options as an instance of their model.
+
+    Args:
+        where: what the sentence begins with, in front of the option's name.
+        unsaid: fields of the model that are no options of the operator.
+
+    Raises:
+        ConfigError: the first option that is wrong: what came, what is allowed. If a validator
+            raises a ConfigError, its text names the option itself.
+    """
+    try:
+        return model.model_validate(dict(body))
+    except ValidationError as error:
+        options = [name for name in model.model_fields if name not in unsaid]
+        # A misspelt option first: it may be the reason why another one is missing.
+        found = sorted(error.errors(), key=lambda one: one["type"] not in _NO_OPTION)
+        sentence = _sentence_of(found[0], options)
+        raise ConfigError(f"{where}{sentence.rstrip('.')}.") from None
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """The end of a sentence about an unknown name: a question if there are similar ones."""
+    near = get_close_matches(name, known, cutoff=0.65)
+    return f"; did you mean {' or '.join(near)}?" if near else "."
+
+
+def _sentence_of(error: Any, options: list[str]) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    first, *rest = error["loc"] or ("",)
+    path = str(first)
+    if kind in _NO_OPTION and not rest:
+        return f"{path} is no option{nearest(path, options)} The options are {', '.join(options)}"
+    if kind == "value_error" and (not path or isinstance(context["error"], ConfigError)):
+        return str(context["error"])  # a sentence of our own, which names the option
+    path += "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in rest if p != _KEY)
+    if kind == "missing":
+        return f"{path} is missing; it must be given"
+    if rest and rest[-1] == _KEY:
+        came = f"{path.removesuffix(f'[{rest[-2]}]')} has the key {shown(error['input'])}"
+    else:
+        came = f"{path} is {shown(error['input'])}"
+    if kind == "value_error":
+        return f"{came}; {context['error']}"
+    if kind not in _MUST:
+        return f"{came}; {error['msg']}"
+    limits = {name: _plain(value) for name, value in context.items()}
+    return f"{came}; it {_MUST[kind].format(**limits)}"
+
+
+def _plain(limit: object) -> object:
+    """1 for 1.0."""
+    return int(limit) if isinstance(limit, float) and limit.is_integer() else limit
