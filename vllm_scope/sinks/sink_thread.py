@@ -77,6 +77,8 @@ class SinkThread:
         self._worked_at = 0.0
         #: Deliveries that have ended and whose rows may still be lost.
         self._unpublished: dict[Delivery, Ending] = {}
+        #: Why the last request was lost that ended since a caller of `flush` was told.
+        self._lost_since_asked: str | None = None
         self._thread = threading.Thread(target=self._run, name=f"vllm-scope-{name}", daemon=True)
         self._thread.start()
 
@@ -151,7 +153,8 @@ class SinkThread:
         self._count_error()
 
     def flush(self) -> str | None:
-        """Wait until all ended requests are visible. Returns why they are not, or None."""
+        """Wait until all ended requests are visible. Returns why one is not that ended since the last
+        call, or None."""
         request = QueuedFlush()
         with self._changed:
             self._queue.append(request)
@@ -196,7 +199,8 @@ class SinkThread:
             elif isinstance(item, QueuedEnd):
                 self._end(item.delivery, item.ended)
             else:
-                item.error = self._flush_sink()
+                error = self._flush_sink()
+                item.error, self._lost_since_asked = error or self._lost_since_asked, None
                 item.done.set()
             self._worked_at = time.monotonic()
         self._flush_sink()
@@ -272,6 +276,7 @@ class SinkThread:
         ending = delivery.ending(ended)
         report, error = self._sink.finish(ending)
         if error is not None:
+            self._lost_since_asked = error
             ending = replace(ending, status="error", reason=ending.reason or error)
         manifest = manifest_of(ending, streams, report)
         if report.published is None or manifest.status == "error":
@@ -293,6 +298,7 @@ class SinkThread:
         ending = self._unpublished.pop(delivery, None)
         if ending is not None:
             self._count_error()
+            self._lost_since_asked = reason
             ending = replace(ending, status="error", reason=reason)
             self._tell(delivery, manifest_of(ending, {}, Report()))
 

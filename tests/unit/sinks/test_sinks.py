@@ -478,6 +478,7 @@ def test_a_shard_that_a_full_disk_refused_fails_its_requests_and_not_the_next(
         try:
             for key in range(4):
                 here.end(key)
+            # This one, or one that nobody asked for.
             assert "File too large" in here.router.flush()["filesystem"]
             for key in range(4):
                 manifest = here.manifest(key, "filesystem")
@@ -489,6 +490,24 @@ def test_a_shard_that_a_full_disk_refused_fails_its_requests_and_not_the_next(
         assert here.manifest(4, "filesystem").status == "ok"
         assert here.router.counters()["filesystem"]["errors"] >= 4
     assert len(vllm_scope.open(tmp_path / "root")) == 1
+
+
+@pytest.mark.parametrize("layout", ["per_request", "sharded", "packed", "npz"])
+def test_a_flush_says_what_an_earlier_one_that_nobody_asked_for_could_not_publish(
+    monkeypatch, tmp_path, layout
+):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with side(monkeypatch, _files(tmp_path, layout=layout)) as here:
+        here.add(1, TO_FILES)
+        here.write(1, [0, 1, 2])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+        try:
+            here.end(1)
+            assert here.manifest(1, "filesystem").status == "error"
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert "File too large" in here.router.flush()["filesystem"]
+        assert here.router.flush() == {"filesystem": None}
 
 
 @pytest.mark.parametrize("layout", ["per_request", "sharded", "packed", "npz"])
