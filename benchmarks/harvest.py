@@ -33,8 +33,9 @@ from vllm_scope.harvests.contexts import Long
 TOYWORLD = Path(__file__).parent.parent / "toyworld" / "model"
 LAYERS = (2, 4)
 CONTEXT = 128
-#: Documents that a loop computes in a turn.
-LOOPED = 100
+#: Short documents that a loop computes in a turn, with each number of threads. It takes as long as
+#: the harvest's turn: of many short turns the best would be better than of long ones by chance.
+LOOPED = 400
 #: Loops, and how many documents each computes at once.
 LOOPS = {"loop": 1, "loop, batches of 32": 32}
 #: Arguments of the LLM.
