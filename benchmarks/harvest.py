@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import vllm_scope
-from benchmarks.turns import ratio_of
+from benchmarks.turns import Ratio, ratio_of
 from toyworld.world import documents, fact_questions
 from vllm_scope import Read
 from vllm_scope.harvests.contexts import Long
@@ -113,8 +113,8 @@ def compare(
     long: Long = "split",
     turns: int = 3,
     loops: Mapping[str, int] = LOOPS,
-) -> float:
-    """The best rate of the harvest over the best of the first loop. Prints all."""
+) -> list[Ratio]:
+    """Tokens per second of the harvest over those of each loop, turn by turn. Prints all."""
     mean = sum(map(len, ids)) / len(ids)
     print(f"{len(ids)} documents of {mean:.1f} tokens, {long}; documents and tokens per second")
     rates: dict[str, list[Rate]] = {}
@@ -128,11 +128,10 @@ def compare(
             print(f"  {name:20} {rate.documents:8.0f} {rate.tokens:8.0f}", flush=True)
             rates.setdefault(name, []).append(rate)
     tokens = {name: [one.tokens for one in each] for name, each in rates.items()}
-    for name in loops:
-        ratio = ratio_of(tokens["harvest"], tokens[name])
-        best = max(tokens["harvest"]) / max(tokens[name])
-        print(f"  harvest / {name}: {ratio}; of the best turns {best:.1f}", flush=True)
-    return max(tokens["harvest"]) / max(tokens[next(iter(loops))])
+    ratios = [ratio_of(tokens["harvest"], tokens[name]) for name in loops]
+    for name, ratio in zip(loops, ratios, strict=True):
+        print(f"  harvest / {name}: {ratio}", flush=True)
+    return ratios
 
 
 def huggingface() -> tuple[Any, Any]:

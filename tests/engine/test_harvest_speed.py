@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.harvest import ENGINE, TOYWORLD, compare, facts, huggingface
+from benchmarks.harvest import ENGINE, TOYWORLD, compare, facts, harvest, huggingface
 from tests.conftest import process_engine
 
 
@@ -15,4 +15,6 @@ from tests.conftest import process_engine
 def test_packed_short_documents_are_harvested_five_times_as_fast_as_by_a_loop():
     model, tokenizer = huggingface()
     with process_engine(TOYWORLD, **ENGINE) as llm:
-        assert compare(llm, model, facts(tokenizer, 4000), "pack", 5, {"loop": 1}) >= 5
+        harvest(llm, facts(tokenizer, 256))  # connects, and warms up
+        (ratio,) = compare(llm, model, facts(tokenizer, 4000), "pack", 5, {"loop": 1})
+    assert ratio.median >= 5
