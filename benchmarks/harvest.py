@@ -33,8 +33,8 @@ from vllm_scope.harvests.contexts import Long
 TOYWORLD = Path(__file__).parent.parent / "toyworld" / "model"
 LAYERS = (2, 4)
 CONTEXT = 128
-#: Short documents that a loop computes in a turn, with each number of threads. It takes as long as
-#: the harvest's turn: of many short turns the best would be better than of long ones by chance.
+#: Short documents that a loop computes in a turn, with each number of threads. Its turn then takes
+#: as long as the harvest's, so that both see the same drift of the machine.
 LOOPED = 400
 #: Loops, and how many documents each computes at once.
 LOOPS = {"loop": 1, "loop, batches of 32": 32}

@@ -62,7 +62,7 @@ def harvest(llm: Any, ids: list[list[int]], layers: list[int], folder: str) -> N
 
 
 def compare(llm: Any, folder: str, length: int, num_documents: int, turns: int) -> None:
-    """Print tokens per second of each mode, and ratios."""
+    """Print each mode's tokens per second, and its ratio to the engine without reads."""
     config = llm.llm_engine.vllm_config.model_config
     most, layers = config.get_vocab_size(), config.get_total_num_hidden_layers()
     random = np.random.default_rng(0)
@@ -113,8 +113,7 @@ def write(folder: str, num_bytes: int = 1 << 31) -> float:
 
 
 def compare_ready(folder: str, turns: int) -> None:
-    """Print bytes per second of `store` and of `write`."""
-    os.makedirs(folder, exist_ok=True)
+    """Print how many bytes per second `store` and `write` reach."""
     rates: dict[str, list[float]] = {}
     for _ in range(turns):
         rates.setdefault("written alone", []).append(write(folder))
@@ -135,10 +134,10 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=1024)
     parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args()
+    os.makedirs(args.out, exist_ok=True)
     if args.ready:
         compare_ready(args.out, args.turns)
         return
-    os.makedirs(args.out, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         llm = start(args.shape, Path(folder))
         length = 512 if args.shape is None else 1024

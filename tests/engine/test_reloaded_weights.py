@@ -33,7 +33,7 @@ def test_after_a_reload_everything_is_of_the_new_weights(
         before = run(llm, PROMPTS, [ours, edited])
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(paths[1])})
         after = run(llm, PROMPTS, [ours, edited])
-        # No rank waits for another one whose weights could not be read.
+        # If the weights cannot be read, the call ends: no rank waits for messages of another one.
         with pytest.raises(Exception, match="nowhere"):
             llm.collective_rpc("reload_weights", 60, kwargs={"weights_path": "/nowhere"})
     for path, (output, shifted) in zip(paths, (before, after), strict=True):

@@ -135,9 +135,9 @@ class Chosen:
 
 
 def joined_rows(pieces: Sequence[Tensor]) -> Tensor:
-    """A copy of CPU tensors joined along the first axis, made on this thread: torch would do it on
-    all cores, and its threads then wait for more work at full speed, for milliseconds after each
-    request.
+    """Join CPU tensors along the first axis, in new memory and on this thread. Torch would copy on
+    all cores. For milliseconds after each request its threads would then keep these cores busy,
+    while they wait for more work.
 
     Args:
         pieces: at least one; their dtype and other axes are equal. A column of a table has its rows

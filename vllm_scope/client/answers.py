@@ -17,6 +17,7 @@ from vllm_scope.client.features import SparseFeatures
 from vllm_scope.client.lens import TopTokens
 from vllm_scope.control.policy import Decided
 from vllm_scope.errors import ScopeError
+from vllm_scope.request.arrays import of_bfloat16
 from vllm_scope.request.sites import ALIASES, layer_of
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Rows:
         """The rows in their dtype; bfloat16 becomes float32 without loss."""
         if self.dtype != "bfloat16":
             return self.bits
-        return (self.bits.astype(np.uint32) << 16).view(np.float32)
+        return of_bfloat16(np.asarray(self.bits, np.uint16))
 
     def at(self, positions: NDArray[np.int64]) -> Rows:
         """Those at some of the positions."""

@@ -145,8 +145,8 @@ class _Shard:
             publish_indexed(publisher, f"{self.stem}.safetensors", write, body)
 
     def _blocks(self, stream: str) -> Iterator[Tensor]:
-        """The rows of a stream, decoded, in blocks of any size: a block for each short request
-        would take longer."""
+        """The rows of a stream, decoded. Short requests share a block, because a Summary takes less
+        time for one large block than for many small ones."""
         codec, pieces = self._streams[stream].codec, self._streams[stream].parts
         names = list(codec.part_names)
         if codec.codec == "none":  # nothing is decoded, and each long request is a block

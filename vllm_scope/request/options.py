@@ -53,7 +53,7 @@ Number = Annotated[FiniteFloat, BeforeValidator(_number)]
 def checked(
     model: type[Options], body: Mapping[Any, object], where: str, unsaid: Collection[str] = ()
 ) -> Options:
-    """The options as an instance of their model.
+    """Check options. Returns them as an instance of `model`.
 
     Args:
         where: what the sentence begins with, in front of the option's name.

@@ -77,7 +77,7 @@ class SinkThread:
         self._worked_at = 0.0
         #: Deliveries that have ended and whose rows may still be lost.
         self._unpublished: dict[Delivery, Ending] = {}
-        #: Why the last request was lost that ended since a caller of `flush` was told.
+        #: Why a request was lost, the latest one since `flush` last returned; None if none was.
         self._lost_since_asked: str | None = None
         self._thread = threading.Thread(target=self._run, name=f"vllm-scope-{name}", daemon=True)
         self._thread.start()
@@ -153,8 +153,8 @@ class SinkThread:
         self._count_error()
 
     def flush(self) -> str | None:
-        """Wait until all ended requests are visible. Returns why one is not that ended since the last
-        call, or None."""
+        """Wait until all ended requests are visible. If one was lost since the last call, returns
+        why; else None."""
         request = QueuedFlush()
         with self._changed:
             self._queue.append(request)

@@ -181,7 +181,7 @@ class Plan:
             )
 
     def _check_cells(self) -> None:
-        """Raises SpecError if a request would be larger than a request may be."""
+        """Raises SpecError if a cell's request would exceed the limits of a request."""
         for i, ids in enumerate(self.ids):
             every = sorted(p for p in self.at[i] if p is not None)
             # Of a cell with one position the earliest has the most behind it.

@@ -68,7 +68,7 @@ def test_every_dimension_is_counted_in_more_rows_than_a_byte_can_count(width, dt
     at[at == 3] = width - 1
     rows[torch.arange(700), 1, at] = 100.0
     found = Statistics.of_rows(iter([rows[:, 1]]))
-    # In eight dimensions a value is at most 2.8 times the root mean square.
+    # A row of 8 numbers has no outlier: no number exceeds sqrt(8) times the root mean square.
     outliers = torch.bincount(at, minlength=width) if width > OUTLIER**2 else torch.zeros(width)
     assert found.values[2].tolist() == outliers.tolist()
     assert found.counts[:3].tolist() == [700, 0, 700 if width > OUTLIER**2 else 0]

@@ -239,8 +239,9 @@ def named(said: Iterable[tuple[Action, Mapping[str, str]]]) -> dict[str, str]:
 
 
 def in_words(text: str, paths: Mapping[str, str]) -> str:
-    """An error text whose leading path is replaced by the caller's words. These have no `site`
-    that could be the embedding, so the text does not advise it.
+    """An error text whose leading path is replaced by the caller's words.
+
+    A caller of another system's keys cannot write `site='embed'`, so this advice is removed.
 
     Args:
         paths: path of an action or of its field -> the caller's words.
