@@ -47,7 +47,7 @@ def launch_all(
     for tap in range(NUM_TAPS):
         kernel.tap_rows(
             hidden, residual, arena, tables.tokens, tables.programs, tables.ops,
-            tables.vectors, tables.numbers[tap], tables.host, 0, 0,
+            tables.vectors, tables.taps[tap], tables.host, 0, 0,
         )  # fmt: skip
 
 

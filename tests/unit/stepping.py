@@ -327,7 +327,7 @@ def run_taps(worker: ScopeWorker, step: Step, number: int, rng: random.Random) -
             stream[row] = torch.tensor([request.key or 0, position, boundary, number])
         residual = torch.randint(-9, 9, stream.shape).float() if rng.random() < 0.8 else None
         hidden = stream.clone() if residual is None else stream - residual
-        told = (tables.tokens, tables.programs, tables.ops, tables.vectors, tables.numbers[tap])
+        told = (tables.tokens, tables.programs, tables.ops, tables.vectors, tables.taps[tap])
         torch.ops.vllm_scope.tap(hidden, residual, arena, *told, tables.host)
         if worker.steps._step is None:
             # A replayed graph runs its taps whatever the host thinks of the step.

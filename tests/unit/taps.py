@@ -127,7 +127,8 @@ def random_tap(
     on_grid: bool = True,
     huge: bool = False,
 ) -> Tap:
-    """Some rows without a program, some programs without an operation at this tap.
+    """Some rows without a program, some programs without an operation at this tap; if the seed is a
+    multiple of 8, the tap is told that no row does anything there.
 
     Args:
         codes: the operations that programs are made of.
@@ -143,6 +144,7 @@ def random_tap(
     generator = torch.Generator().manual_seed(seed)
     num_taps, num_programs = rng.randint(1, 4), rng.randint(1, 5)
     tap = rng.randrange(num_taps)
+    acts = seed % 8 != 0
 
     def values(rows: int, columns: int) -> Tensor:
         if on_grid:
@@ -234,7 +236,8 @@ def random_tap(
     arena = torch.full((num_slots, SLOT_BYTES // 4), POISON, dtype=torch.int32).view(dtype)
     return Tap(
         hidden_size, stream(), stream() if with_residual else None, arena, tokens, programs,
-        ops, vectors, torch.tensor(tap, dtype=torch.int32), torch.zeros(6, dtype=torch.int64),
+        ops, vectors, torch.tensor([tap, acts, 7, 7], dtype=torch.int32),
+        torch.zeros(6, dtype=torch.int64),
         torch.zeros(0), _registers(rng, num_rows + PADDING), *_walks(rng, num_rows + PADDING),
         1 if tap_by_tap else 0, tap_slots if tap_by_tap else 0,
     ).with_faults(torch.zeros(num_rows + PADDING + 2, dtype=torch.int32))  # fmt: skip
@@ -314,11 +317,12 @@ def outcome(tap: Tap) -> Outcome:
     """What the tap must do, one row and one operation at a time, in float64."""
     found = Outcome([], [], {}, set(), {}, {})
     dtype, registers = tap.hidden.dtype, tap.registers.clone()
-    for row in range(tap.hidden.shape[0]):
+    number, acts = tap.tap[:2].tolist()
+    for row in range(tap.hidden.shape[0]) if acts else ():
         program, slot, _, owner = tap.tokens[row].tolist()
         if program < 0:
             continue
-        at = int(tap.programs[program, int(tap.tap)])
+        at = int(tap.programs[program, number])
         x = tap.hidden[row].float()
         if tap.residual is not None:
             x = x + tap.residual[row].float()
@@ -363,7 +367,7 @@ def outcome(tap: Tap) -> Outcome:
                 found.stored.append(Stored(word, x.to(dtype), _slack(x, dtype, is_copy)))
             elif code == OP_CHECK:
                 if not x.to(dtype).isfinite().all():
-                    found.faults[owner] = (0 if edited else CHECKED) | int(tap.tap) + 1
+                    found.faults[owner] = (0 if edited else CHECKED) | number + 1
                     x, is_copy, edited = torch.zeros_like(x), True, True
             else:
                 part = 1.0 if register < 0 else float(registers[row, register])
@@ -380,7 +384,7 @@ def outcome(tap: Tap) -> Outcome:
                     found.told.append((word, change, 1e-4 * (change + 1)))
             at = following
         if edited and not x.to(dtype).isfinite().all():
-            found.faults[owner] = int(tap.tap) + 1
+            found.faults[owner] = number + 1
         elif edited:
             slack = _slack(x, dtype, is_copy)
             barely = not is_copy and ((x - came).abs() <= 1e-5 * (float(x.norm()) + 1)).all()

@@ -47,7 +47,8 @@ def advanced(
     addresses = [tensor.data_ptr() for tensor in (registers, walks, log, positions)]
     tables = [
         torch.zeros((rows, 4), dtype=torch.int32), torch.zeros((1, 1), dtype=torch.int32), ops,
-        torch.zeros((1, 8)), torch.tensor(0, dtype=torch.int32), torch.tensor([0, 0, *addresses]),
+        torch.zeros((1, 8)), torch.tensor([0, 1, 0, 0], dtype=torch.int32),
+        torch.tensor([0, 0, *addresses]),
     ]  # fmt: skip
     tables = [table.to(device) for table in tables]
     done = 0

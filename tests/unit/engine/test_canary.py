@@ -39,7 +39,7 @@ class Model:
                     tap_rows(
                         torch.zeros(3, HIDDEN_SIZE, dtype=self.dtype), None, self.arena.slots,
                         tables.tokens, tables.programs, tables.ops, tables.vectors,
-                        tables.numbers[tap], tables.host, 0, 0,
+                        tables.taps[tap], tables.host, 0, 0,
                     )  # fmt: skip
 
         region = self.arena.acquire(len(BOUNDARIES) * self.widths.row_slots[0])

@@ -114,7 +114,7 @@ def _run(
         hidden, residual, arena, torch.tensor(tokens, dtype=torch.int32),
         torch.tensor([[0 if ops else -1]], dtype=torch.int32), table,
         torch.tensor(vectors or [[0.0] * hidden.shape[1]], dtype=torch.float32),
-        torch.tensor(0, dtype=torch.int32),
+        torch.tensor([0, 1, 0, 0], dtype=torch.int32),
         torch.tensor([0, faults.data_ptr() if told else 0, registers.data_ptr()]), *slots,
     )  # fmt: skip
     return arena

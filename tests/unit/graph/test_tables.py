@@ -355,14 +355,14 @@ def test_a_steps_new_programs_are_sent_in_one_piece_for_each_table():
     tables.program_id(_reads(0, 6))
     assert tables.num_uploads == 0  # nothing is sent before a step needs it
     _flush(tables)
-    assert tables.num_uploads == 4  # vectors, operations, programs, tokens
+    assert tables.num_uploads == 5  # vectors, operations, programs, tokens; that no tap acts
     tables.program_id(_reads(9))
     _flush(tables)
-    assert tables.num_uploads == 4 + 3  # no vectors this time
+    assert tables.num_uploads == 5 + 3  # no vectors this time
     tables.program_id(_adds(3.0), hold=True)
     tables.program_id(_reads(9))
     _flush(tables)
-    assert tables.num_uploads == 4 + 3 + 1
+    assert tables.num_uploads == 5 + 3 + 1
 
 
 def test_a_place_reused_before_a_step_has_its_last_content():
@@ -409,7 +409,7 @@ def test_the_tables_keep_their_addresses():
 
     def addresses() -> list[int]:
         held = (tables.tokens, tables.programs, tables.ops, tables.vectors, tables.host)
-        return [table.data_ptr() for table in (*held, tables.numbers)]
+        return [table.data_ptr() for table in (*held, tables.taps)]
 
     before = addresses()
     _load(tables, [15], [tables.program_id(_adds(1.0, 2.0), hold=True)], [3])
@@ -441,8 +441,10 @@ def test_a_step_is_identified_by_its_array_of_ids():
 
 def test_each_tap_is_told_its_number_by_the_device():
     tables = _tables()
-    assert tables.numbers.tolist() == [0, 1, 2, 3]
-    assert tables.numbers.dtype == torch.int32
+    assert tables.taps[:, 0].tolist() == [0, 1, 2, 3]
+    # The kernel has one variant for all of them if the rows begin at multiples of 16 bytes.
+    assert tables.taps.stride() == (4, 1)
+    assert tables.taps.dtype == torch.int32
 
 
 def test_clearing_a_step_that_loaded_nothing_touches_nothing():
@@ -486,11 +488,30 @@ def test_a_step_says_at_which_taps_some_row_does_anything():
     def acting() -> list[int]:
         return [BOUNDARIES[tap] for tap in range(len(BOUNDARIES)) if tables.acts_at(tap)]
 
+    def told() -> list[int]:
+        """The same, of the device."""
+        return [
+            boundary for boundary, acts in zip(BOUNDARIES, tables.taps[:, 1], strict=True) if acts
+        ]
+
     assert acting() == []
     reads, adds = tables.program_id(_reads(point_of(3, 0))), tables.program_id(_adds(1.0), True)
     _load(tables, [0, 1], [reads, reads], [0, 1])
-    assert acting() == [3]
+    assert acting() == told() == [3]
     _load(tables, [0, 1], [reads, adds], [0, 1])
-    assert acting() == [2, 3]
+    assert acting() == told() == [2, 3]
     tables.clear_step()
     assert acting() == []
+    _load(tables, [0, 1], [adds, adds], [0, 1])
+    assert acting() == told() == [2]
+    assert tables.taps[:, 0].tolist() == list(range(len(BOUNDARIES)))
+
+
+def test_the_device_is_told_which_taps_act_only_if_that_has_changed():
+    tables = _tables()
+    reads = tables.program_id(_reads(point_of(3, 0)))
+    _load(tables, [0], [reads], [0])
+    before = tables.num_uploads
+    for rows in ([0, 1], [1], [0, 1, 2]):
+        _load(tables, rows, [reads] * len(rows), rows)
+    assert tables.num_uploads == before + 3  # the rows themselves

@@ -223,7 +223,7 @@ class Step:
         tables, tap = self.tables, EVERYWHERE.index(boundary)
         tap_rows(
             self.hidden[boundary], None, arena, tables.tokens, tables.programs, tables.ops,
-            tables.vectors, tables.numbers[tap], tables.host, base, per_token,
+            tables.vectors, tables.taps[tap], tables.host, base, per_token,
         )  # fmt: skip
 
     def arena(self, num_slots: int) -> torch.Tensor:

@@ -195,8 +195,8 @@ class ScopeWorker:
             self._planner, self._tables, self._arena, self.sites.boundaries, self.limits.widths,
             self._delivery, self._functions, self._fail,
         )  # fmt: skip
-        op.connect(self._tables.numbers, self.steps)
-        self._connected = self._tables.numbers
+        op.connect(self._tables.taps, self.steps)
+        self._connected = self._tables.taps
         return self.steps
 
     def check_canary(self) -> None:

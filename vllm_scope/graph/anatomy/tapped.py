@@ -130,7 +130,7 @@ def give_buffers(
         "arena": arena, "tokens": tables.tokens, "programs": tables.programs,
         "ops": tables.ops, "vectors": tables.vectors, "host": tables.host,
     }  # fmt: skip
-    tensors |= {name: tables.numbers[tap_of[boundary]] for name, boundary in places.items()}
+    tensors |= {name: tables.taps[tap_of[boundary]] for name, boundary in places.items()}
     for name, tensor in tensors.items():
         module.register_buffer(f"scope_{name}", tensor, persistent=False)
 

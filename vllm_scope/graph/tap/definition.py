@@ -43,6 +43,9 @@ from vllm_scope.program.operations import (
 NUM_COLUMNS = 12
 #: Columns of the token table.
 PROGRAM, SLOT, TO_HOST, OWNER = range(4)
+#: Columns of the table of taps; a row has 16 bytes, as the kernel loads addresses of one alignment.
+NUMBER, ACTS = range(2)
+NUM_TAP_COLUMNS = 4
 WORDS_PER_SLOT = SLOT_BYTES // 4
 #: A fault is the tap's number + 1. This bit is set if OP_CHECK found it, not an edit.
 CHECKED = 1 << 30
@@ -95,7 +98,8 @@ def tap_rows(
         programs: [num_programs, num_taps] int32: first op, -1 for none.
         ops: [num_ops, NUM_COLUMNS] int32: see the columns above. Numbers are float32 bits.
         vectors: [num_vectors, hidden_size or more] float32.
-        tap: scalar int32 tensor: this tap's column in `programs`.
+        tap: [4] int32: this tap's column in `programs`; 0 if no row does anything at this tap in
+            this step, so that its program need not be looked up.
         host: [6] int64: the address of the host's slots (only the kernel writes there), that of
             the faults, int32 by owner (0 if nobody reads faults), and those of the registers,
             float32 [max_rows, REGISTERS], of the walks, int32 [max_rows, 8], of the log of states,
@@ -104,10 +108,13 @@ def tap_rows(
         slots_per_token: slots of each token at this tap if the step is drained tap by tap
             (`tokens` then has the token's number instead of its slot), else 0.
     """
+    number, acts = tap[NUMBER].item(), tap[ACTS].item()
+    if not acts:
+        return
     # The tables are small: torch takes ten times as long as numpy.
     table = tokens[: hidden.shape[0]].numpy()
     rows = np.flatnonzero(table[:, PROGRAM] >= 0)
-    at = programs.numpy()[table[rows, PROGRAM], int(tap)]
+    at = programs.numpy()[table[rows, PROGRAM], number]
     rows, at = rows[at >= 0], at[at >= 0]
     if not len(rows):
         return
@@ -145,7 +152,7 @@ def tap_rows(
                     x = x.clone() if x is came else x
                     x[torch.from_numpy(bad)] = 0
                     for which, how in (edited[bad], 0), (~edited[bad], CHECKED):
-                        _report(host, table[rows[bad[which]], OWNER], how | int(tap) + 1)
+                        _report(host, table[rows[bad[which]], OWNER], how | number + 1)
                     edited[bad] = True
             elif code == OP_READ:
                 _store(x[some].to(hidden.dtype), words, start)
@@ -164,7 +171,7 @@ def tap_rows(
     if edited.any():
         told = bool(host[1])
         bad = _write_back(hidden, residual, came, x, index, torch.from_numpy(edited), told)
-        _report(host, table[rows[bad], OWNER], int(tap) + 1)
+        _report(host, table[rows[bad], OWNER], number + 1)
 
 
 def _write_back(

@@ -8,7 +8,6 @@ Must equal: tap/definition.py, on random programs (a property test).
 
 from __future__ import annotations
 
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -106,10 +105,13 @@ def _tap_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    # The loads do not wait for each other. Without `acts`, each row of a step that does something
+    # at another tap would look up its program here.
     program = tl.load(tokens_ptr + row * 4)
-    if program < 0:
-        return
     tap = tl.load(tap_ptr)
+    acts = tl.load(tap_ptr + 1)
+    if (program < 0) | (acts == 0):
+        return
     at = tl.load(programs_ptr + program.to(tl.int64) * num_taps + tap)
     if at < 0:
         return
@@ -318,9 +320,8 @@ def load_variants(arena: Tensor, tables: Tables, row_sizes: tuple[int, ...]) -> 
     for size in {size for size in row_sizes[STREAM + 1 :] if size}:
         # A slice of a wider projection may be unaligned, which is another variant.
         launches += [(row[:, :size], None), (row[:, 1 : size + 1], None)]
-    # The tap's number may be unaligned too.
-    for (hidden, residual), number in product(launches, tables.numbers[:2]):
+    for hidden, residual in launches:
         tap_rows(
             hidden, residual, arena, tables.tokens, tables.programs, tables.ops, tables.vectors,
-            number, tables.host, 0, 0,
+            tables.taps[0], tables.host, 0, 0,
         )  # fmt: skip

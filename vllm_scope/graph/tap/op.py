@@ -35,23 +35,23 @@ class StepRoute(Protocol):
         """Called once the tap's rows are written (on a GPU: enqueued)."""
 
 
-#: Address of a tap's number on the device -> (the worker's state, the number).
+#: Address of a tap's row of Tables.taps -> (the worker's state, the tap's number).
 _routes: dict[int, tuple[StepRoute, int]] = {}
 
 
-def connect(numbers: Tensor, route: StepRoute) -> None:
-    """Route the taps that have these numbers to the worker's state.
+def connect(taps: Tensor, route: StepRoute) -> None:
+    """Route the taps that have these rows to the worker's state.
 
     Args:
-        numbers: [num_taps] int32, device: 0, 1, ... Keeps its address for life.
+        taps: as Tables.taps. Keeps its address for life.
     """
-    for tap in range(numbers.shape[0]):
-        _routes[numbers[tap].data_ptr()] = (route, tap)
+    for tap in range(taps.shape[0]):
+        _routes[taps[tap].data_ptr()] = (route, tap)
 
 
-def disconnect(numbers: Tensor) -> None:
-    for tap in range(numbers.shape[0]):
-        _routes.pop(numbers[tap].data_ptr(), None)
+def disconnect(taps: Tensor) -> None:
+    for tap in range(taps.shape[0]):
+        _routes.pop(taps[tap].data_ptr(), None)
 
 
 # The contract of the arguments: definition.tap_rows.

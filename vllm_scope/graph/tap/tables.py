@@ -25,9 +25,12 @@ from torch import Tensor
 
 from vllm_scope.errors import CapacityError, ScopeError
 from vllm_scope.graph.tap.definition import (
+    ACTS,
     CODE,
     NEXT,
     NUM_COLUMNS,
+    NUM_TAP_COLUMNS,
+    NUMBER,
     NUMBER_A,
     NUMBER_B,
     NUMBER_C,
@@ -170,7 +173,8 @@ class Tables:
         programs: [num_programs, num_taps] int32: first op or -1.
         ops: [num_ops, NUM_COLUMNS] int32: tap.definition's columns.
         vectors: [num_vectors, numbers of the widest row] float32.
-        numbers: [num_taps] int32: 0, 1, ...; a tap's number is a view of one.
+        taps: [num_taps, 4] int32: 0, 1, ...; 1, or 0 if no row does anything at the tap in this
+            step. A tap takes a view of its row.
         registers: [max_rows, REGISTERS] float32: values of conditions in one forward.
         walks: [max_rows, 8] int32: tap.states' columns, for rows whose gates have states.
         log: [num_places, STATE_NUMBERS] float32: the states of gates.
@@ -215,7 +219,8 @@ class Tables:
         size = hidden_size * max(widths.row_bytes) // widths.row_bytes[STREAM]
         num_vectors = capacity(size, vectors_mib).vectors
         self.vectors = torch.zeros((num_vectors, size), device=device)
-        self.numbers = torch.arange(num_taps, dtype=torch.int32, device=device)
+        self.taps = table((num_taps, NUM_TAP_COLUMNS), 1)
+        self.taps[:, NUMBER] = torch.arange(num_taps)
         pinned = device.type == "cuda"
         self._faults = torch.zeros(MOST_OWNERS, dtype=torch.int32, pin_memory=pinned)
         self.faults: NDArray[np.int32] = self._faults.numpy()
@@ -249,15 +254,14 @@ class Tables:
         self._is_stale = False
         self._pending_vectors: dict[int, NDArray[np.float32]] = {}
         self._staging, self._walk_staging = Staging(self.tokens), Staging(self.walks)
+        self._tap_staging = Staging(self.taps)
         self._rows_written = 0
         #: The walks that were loaded last, and the address of the positions.
         self._walks: NDArray[np.int32] | None = None
         self._positions = 0
         self._loaded: NDArray[np.int32] | None = None
-        #: The program ids for which `acts_at` was last worked out, and the taps that do anything
-        #: for them.
-        self._acting_of: NDArray[np.int32] | None = None
-        self._acting: set[int] = set()
+        #: [num_taps], the ACTS column of `taps`.
+        self._acts = np.ones(num_taps, bool)
 
     def begin_step(self) -> None:
         self._step += 1
@@ -527,6 +531,8 @@ class Tables:
         buffer.array[buffer.rows, SLOT] = slots
         self._staging.upload(buffer, max(buffer.num_rows, self._rows_written))
         self._rows_written = buffer.num_rows
+        if self._loaded is not program_ids:
+            self._load_acts(program_ids)
         self._loaded = program_ids
         self.num_uploads += 1
 
@@ -559,14 +565,24 @@ class Tables:
         """True if the table still has these ids (the same array) from the last `load_step`."""
         return self._loaded is program_ids
 
+    def _load_acts(self, program_ids: NDArray[np.int32]) -> None:
+        """Say at which taps some of these programs do anything. Without that, each row would look
+        up its program at each tap, which takes a GPU as long again as an idle tap."""
+        used = np.zeros(len(self._host_programs) + 1, bool)  # the last one is NO_PROGRAM
+        used[program_ids] = True
+        acts = (self._host_programs[used[:-1]] >= 0).any(axis=0)
+        if np.array_equal(acts, self._acts):
+            return
+        self._acts = acts
+        buffer = self._tap_staging.next()
+        buffer.array[:, NUMBER] = range(len(acts))
+        buffer.array[:, ACTS] = acts
+        self._tap_staging.upload(buffer, len(acts))
+        self.num_uploads += 1
+
     def acts_at(self, tap: int) -> bool:
         """True if some row of the step that was loaded last does anything at a tap."""
-        if self._acting_of is not self._loaded:
-            self._acting_of = self._loaded
-            ids = np.zeros(0, np.int32) if self._loaded is None else np.unique(self._loaded)
-            acts = (self._host_programs[ids] >= 0).any(axis=0)
-            self._acting = set(np.flatnonzero(acts).tolist())
-        return tap in self._acting
+        return self._loaded is not None and bool(self._acts[tap])
 
     def clear_step(self) -> None:
         """Give no row a program. Does nothing if that is so already."""
