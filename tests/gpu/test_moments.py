@@ -19,12 +19,14 @@ pytestmark = pytest.mark.gpu
 WIDTH = 1536
 
 
+@pytest.mark.parametrize("at_once", [700, 5000], ids=["several-parts", "one-part"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_sums_equal_float64_and_the_host_does_not_wait(dtype):
+def test_sums_equal_float64_and_the_host_does_not_wait(dtype, at_once):
     generator = torch.Generator().manual_seed(1)
     rows = (torch.randn(5000, WIDTH, generator=generator) + 3).to(device="cuda", dtype=dtype)
     targets = np.random.default_rng(1).standard_normal(len(rows))
-    parts = [(some, some.cpu().numpy()) for some in torch.arange(5000, device="cuda").split(700)]
+    every = torch.arange(5000, device="cuda")
+    parts = [(some, some.cpu().numpy()) for some in every.split(at_once)]
     size = bytes_of(WIDTH, dtype.itemsize, True, True)
     sums, warm = (
         DeviceSums(torch.empty(size, dtype=torch.uint8, device="cuda"), WIDTH, dtype, True, True)

@@ -4,7 +4,7 @@ Owns:  DeviceSums.
 Runs:  as worker.summing.   To: batch.sums.
 
 Promise: sums are float64. Products of 16-bit rows on a GPU are exact in float32, and are added in
-float32 for at most `num_waiting` rows before they are added to the float64 sums; all other products
+float32 for at most MOST_AT_ONCE rows before they are added to the float64 sums; all other products
 are float64. Only the blocks of x x^T on and above the diagonal are computed. All that is kept lies
 in the room that was given. Sums change in inference mode alone, in which vLLM computes its steps.
 """
@@ -26,6 +26,11 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: float64 copies of rows that are made at once.
 COPY_BYTES = 32 << 20
+#: Rows of one product, of 16-bit numbers on a GPU.
+MOST_AT_ONCE = 8192
+#: Rows that a GPU adds in one column of a group. Columns of all rows would keep few of its threads
+#: busy.
+GROUP = 32
 
 
 def on_device(device: torch.device, numbers: NDArray[Any]) -> Tensor:
@@ -90,9 +95,12 @@ class DeviceSums:
         """
         try:
             rows = rows_of(at)
-            x, xy = rows.sum(0, dtype=torch.float64), None
+            x, xy = _sum_of(rows), None
             if self._xy is not None:
-                xy = on_device(rows.device, targets) @ rows.double()
+                xy = torch.zeros_like(self._xy)
+                parts = on_device(rows.device, targets).split(self._num_copied)
+                for some, y in zip(rows.split(self._num_copied), parts, strict=True):
+                    xy += y @ some.double()
         except torch.OutOfMemoryError:
             logger.exception("vllm-scope: rows could not be added to their sums")
             self.missing += len(at)
@@ -106,29 +114,40 @@ class DeviceSums:
         if self._xx is not None:
             self._keep(rows)
 
+    @property
+    def _num_copied(self) -> int:
+        """Rows of one float64 copy."""
+        return max(1, COPY_BYTES // (8 * self._width))
+
     def _keep(self, rows: Tensor) -> None:
+        """Multiply the rows at once if they are many; few rows wait for others."""
+        if len(rows) >= len(self._rows):
+            self._multiply(rows)
+            return
         while len(rows):
             num = min(len(rows), len(self._rows) - self._num_rows)
             self._rows[self._num_rows : self._num_rows + num] = rows[:num]
             self._num_rows += num
             rows = rows[num:]
             if self._num_rows == len(self._rows):
-                self._multiply()
+                self._multiply_waiting()
 
-    def _multiply(self) -> None:
-        """Add the products of the rows that wait; if the device has no room to make them, count the
-        rows as missing."""
+    def _multiply_waiting(self) -> None:
+        self._multiply(self._rows[: self._num_rows])
+        self._num_rows = 0
+
+    def _multiply(self, rows: Tensor) -> None:
+        """Add the products of rows; if the device has no room to make them, count the rows as
+        missing."""
         try:
-            self._add_products(self._rows[: self._num_rows])
+            self._add_products(rows)
         except torch.OutOfMemoryError:
             logger.exception("vllm-scope: products of rows could not be added")
-            self.missing += self._num_rows
-        self._num_rows = 0
+            self.missing += len(rows)
 
     def _add_products(self, rows: Tensor) -> None:
         assert self._xx is not None
-        at_once = len(rows) if self._exact else COPY_BYTES // (8 * self._width)
-        for part in rows.split(max(1, at_once)):
+        for part in rows.split(MOST_AT_ONCE if self._exact else self._num_copied):
             some = part if self._exact else part.double()
             for block in upper_blocks(self._width):
                 left, right = some[:, block[0]].t(), some[:, block[1]]
@@ -143,8 +162,18 @@ class DeviceSums:
         """The sums so far, on the host. Waits for the device."""
         xx = b""
         if self._xx is not None:
-            self._multiply()
+            self._multiply_waiting()
             host = self._xx.cpu().numpy()
             xx = b"".join(host[block].tobytes() for block in upper_blocks(self._width))
         x, xy = (b"" if one is None else one.cpu().numpy().tobytes() for one in (self._x, self._xy))
         return Packed(self._count, self.missing, self._y, self._yy, (x, xy, xx))
+
+
+def _sum_of(rows: Tensor) -> Tensor:
+    """float64 [width], the sum of [n, width]."""
+    num = len(rows) - len(rows) % GROUP if rows.is_cuda else 0
+    found = rows[num:].sum(0, dtype=torch.float64)
+    if num:
+        groups = rows[:num].unflatten(0, (-1, GROUP)).sum(1, dtype=torch.float64)
+        found += groups.sum(0)
+    return found

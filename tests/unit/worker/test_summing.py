@@ -224,14 +224,15 @@ def test_sums_of_parts_are_exact_to_the_rounding_of_float64(parts, offset, seed,
             np.testing.assert_allclose(found.xx[i, j], products, rtol=1e-13)
 
 
-def test_products_in_blocks_are_those_of_all_rows(monkeypatch):
+@pytest.mark.parametrize("at_once", [100, 300], ids=["rows-wait", "more-than-wait"])
+def test_products_in_blocks_are_those_of_all_rows(monkeypatch, at_once):
     """More columns than a block, and more rows than wait."""
     monkeypatch.setattr(batch_sums, "BLOCK", 7)
     monkeypatch.setattr("vllm_scope.worker.device_sums.COPY_BYTES", 8 * 20 * 10)
     rows = torch.randn(700, 20)
     sums = device_sums(20, torch.float32, True, False)
-    for first in range(0, 700, 300):
-        at = np.arange(first, min(700, first + 300))
+    for first in range(0, 700, at_once):
+        at = np.arange(first, min(700, first + at_once))
         sums.add(lambda some: rows[torch.from_numpy(some)], at, np.zeros(len(at)))
     found, exact = Sums.of_packed(sums.read()), rows.double().numpy()
     np.testing.assert_allclose(found.xx, exact.T @ exact, rtol=1e-12, atol=1e-12)
