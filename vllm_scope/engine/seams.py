@@ -212,6 +212,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     ),
     "v1.worker.gpu_worker": (
         _uses("Worker.reload_weights"),
+        _uses("Worker.start_weight_update"),
         _uses("Worker.finish_weight_update"),
     ),
     "v1.worker.gpu_model_runner": (
