@@ -89,8 +89,13 @@ class FileError(ScopeError):
 
 @contextmanager
 def naming(where: str) -> Iterator[None]:
-    """Name one of several, such as "prompts[3]", before the sentence of a SpecError inside."""
+    """Name one of several, such as "prompts[3]", before the sentence of a SpecError or a
+    CapacityError inside."""
     try:
         yield
     except SpecError as error:
         raise SpecError(f"{where}: {error}") from None
+    except UnheldError as error:
+        raise UnheldError(f"{where}: {error}") from None
+    except CapacityError as error:
+        raise CapacityError(f"{where}: {error}") from None

@@ -78,6 +78,14 @@ def test_a_bad_spec_is_refused_with_a_sentence_and_the_engine_goes_on(
     check_completion(output.scope, list(range(20)), list(output.outputs[0].token_ids), ref)
 
 
+def test_the_prompt_of_several_that_is_refused_is_named(llm):
+    wrong = params(scope(Read("resid_post", tokens=[30])))
+    with pytest.raises(SpecError, match=r"^prompts\[1\]: reads\[0\]\.tokens has 30"):
+        llm.generate(prompts(range(40), range(20)), wrong, use_tqdm=False)
+    for output in llm.generate(prompts(range(40), range(20)), params(GOOD), use_tqdm=False):
+        assert output.scope.status == "complete"
+
+
 def test_prompt_embeddings_are_refused(checkpoints):
     with local_engine(checkpoints("llama"), dtype="float32", enable_prompt_embeds=True) as llm:
         with pytest.raises(SpecError, match="prompt embeddings cannot be tapped"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -72,10 +73,14 @@ def register() -> None:
 def wrap_engine_args() -> None:
     """Put the whole configuration into additional_config, for workers and the compile key."""
 
+    from vllm_scope.engine.frontend import requests
+
     def create_engine_config(
         original: Callable[..., T], self: EngineArgs, *args: object, **kwargs: object
     ) -> T:
         reuse_bytes()  # refuse a bound that is no number before anything starts
+        if "vllm.entrypoints.llm" in sys.modules:  # LLM calls this before its first request
+            requests.wrap_llm()
         additional = dict(self.additional_config or {})
         additional[KEY] = ScopeConfig.parse(additional.get(KEY, {})).with_graph_key()
         self.additional_config = additional
