@@ -276,6 +276,14 @@ def test_a_given_direction_of_all_positions_at_once_is_one_edit():
     assert [len(j.actions) for j in all_jobs(p) if j.place is not None] == [4] * 3 + [3] * 3
 
 
+def test_positions_with_equal_rows_are_one_edit():
+    rows = np.array([1.0, 2.0, 1.0, 2.0])[None, :, None] * np.ones(8)
+    p = plan(Sweep(rows, metric=METRIC, mode="add", together=True), ["xyz"])
+    cells = [job for job in all_jobs(p) if job.place is not None]
+    found = [(edit.vector.numpy.tolist(), edit.tokens.positions) for edit in cells[0].actions]
+    assert found == [([1.0] * 8, (0, 2)), ([2.0] * 8, (1, 3))]
+
+
 def rows_of(length, *, alike=False):
     rows = np.ones((1, length, 8))
     return rows if alike else rows * np.arange(1, length + 1)[:, None]
@@ -288,14 +296,16 @@ def rows_of(length, *, alike=False):
         pytest.param(256, {"source": rows_of(256)}, None, id="as-many-edits-as-a-request-has"),
         pytest.param(
             257, {"source": rows_of(257)},
-            r"has 257 edits of prompts\[1\], one for each position; at most 256 are allowed, so "
-            "name fewer positions", id="rows-of-the-caller",
+            r"has 257 edits of prompts\[1\], one for each different row; at most 256 are allowed, "
+            "so name fewer positions, or give rows of which at most 256 differ: equal ones are one",
+            id="rows-of-the-caller",
         ),
         pytest.param(
-            257, {"source": ["a", "ab" * 128]}, r"has 257 edits of prompts\[1\]",
+            257, {"source": ["a", "ab" * 128]}, r"has 257 edits of prompts\[1\], one for each pos",
             id="rows-that-are-read",
         ),
         pytest.param(257, {"source": rows_of(257, alike=True)}, None, id="equal-rows"),
+        pytest.param(400, {"source": rows_of(400) % 200}, None, id="each-row-twice"),
         pytest.param(257, {"source": np.ones(8)}, None, id="one-row"),
         pytest.param(257, {"source": {"module": "m"}}, None, id="module"),
         pytest.param(257, {"source": rows_of(257), "mode": "patch"}, None, id="patch"),
