@@ -1,7 +1,7 @@
 """Our errors as vLLM passes them on: as an HTTP status, and from EngineCore to the caller.
 
-Owns:  `refusal`, `busy` and `named` (our errors as vLLM's server knows them), and the way back of an
-       error in EngineCore after the front-end accepted the request.
+Owns:  `refusal`, `busy` and `named` (our errors as vLLM's server knows them), and the way back of
+       an error in EngineCore after the front-end accepted the request.
 Runs:  in EngineCore (input thread) and in the front-end.
 
 vLLM tells the front-end only that such a request ended with an error. The sentence travels in

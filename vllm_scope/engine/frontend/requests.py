@@ -348,7 +348,7 @@ def _add_several(
     *args: object,
     **kwargs: object,
 ) -> T:
-    """OfflineInferenceMixin._render_and_add_requests: name the prompt of several that is refused."""
+    """OfflineInferenceMixin._render_and_add_requests: a refusal names the prompt of several."""
     number = 0
 
     def counted() -> Iterator[object]:
