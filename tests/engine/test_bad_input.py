@@ -79,8 +79,8 @@ def test_a_bad_spec_is_refused_with_a_sentence_and_the_engine_goes_on(
 
 
 def test_the_prompt_of_several_that_is_refused_is_named(llm):
-    wrong = params(scope(Read("resid_post", tokens=[30])))
-    with pytest.raises(SpecError, match=r"^prompts\[1\]: reads\[0\]\.tokens has 30"):
+    wrong = params(scope(Read("resid_post", tokens=[35])))
+    with pytest.raises(SpecError, match=r"^prompts\[1\]: reads\[0\]\.tokens has 35"):
         llm.generate(prompts(range(40), range(20)), wrong, use_tqdm=False)
     for output in llm.generate(prompts(range(40), range(20)), params(GOOD), use_tqdm=False):
         assert output.scope.status == "complete"
