@@ -122,6 +122,17 @@ def test_a_model_of_unknown_convention_serves_plainly_and_refuses_reads(checkpoi
         pytest.param({"sites": ["resid"]}, "sites are embed", id="site"),
         pytest.param({"layers": [7]}, "layers has 7; this model has layers 0 to 2", id="layer"),
         pytest.param({"arena_mib": 0.01}, "at least .* are needed", id="arena"),
+        pytest.param(
+            {"vectors_mib": 1e8},
+            r"scope'\].vectors_mib is 1e\+08, which takes 100,000,000.0 MiB, and this host has .* "
+            "MiB free. Give a smaller vectors_mib",
+            id="vectors-beyond-the-memory",
+        ),
+        pytest.param(
+            {"arena_mib": 1e8},
+            "this host has .* MiB free beside what other options take. Give a smaller arena_mib",
+            id="arena-beyond-the-memory",
+        ),
     ],
 )
 def test_a_wrong_configuration_stops_the_start(options, sentence, checkpoints):

@@ -56,7 +56,7 @@ FEATURES, LENS = samples.features(), samples.lens()
         (lens_grid, LENS, {"tokens": np.array(1)}, r"tokens is array\(1\); it is a list of texts"),
         (token_strip, ["a"], {"scores": [1], "caption": 3}, "caption is 3; it is a text"),
         (token_strip, None, {"scores": [1]}, "tokens is None; it is a list of texts"),
-        (token_strip, ["a"], {"scores": [1], "first_position": "x"}, "first_position is 'x'; it is"),
+        (token_strip, ["a"], {"scores": [1], "first_position": "x"}, "first_position is 'x'; it"),
         (token_strip, ["a"], {"scores": [1], "threshold": 10**400}, "it must be finite"),
         (side_by_side, STRIP, {"other": STRIP, "title": None}, "title is None; it is a text"),
         (token_page, None, {"strips": [STRIP]}, "title is None; it is a text"),
