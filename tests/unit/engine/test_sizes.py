@@ -206,8 +206,8 @@ def test_a_request_is_checked_with_what_global_sinks_read_beside_it():
         pytest.param(
             {"vectors_mib": 601}, {"vectors_mib": 601},
             r"additional_config\['scope'\].vectors_mib is 601, which takes 601.0 MiB, and the "
-            "device cuda:0 has 600.0 MiB free. Give a smaller vectors_mib; the KV cache needs memory "
-            "too.",
+            "device cuda:0 has 600.0 MiB free. Give a smaller vectors_mib; the KV cache needs "
+            "memory too.",
             id="one-option",
         ),
         pytest.param(
