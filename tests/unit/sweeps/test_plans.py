@@ -36,6 +36,7 @@ from vllm_scope.engine.frontend.sweeping import (
 )
 from vllm_scope.request.selectors import MAX_ITEMS
 from vllm_scope.request.sites import Heads, Place, Sites
+from vllm_scope.sweeps import metrics
 from vllm_scope.sweeps.plan import Plan
 from vllm_scope.sweeps.source import ReadRows
 from vllm_scope.sweeps.sweep import as_prompts
@@ -422,7 +423,12 @@ def test_tokens_are_ids_or_texts_one_for_all_or_one_for_each_prompt():
     [
         pytest.param({"mode": "swap"}, "patch, ablate, add", id="mode"),
         pytest.param({"metric": "logit"}, "it is a LogitDifference", id="metric"),
-        pytest.param({"metric": LogitDifference("ba", "bc")}, "different tokens", id="same-token"),
+        pytest.param(
+            {"metric": LogitDifference("ba", ["bc", 2])},
+            r"has the token 2 as a and as b of prompts\[0\], the first of 'ba' and of 'bc'; the "
+            "difference would be 0, so give two different tokens",
+            id="same-token",
+        ),
         pytest.param({"metric": Logprob([1, 2, 3])}, "3 tokens for 2 prompts", id="tokens"),
         pytest.param({"metric": Logprob(-1)}, "a token's id or a text", id="negative-token"),
         pytest.param({"site": "nowhere"}, "sites are", id="site"),
@@ -510,6 +516,22 @@ def test_a_map_without_anywidget_says_what_to_install():
 def test_a_prompt_that_is_none_is_named(prompt, sentence):
     with pytest.raises(SpecError, match=sentence):
         as_prompts(["aa", prompt], Letters().encode, "prompts")
+
+
+def test_texts_of_several_tokens_are_named_in_the_log_once(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(metrics.logger, "warning", lambda text, *args: said.append(text % args))
+    metrics._warn.cache_clear()
+    for _ in range(2):
+        plan(Sweep(np.ones(8), metric=LogitDifference("ab", "c")))
+        plan(Sweep(np.ones(8), metric=Logprob(["d", 3])))
+    assert said == [
+        "vllm-scope: LogitDifference.a has texts of several tokens, of which the metric takes the "
+        "first: 'ab' (1, 2)."
+    ]
+    prompts = [chr(ord("a") + i) for i in range(5)]
+    plan(Sweep(np.ones(8), metric=Logprob([one * 2 for one in prompts])), prompts)
+    assert said[1].endswith("'aa' (1, 1), 'bb' (2, 2), 'cc' (3, 3), 2 more.")
 
 
 def test_numbers_of_any_integer_type_are_token_ids():
