@@ -72,7 +72,8 @@ def examine(
     if report.sites:
         console.print(_table(report))
     if report.reason is not None:
-        _say(console, f"{model} cannot be read", report.reason)
+        reason = report.reason.replace("'vllm-scope doctor MODEL' says", "The table says")
+        _say(console, f"{model} cannot be read", reason)
         if not report.sites:
             console.print("It is served plainly; a request with reads is refused with this reason.")
         if report.unread:

@@ -91,20 +91,20 @@ def describe_model(
             memory that `gpu_memory_utilization` asks for.
     """
     scope = {} if sites is None else {"sites": list(sites)}
-    ScopeConfig.parse(scope)  # before vLLM is imported, which takes seconds
+    config = ScopeConfig.parse(scope)  # before vLLM is imported, which takes seconds
     plugin.register()
     _register_loader()
-    vllm_config, config = _configs(model, {"additional_config": {KEY: scope}} | options)
+    vllm_config = _config_of(model, options)
     alone = vllm_config
     if vllm_config.parallel_config.world_size > 1:
         # Each rank has the whole stream, so one rank is built, on one device.
-        alone, _ = _configs(model, options | {"tensor_parallel_size": 1})
+        alone = _config_of(model, options | {"tensor_parallel_size": 1})
     with _worker(alone) as worker:
         return _report(worker, vllm_config, config)
 
 
-def _configs(model: str, options: dict[str, object]) -> tuple[VllmConfig, ScopeConfig]:
-    """vLLM's configuration without our part (its worker gets no taps), and our part."""
+def _config_of(model: str, options: dict[str, object]) -> VllmConfig:
+    """vLLM's configuration without our part: its worker gets no taps."""
     from vllm.engine.arg_utils import EngineArgs
 
     arguments: dict[str, object] = {
@@ -116,11 +116,12 @@ def _configs(model: str, options: dict[str, object]) -> tuple[VllmConfig, ScopeC
         "gpu_memory_utilization": LEAST_MEMORY,
     }
     try:
-        found = EngineArgs(model, **(arguments | options)).create_engine_config()
+        found: VllmConfig = EngineArgs(model, **(arguments | options)).create_engine_config()
     except ValueError as error:
         _say_import(error)
         raise
-    return found, ScopeConfig.parse(found.additional_config.pop(KEY, {}))
+    found.additional_config.pop(KEY, None)
+    return found
 
 
 def _say_import(error: ValueError) -> None:

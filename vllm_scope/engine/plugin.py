@@ -71,9 +71,10 @@ def register() -> None:
 
 
 def wrap_engine_args() -> None:
-    """Put the whole configuration into additional_config, for workers and the compile key."""
-
+    """Put the whole configuration into additional_config, for workers and the compile key. Refuse
+    sites and layers that the model does not have before a process is started."""
     from vllm_scope.engine.frontend import requests
+    from vllm_scope.engine.model import sites_of
 
     def create_engine_config(
         original: Callable[..., T], self: EngineArgs, *args: object, **kwargs: object
@@ -82,9 +83,12 @@ def wrap_engine_args() -> None:
         if "vllm.entrypoints.llm" in sys.modules:  # LLM calls this before its first request
             requests.wrap_llm()
         additional = dict(self.additional_config or {})
-        additional[KEY] = ScopeConfig.parse(additional.get(KEY, {})).with_graph_key()
+        config = ScopeConfig.parse(additional.get(KEY, {})).with_graph_key()
+        additional[KEY] = config
         self.additional_config = additional
-        return original(self, *args, **kwargs)
+        found = original(self, *args, **kwargs)
+        sites_of(found, ScopeConfig.parse(config))  # here, and not in a log of EngineCore's
+        return found
 
     wrapping.wrap("EngineArgs.create_engine_config", create_engine_config)
 
