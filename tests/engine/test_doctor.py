@@ -143,6 +143,15 @@ def test_a_site_inside_the_attention_is_whole_on_several_ranks():
     assert table["resid_post"] == ["0-5", "no", ""]
 
 
+def test_a_folder_that_is_not_there_is_told_at_once():
+    done = doctor(Path("/no/folder"))
+    assert done.returncode == 2
+    assert done.stdout == (
+        "/no/folder: there is no such folder; give one with a config.json, or a name on "
+        "Hugging Face.\n"
+    )
+
+
 def test_it_says_why_not(tmp_path):
     done = doctor(model_of(GEMMA_3N, tmp_path))
     assert done.returncode == 1, done.stdout

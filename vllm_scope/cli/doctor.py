@@ -54,6 +54,7 @@ def examine(
     try:
         for site in sites or ():
             canonical_site(site, "--sites")
+        check_path(model)
         with _quiet():
             from vllm_scope.engine.describe import describe_model
 
@@ -89,6 +90,16 @@ def examine(
     if lenses:
         statuses.append(_say_lenses(console, report, lenses))
     return max(statuses)
+
+
+def check_path(model: str) -> None:
+    """Raises ConfigError for a path without a model: vLLM takes it for a name."""
+    path = Path(model).expanduser()
+    looks_so = path.is_absolute() or model.startswith((".", "~"))
+    if looks_so and not path.exists():
+        raise ConfigError(
+            "there is no such folder; give one with a config.json, or a name on Hugging Face"
+        )
 
 
 def _say_saes(console: Console, report: ModelReport, paths: Mapping[str, str]) -> int:
@@ -195,6 +206,11 @@ def sentence_of(error: Exception) -> str:
     first = re.split(r"(?<=[a-z)'\"])\. (?=[A-Z])", reason)[0]
     if "memory utilization" in first:
         first += "; leave --gpu-memory-utilization out: the model is built without weights"
+    if "cached snapshot folder" in first:
+        first = (
+            "it is in no folder and not in Hugging Face's cache, and nothing may be downloaded "
+            "(HF_HUB_OFFLINE); give a folder, or a name that is in the cache"
+        )
     if re.match(r"Can't load ((image |video )?processor|feature extractor) for", first):
         first += "; put the files of the model's processor beside its config.json"
     known = isinstance(error, ScopeError | OSError | ValueError | ImportError)

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from vllm_scope.cli.remote import printable
+from vllm_scope.cli.remote import printable, sentence_of
 from vllm_scope.control.activity import OUTCOMES, Activity, Flagged, Found, State
 from vllm_scope.errors import ScopeError
 from vllm_scope.views.monitors import fill, mib, monitor_page, share, time_of
@@ -49,6 +49,8 @@ def monitor(
     try:
         from vllm_scope.client import ScopeClient
 
+        if page is not None and page.suffix not in (".html", ".htm"):
+            raise ScopeError(f"--page is {page}; a page's name ends in .html.")
         with ScopeClient(url, api_key, admin_key, timeout=_TIMEOUT_S) as client:
             found = look(client, url)
             if not found.monitors:
@@ -64,7 +66,7 @@ def monitor(
                 with suppress(KeyboardInterrupt):
                     _follow(client, url, console, found, interval)
     except (ImportError, ScopeError, OSError) as error:
-        console.print(Text(str(error) or type(error).__name__, "red"), soft_wrap=True)
+        console.print(Text(sentence_of(error), "red"), soft_wrap=True)
         sys.exit(1)
 
 
