@@ -90,13 +90,14 @@ def look(client: ScopeClient, url: str) -> Activity:
         ScopeError: it does not answer, has no scope, or keeps its monitors from this caller.
     """
     from vllm_scope.client import ServerError
+    from vllm_scope.client.messages import KEYS
 
     try:
         return client.activity()
     except ServerError as error:
         if error.status in (401, 403):
-            said = str(error).rstrip(".")
-            raise ScopeError(f"{said}; give the keys with --api-key and --admin-key.") from None
+            told = str(error).replace(KEYS, "give the keys with --api-key and --admin-key")
+            raise ScopeError(told) from None
         if error.status == 404:
             _explain(client, url)
         raise

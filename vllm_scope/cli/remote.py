@@ -57,7 +57,12 @@ def sentence_of(error: Exception) -> str:
         return f"there is no file {error.filename}; give the path of one that is there."
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}; give another path, or mend this one."
-    return str(error) or type(error).__name__
+    said = str(error) or type(error).__name__
+    if isinstance(error, ImportError):  # as of the client
+        return said
+    from vllm_scope.client.messages import KEYS
+
+    return said.replace(KEYS, "give the server's key with --api-key, or as VLLM_API_KEY")
 
 
 def _fail(console: Console, sentence: str) -> NoReturn:

@@ -127,6 +127,16 @@ def test_a_scope_that_failed_ends_with_status_1(run, tmp_path, monkeypatch, caps
     assert "the request is failed: no room for it" in capsys.readouterr().out
 
 
+def test_a_wrong_key_is_told_with_the_option_that_has_it(monkeypatch, capsys):
+    transport = httpx.MockTransport(lambda request: httpx.Response(401, json={"error": "Unauth"}))
+    client = ScopeClient(model="m", transport=transport)
+    monkeypatch.setattr("vllm_scope.client.ScopeClient", lambda *_: client)
+    with pytest.raises(SystemExit):
+        steering.steer(Server("http://x", None, 4, 0.0), "a", "happy", [0.0])
+    said = " ".join(capsys.readouterr().out.split())
+    assert said == "HTTP 401: Unauth; give the server's key with --api-key, or as VLLM_API_KEY."
+
+
 def test_a_server_without_vllm_scope_ends_with_a_sentence(monkeypatch, capsys):
     answering(monkeypatch)
     with pytest.raises(SystemExit):
