@@ -206,11 +206,6 @@ def sentence_of(error: Exception) -> str:
     first = re.split(r"(?<=[a-z)'\"])\. (?=[A-Z])", reason)[0]
     if "memory utilization" in first:
         first += "; leave --gpu-memory-utilization out: the model is built without weights"
-    if "cached snapshot folder" in first:
-        first = (
-            "it is in no folder and not in Hugging Face's cache, and nothing may be downloaded "
-            "(HF_HUB_OFFLINE); give a folder, or a name that is in the cache"
-        )
     if re.match(r"Can't load ((image |video )?processor|feature extractor) for", first):
         first += "; put the files of the model's processor beside its config.json"
     known = isinstance(error, ScopeError | OSError | ValueError | ImportError)
