@@ -12,12 +12,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 from vllm_scope.config import KEY, ScopeConfig
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.vllm_types import EngineArgs
+from vllm_scope.request.sites import Sites
 from vllm_scope.results.allocator import reuse_bytes
 from vllm_scope.sinks.options import without_secrets
 
@@ -26,6 +29,10 @@ T = TypeVar("T")
 logger = logging.getLogger("vllm.vllm_scope")
 
 _registered = False
+#: What the running code asks of the sites of an engine that it starts.
+_check_sites: ContextVar[Callable[[Sites], object] | None] = ContextVar(
+    "vllm_scope_check_sites", default=None
+)
 
 
 def enabled() -> bool:
@@ -70,6 +77,16 @@ def register() -> None:
     monitors.register()
 
 
+@contextmanager
+def checking_sites(check: Callable[[Sites], object]) -> Iterator[None]:
+    """An engine that is configured inside starts only if `check` does not raise."""
+    token = _check_sites.set(check)
+    try:
+        yield
+    finally:
+        _check_sites.reset(token)
+
+
 def wrap_engine_args() -> None:
     """Put the whole configuration into additional_config, for workers and the compile key. Refuse
     sites and layers that the model does not have before a process is started."""
@@ -87,7 +104,9 @@ def wrap_engine_args() -> None:
         additional[KEY] = config
         self.additional_config = additional
         found = original(self, *args, **kwargs)
-        sites_of(found, ScopeConfig.parse(config))  # here, and not in a log of EngineCore's
+        sites = sites_of(found, ScopeConfig.parse(config))  # here, and not in a log of EngineCore's
+        if (check := _check_sites.get()) is not None:
+            check(sites)
         return found
 
     wrapping.wrap("EngineArgs.create_engine_config", create_engine_config)
