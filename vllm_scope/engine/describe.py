@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import nn
@@ -116,12 +117,13 @@ def _config_of(model: str, options: dict[str, object]) -> VllmConfig:
         "gpu_memory_utilization": LEAST_MEMORY,
     }
     try:
-        found: VllmConfig = EngineArgs(model, **(arguments | options)).create_engine_config()
+        found: Any = EngineArgs(model, **(arguments | options)).create_engine_config()
     except ValueError as error:
         _say_import(error)
         raise
     found.additional_config.pop(KEY, None)
-    return found
+    config: VllmConfig = found
+    return config
 
 
 def _say_import(error: ValueError) -> None:

@@ -15,16 +15,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
 
 from vllm_scope.config import KEY, ScopeConfig
 from vllm_scope.engine import wrapping
-from vllm_scope.engine.vllm_types import EngineArgs
+from vllm_scope.engine.vllm_types import EngineArgs, VllmConfig
 from vllm_scope.request.sites import Sites
 from vllm_scope.results.allocator import reuse_bytes
 from vllm_scope.sinks.options import without_secrets
-
-T = TypeVar("T")
 
 logger = logging.getLogger("vllm.vllm_scope")
 
@@ -94,8 +91,8 @@ def wrap_engine_args() -> None:
     from vllm_scope.engine.model import sites_of
 
     def create_engine_config(
-        original: Callable[..., T], self: EngineArgs, *args: object, **kwargs: object
-    ) -> T:
+        original: Callable[..., VllmConfig], self: EngineArgs, *args: object, **kwargs: object
+    ) -> VllmConfig:
         reuse_bytes()  # refuse a bound that is no number before anything starts
         if "vllm.entrypoints.llm" in sys.modules:  # LLM calls this before its first request
             requests.wrap_llm()
