@@ -50,6 +50,11 @@ def reason_of(error: Exception) -> str:
     """The first line of what another library says; the error's type if it says nothing."""
     details = getattr(error, "errors", None)
     text = str(error)
+    if "cached snapshot folder" in text:  # Hugging Face's advice is about its own functions
+        return (
+            "it is in no folder and not in Hugging Face's cache, and nothing may be downloaded "
+            "(HF_HUB_OFFLINE); give a folder, or a name that is in the cache"
+        )
     if callable(details) and details():  # pydantic: the first line of its text is a count
         first = details()[0]
         where = f"{first['loc'][0]}: " if first["loc"] else ""
@@ -89,8 +94,13 @@ class FileError(ScopeError):
 
 @contextmanager
 def naming(where: str) -> Iterator[None]:
-    """Name one of several, such as "prompts[3]", before the sentence of a SpecError inside."""
+    """Name one of several, such as "prompts[3]", before the sentence of a SpecError or a
+    CapacityError inside."""
     try:
         yield
     except SpecError as error:
         raise SpecError(f"{where}: {error}") from None
+    except UnheldError as error:
+        raise UnheldError(f"{where}: {error}") from None
+    except CapacityError as error:
+        raise CapacityError(f"{where}: {error}") from None

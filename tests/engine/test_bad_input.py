@@ -78,6 +78,14 @@ def test_a_bad_spec_is_refused_with_a_sentence_and_the_engine_goes_on(
     check_completion(output.scope, list(range(20)), list(output.outputs[0].token_ids), ref)
 
 
+def test_the_prompt_of_several_that_is_refused_is_named(llm):
+    wrong = params(scope(Read("resid_post", tokens=[35])))
+    with pytest.raises(SpecError, match=r"^prompts\[1\]: reads\[0\]\.tokens has 35"):
+        llm.generate(prompts(range(40), range(20)), wrong, use_tqdm=False)
+    for output in llm.generate(prompts(range(40), range(20)), params(GOOD), use_tqdm=False):
+        assert output.scope.status == "complete"
+
+
 def test_prompt_embeddings_are_refused(checkpoints):
     with local_engine(checkpoints("llama"), dtype="float32", enable_prompt_embeds=True) as llm:
         with pytest.raises(SpecError, match="prompt embeddings cannot be tapped"):
@@ -114,6 +122,17 @@ def test_a_model_of_unknown_convention_serves_plainly_and_refuses_reads(checkpoi
         pytest.param({"sites": ["resid"]}, "sites are embed", id="site"),
         pytest.param({"layers": [7]}, "layers has 7; this model has layers 0 to 2", id="layer"),
         pytest.param({"arena_mib": 0.01}, "at least .* are needed", id="arena"),
+        pytest.param(
+            {"vectors_mib": 1e8},
+            r"scope'\].vectors_mib is 1e\+08, which takes 100,000,000.0 MiB, and this host has .* "
+            "MiB free. Give a smaller vectors_mib",
+            id="vectors-beyond-the-memory",
+        ),
+        pytest.param(
+            {"arena_mib": 1e8},
+            "this host has .* MiB free beside what other options take. Give a smaller arena_mib",
+            id="arena-beyond-the-memory",
+        ),
     ],
 )
 def test_a_wrong_configuration_stops_the_start(options, sentence, checkpoints):

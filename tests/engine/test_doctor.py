@@ -10,9 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
 
 from tests.conftest import TOYWORLD
 from tests.lenses import random_lens
+from vllm_scope.engine import plugin
+from vllm_scope.errors import ConfigError
 from vllm_scope.request.sites import SITES
 
 GPT2 = {
@@ -119,12 +122,34 @@ def test_a_site_that_the_model_cannot_have_is_told_from_one_that_is_not_configur
     assert "cannot be read: " in done.stdout.splitlines()[-1]
 
 
+def test_a_site_of_experts_is_refused_for_a_dense_model_as_the_start_refuses_it():
+    done = doctor(TOYWORLD, "--sites", "router_logits")
+    assert done.returncode == 1, done.stdout
+    said = done.stdout.splitlines()[-1].partition("cannot be read: ")[2]
+    plugin.register()
+    asked = {"scope": {"sites": ["router_logits"]}}
+    with pytest.raises(ConfigError) as caught:
+        EngineArgs(str(TOYWORLD), additional_config=asked).create_engine_config()
+    own = "'vllm-scope doctor MODEL' says which of them this model has."
+    assert str(caught.value).replace(own, "The table says which of them this model has.") == said
+    assert "has 'router_logits', and this model has no experts. Leave the site out; others" in said
+
+
 def test_a_site_inside_the_attention_is_whole_on_several_ranks():
     done = doctor(TOYWORLD, "--tensor-parallel-size", "2", "--sites", "q")
     assert done.returncode == 0, done.stdout
     table = table_of(done)
     assert table["q"] == ["0-5", "yes", ""]
     assert table["resid_post"] == ["0-5", "no", ""]
+
+
+def test_a_folder_that_is_not_there_is_told_at_once():
+    done = doctor(Path("/no/folder"))
+    assert done.returncode == 2
+    assert done.stdout == (
+        "/no/folder: there is no such folder; give one with a config.json, or a name on "
+        "Hugging Face.\n"
+    )
 
 
 def test_it_says_why_not(tmp_path):

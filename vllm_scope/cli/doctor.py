@@ -54,6 +54,7 @@ def examine(
     try:
         for site in sites or ():
             canonical_site(site, "--sites")
+        check_path(model)
         with _quiet():
             from vllm_scope.engine.describe import describe_model
 
@@ -72,7 +73,8 @@ def examine(
     if report.sites:
         console.print(_table(report))
     if report.reason is not None:
-        _say(console, f"{model} cannot be read", report.reason)
+        reason = report.reason.replace("'vllm-scope doctor MODEL' says", "The table says")
+        _say(console, f"{model} cannot be read", reason)
         if not report.sites:
             console.print("It is served plainly; a request with reads is refused with this reason.")
         if report.unread:
@@ -88,6 +90,16 @@ def examine(
     if lenses:
         statuses.append(_say_lenses(console, report, lenses))
     return max(statuses)
+
+
+def check_path(model: str) -> None:
+    """Raises ConfigError for a path without a model: vLLM takes it for a name."""
+    path = Path(model).expanduser()
+    looks_so = path.is_absolute() or model.startswith((".", "~"))
+    if looks_so and not path.exists():
+        raise ConfigError(
+            "there is no such folder; give one with a config.json, or a name on Hugging Face"
+        )
 
 
 def _say_saes(console: Console, report: ModelReport, paths: Mapping[str, str]) -> int:

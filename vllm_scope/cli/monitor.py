@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from vllm_scope.cli.remote import printable
+from vllm_scope.cli.remote import printable, sentence_of
 from vllm_scope.control.activity import OUTCOMES, Activity, Flagged, Found, State
 from vllm_scope.errors import ScopeError
 from vllm_scope.views.monitors import fill, mib, monitor_page, share, time_of
@@ -49,6 +49,8 @@ def monitor(
     try:
         from vllm_scope.client import ScopeClient
 
+        if page is not None and page.suffix not in (".html", ".htm"):
+            raise ScopeError(f"--page is {page}; a page's name ends in .html.")
         with ScopeClient(url, api_key, admin_key, timeout=_TIMEOUT_S) as client:
             found = look(client, url)
             if not found.monitors:
@@ -64,7 +66,7 @@ def monitor(
                 with suppress(KeyboardInterrupt):
                     _follow(client, url, console, found, interval)
     except (ImportError, ScopeError, OSError) as error:
-        console.print(Text(str(error) or type(error).__name__, "red"), soft_wrap=True)
+        console.print(Text(sentence_of(error), "red"), soft_wrap=True)
         sys.exit(1)
 
 
@@ -88,13 +90,14 @@ def look(client: ScopeClient, url: str) -> Activity:
         ScopeError: it does not answer, has no scope, or keeps its monitors from this caller.
     """
     from vllm_scope.client import ServerError
+    from vllm_scope.client.messages import KEYS
 
     try:
         return client.activity()
     except ServerError as error:
         if error.status in (401, 403):
-            said = str(error).rstrip(".")
-            raise ScopeError(f"{said}; give the keys with --api-key and --admin-key.") from None
+            told = str(error).replace(KEYS, "give the keys with --api-key and --admin-key")
+            raise ScopeError(told) from None
         if error.status == 404:
             _explain(client, url)
         raise

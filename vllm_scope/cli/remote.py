@@ -46,9 +46,23 @@ def asking(server: Server, console: Console) -> Iterator[ScopeClient]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except UnreachableError as error:
-        _fail(console, f"{error} --url names a server.")
+        _fail(console, f"{error} Start a server there (vllm serve), or name another with --url.")
     except (ScopeError, OSError) as error:
-        _fail(console, str(error) or type(error).__name__)
+        _fail(console, sentence_of(error))
+
+
+def sentence_of(error: Exception) -> str:
+    """What to tell of one of our errors, or of the system's about a file."""
+    if isinstance(error, FileNotFoundError) and error.filename is not None:
+        return f"there is no file {error.filename}; give the path of one that is there."
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}; give another path, or mend this one."
+    said = str(error) or type(error).__name__
+    if isinstance(error, ImportError):  # as of the client
+        return said
+    from vllm_scope.client.messages import KEYS
+
+    return said.replace(KEYS, "give the server's key with --api-key, or as VLLM_API_KEY")
 
 
 def _fail(console: Console, sentence: str) -> NoReturn:
@@ -71,7 +85,10 @@ def layers_of(text: str) -> str | list[int]:
         first, _, last = part.partition("-")
         if not first.isdigit() or not (last or first).isdigit():
             raise ScopeError(f"layers are 'all', or numbers such as 2,5 or 0-3, not {text!r}.")
-        found += range(int(first), int(last or first) + 1)
+        some = range(int(first), int(last or first) + 1)
+        if not some:
+            raise ScopeError(f"layers have {part!r}; the first number of a range is the smaller.")
+        found += some
     return found
 
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vllm_scope.cli.remote import Server, asking, check_whole, printable
+from vllm_scope.errors import ScopeError
 from vllm_scope.request.actions import Action, Add
 from vllm_scope.request.sites import MODEL_SITES
 from vllm_scope.vectors import load_vectors
@@ -17,8 +18,8 @@ def steer(server: Server, prompt: str, module: str, scales: list[float]) -> None
     """Print a completion for each scale; 0 is without the module."""
     console = Console()
     with asking(server, console) as client:
-        for scale in scales:
-            actions = _additions(module, scale) if scale else []
+        each = [_additions(module, scale) if scale else [] for scale in scales]
+        for scale, actions in zip(scales, each, strict=True):
             out = client.complete(prompt, *actions, **server.fields)
             check_whole(out.scope)  # the module may not have been added
             console.print(Text(f"{scale:+g} ", "cyan").append(printable(out.text), "default"))
@@ -27,6 +28,11 @@ def steer(server: Server, prompt: str, module: str, scales: list[float]) -> None
 def _additions(module: str, scale: float) -> list[Action]:
     """The Adds of a file, or one Add of a module that the server holds."""
     if Path(module).suffix not in (".safetensors", ".gguf", ".npz", ".json"):
+        if Path(module).is_file():
+            raise ScopeError(
+                f"{module} is no file of vectors, which ends in .safetensors, .gguf, .npz or "
+                ".json; give one, or the name of a module that the server holds."
+            )
         return [Add(module, scale=scale)]
     return [
         Add(

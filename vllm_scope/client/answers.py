@@ -65,8 +65,13 @@ class Scores(dict[str, NDArray[np.float32]]):
         super().__init__({name: scores for name, (_, scores) in values.items()})
         self._positions = {name: positions for name, (positions, _) in values.items()}
 
+    def __missing__(self, name: str) -> NDArray[np.float32]:
+        names = ", ".join(map(repr, self)) or "none"
+        raise KeyError(f"{name!r} has no scores here; this choice has those of {names}.")
+
     def positions(self, name: str) -> NDArray[np.int64]:
         """int64 [n], ascending."""
+        self[name]  # or the sentence of __missing__
         return self._positions[name]
 
     def at(self, name: str, positions: NDArray[np.int64]) -> Scored:
@@ -165,7 +170,8 @@ class ScopeData(Counts):
             if (rows := self.rows.get((site, layer, side))) is not None:
                 return rows
         names = ", ".join(f"{site!r} {layer}" for site, layer in self.keys()) or "nothing"
-        raise KeyError(f"{(site, layer, when or 'after')} is not here; this choice read {names}.")
+        asked = f"{site!r} {layer}" + (f" {when!r} edits" if when else "")
+        raise KeyError(f"{asked} is not here; this choice read {names}.")
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,11 @@ PartT = TypeVar("PartT", Choice, Chunk)
 
 
 def sweep_call(prompts: object, sweep: Sweep) -> Call:
-    """Raises SpecError for a source or a metric that cannot travel."""
+    """Raises SpecError for a source or a metric that cannot travel, and for no Sweep."""
+    if not isinstance(sweep, Sweep):
+        raise SpecError(
+            f"the sweep is {shown(sweep)}; give the prompts and a Sweep, in this order."
+        )
     several = list(prompts) if isinstance(prompts, list | tuple) else [prompts]
     if several and all(isinstance(one, int) for one in several):
         several = [several]  # the token ids of one prompt
@@ -127,6 +131,10 @@ class Calls(Generic[StreamT]):
             ServerError: the server refused for another reason.
             UnreachableError: the server did not answer. Every call may raise this.
         """
+        if not isinstance(prompt, str | list | tuple):
+            raise SpecError(
+                f"the prompt is {shown(prompt)}; it is a text or token ids, or a list of these."
+            )
         return self._answered(prompt, actions, fields)
 
     @Method

@@ -16,6 +16,9 @@ from vllm_scope.request.media import BINARY
 
 Json = dict[str, object]
 
+#: What to do without a key, or with a wrong one.
+KEYS = "give the server's key as api_key, and the operator's as admin_key"
+
 
 class ServerError(ScopeError):
     """The server refused the request, or failed. `status` is HTTP's."""
@@ -70,6 +73,10 @@ class Response:
             raise SpecError(message)
         if self.status == 429:
             raise CapacityError(message)
+        if self.status in (401, 403):
+            message = f"{message.rstrip('.')}; {KEYS}."
+        if self.status == 404 and message == "Not Found":
+            message = "Not Found; give the URL of a vLLM server that has vllm-scope."
         raise ServerError(f"HTTP {self.status}: {message}", self.status)
 
     def json(self) -> Json:

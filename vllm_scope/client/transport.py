@@ -90,6 +90,11 @@ class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
         binary: bool = True,
     ) -> None:
         self._model, self._admin_key, self._binary = model, admin_key, binary
+        if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
+            raise SpecError(
+                f"base_url is {shown(base_url)}; it is a URL with http:// or https://, such as "
+                "http://localhost:8000."
+            )
         self._url = base_url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import nn
@@ -91,20 +92,20 @@ def describe_model(
             memory that `gpu_memory_utilization` asks for.
     """
     scope = {} if sites is None else {"sites": list(sites)}
-    ScopeConfig.parse(scope)  # before vLLM is imported, which takes seconds
+    config = ScopeConfig.parse(scope)  # before vLLM is imported, which takes seconds
     plugin.register()
     _register_loader()
-    vllm_config, config = _configs(model, {"additional_config": {KEY: scope}} | options)
+    vllm_config = _config_of(model, options)
     alone = vllm_config
     if vllm_config.parallel_config.world_size > 1:
         # Each rank has the whole stream, so one rank is built, on one device.
-        alone, _ = _configs(model, options | {"tensor_parallel_size": 1})
+        alone = _config_of(model, options | {"tensor_parallel_size": 1})
     with _worker(alone) as worker:
         return _report(worker, vllm_config, config)
 
 
-def _configs(model: str, options: dict[str, object]) -> tuple[VllmConfig, ScopeConfig]:
-    """vLLM's configuration without our part (its worker gets no taps), and our part."""
+def _config_of(model: str, options: dict[str, object]) -> VllmConfig:
+    """vLLM's configuration without our part: its worker gets no taps."""
     from vllm.engine.arg_utils import EngineArgs
 
     arguments: dict[str, object] = {
@@ -116,11 +117,13 @@ def _configs(model: str, options: dict[str, object]) -> tuple[VllmConfig, ScopeC
         "gpu_memory_utilization": LEAST_MEMORY,
     }
     try:
-        found = EngineArgs(model, **(arguments | options)).create_engine_config()
+        found: Any = EngineArgs(model, **(arguments | options)).create_engine_config()
     except ValueError as error:
         _say_import(error)
         raise
-    return found, ScopeConfig.parse(found.additional_config.pop(KEY, {}))
+    found.additional_config.pop(KEY, None)
+    config: VllmConfig = found
+    return config
 
 
 def _say_import(error: ValueError) -> None:

@@ -11,6 +11,7 @@ import json
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from vllm_scope.config import KEY
@@ -18,6 +19,7 @@ from vllm_scope.engine.frontend.alike import Alike, asking
 from vllm_scope.engine.frontend.connection import connect_sync, connections, needs_connection
 from vllm_scope.engine.frontend.outputs import drop
 from vllm_scope.engine.frontend.requests import prepared_as
+from vllm_scope.engine.plugin import checking_sites
 from vllm_scope.engine.vllm_types import VllmConfig
 from vllm_scope.errors import CompatError, ScopeError, SpecError, reason_of, shown
 from vllm_scope.request.actions import Read
@@ -42,18 +44,19 @@ class OfflineEngine:
     Args:
         model: name or folder, as vLLM takes it, or an LLM. An LLM stays open.
         options: arguments of LLM.
-        sites: to tap, if the options name none.
+        reads: that will be asked for. Their sites are tapped, if the options name none.
 
     Attributes:
         model: name or folder.
 
     Raises:
-        SpecError: an LLM and options.
+        SpecError: an LLM and options; or a read of a layer or site that a named model will not
+            have, before the engine starts.
         ScopeError: vLLM cannot start.
     """
 
     def __init__(
-        self, model: object, options: Mapping[str, Any], sites: Sequence[str] = ()
+        self, model: object, options: Mapping[str, Any], reads: Sequence[Read] = ()
     ) -> None:
         self._own = isinstance(model, str)
         self._llm: Any = model
@@ -62,11 +65,12 @@ class OfflineEngine:
 
             additional = dict(options.get("additional_config") or {})
             body = dict(additional.get(KEY) or {})
-            additional[KEY] = ({"sites": list(sites)} if sites else {}) | body
+            sites = sorted({read.site for read in reads})
+            additional[KEY] = ({"sites": sites} if sites else {}) | body
             # Reads of whole prompts never hit the prefix cache, and hashing blocks takes time.
             defaults = {"enable_prefix_caching": False}
             arguments = defaults | dict(options) | {"additional_config": additional}
-            with _in_words(f"vLLM cannot start {model}"):
+            with _in_words(f"vLLM cannot start {model}"), checking_sites(partial(_find, reads)):
                 self._llm = LLM(model, **arguments)
         elif options:
             raise SpecError(
@@ -98,10 +102,7 @@ class OfflineEngine:
             "tokenizer_revision": config.tokenizer_revision,
         }
         if (sites := self._sites()) is not None:
-            found["layers"] = [
-                [place.layer for place in sites.find(r.site, r.layer_numbers, where)]
-                for r, where in ((read, f"reads[{i}]") for i, read in enumerate(reads))
-            ]
+            found["layers"] = _find(reads, sites)
         return found
 
     def _sites(self) -> Sites | None:
@@ -216,6 +217,14 @@ class OfflineEngine:
 
 def _name_of(value: object) -> str:
     return getattr(value, "__qualname__", None) or repr(value)
+
+
+def _find(reads: Sequence[Read], sites: Sites) -> list[list[int]]:
+    """The layers of each read. Raises SpecError for one that has no tap."""
+    return [
+        [place.layer for place in sites.find(read.site, read.layer_numbers, f"reads[{i}]")]
+        for i, read in enumerate(reads)
+    ]
 
 
 @contextmanager

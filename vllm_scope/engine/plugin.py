@@ -11,20 +11,25 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from typing import TypeVar
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from vllm_scope.config import KEY, ScopeConfig
 from vllm_scope.engine import wrapping
-from vllm_scope.engine.vllm_types import EngineArgs
+from vllm_scope.engine.vllm_types import EngineArgs, VllmConfig
+from vllm_scope.request.sites import Sites
 from vllm_scope.results.allocator import reuse_bytes
 from vllm_scope.sinks.options import without_secrets
-
-T = TypeVar("T")
 
 logger = logging.getLogger("vllm.vllm_scope")
 
 _registered = False
+#: What the running code asks of the sites of an engine that it starts.
+_check_sites: ContextVar[Callable[[Sites], object] | None] = ContextVar(
+    "vllm_scope_check_sites", default=None
+)
 
 
 def enabled() -> bool:
@@ -69,17 +74,37 @@ def register() -> None:
     monitors.register()
 
 
+@contextmanager
+def checking_sites(check: Callable[[Sites], object]) -> Iterator[None]:
+    """An engine that is configured inside starts only if `check` does not raise."""
+    token = _check_sites.set(check)
+    try:
+        yield
+    finally:
+        _check_sites.reset(token)
+
+
 def wrap_engine_args() -> None:
-    """Put the whole configuration into additional_config, for workers and the compile key."""
+    """Put the whole configuration into additional_config, for workers and the compile key. Refuse
+    sites and layers that the model does not have before a process is started."""
+    from vllm_scope.engine.frontend import requests
+    from vllm_scope.engine.model import sites_of
 
     def create_engine_config(
-        original: Callable[..., T], self: EngineArgs, *args: object, **kwargs: object
-    ) -> T:
+        original: Callable[..., VllmConfig], self: EngineArgs, *args: object, **kwargs: object
+    ) -> VllmConfig:
         reuse_bytes()  # refuse a bound that is no number before anything starts
+        if "vllm.entrypoints.llm" in sys.modules:  # LLM calls this before its first request
+            requests.wrap_llm()
         additional = dict(self.additional_config or {})
-        additional[KEY] = ScopeConfig.parse(additional.get(KEY, {})).with_graph_key()
+        config = ScopeConfig.parse(additional.get(KEY, {})).with_graph_key()
+        additional[KEY] = config
         self.additional_config = additional
-        return original(self, *args, **kwargs)
+        found = original(self, *args, **kwargs)
+        sites = sites_of(found, ScopeConfig.parse(config))  # here, and not in a log of EngineCore's
+        if (check := _check_sites.get()) is not None:
+            check(sites)
+        return found
 
     wrapping.wrap("EngineArgs.create_engine_config", create_engine_config)
 

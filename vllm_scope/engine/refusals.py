@@ -1,7 +1,7 @@
 """Our errors as vLLM passes them on: as an HTTP status, and from EngineCore to the caller.
 
-Owns:  `refusal` and `busy` (our errors as vLLM's server knows them), and the way back of an
-       error in EngineCore after the front-end accepted the request.
+Owns:  `refusal`, `busy` and `named` (our errors as vLLM's server knows them), and the way back of
+       an error in EngineCore after the front-end accepted the request.
 Runs:  in EngineCore (input thread) and in the front-end.
 
 vLLM tells the front-end only that such a request ended with an error. The sentence travels in
@@ -61,6 +61,16 @@ def refusing(paths: Mapping[str, str] = NO_PATHS) -> Iterator[None]:
         raise refusal()(in_words(str(error), paths)) from None
     except CapacityError as error:
         raise busy(str(error)) from None
+
+
+def named(error: ScopeError, where: str) -> ScopeError:
+    """The error with the name of one of several, such as "prompts[3]", before its sentence."""
+    sentence = f"{where}: {error}"
+    if isinstance(error, SpecError):
+        return refusal()(sentence)
+    if isinstance(error, CapacityError):
+        return busy(sentence, UnheldError if isinstance(error, UnheldError) else CapacityError)
+    return error
 
 
 def refusal_in(completion: CompletionOutput) -> ScopeError | None:

@@ -132,6 +132,13 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     ),
     "exceptions": (_uses("VLLMValidationError"), _uses("GracefulHTTPError")),
     "utils.network_utils": (_uses("get_ip"),),
+    # LLM. Of a class in two modules, the first one that exists is wrapped.
+    "entrypoints.common.offline": (
+        _wraps("OfflineInferenceMixin._render_and_add_requests", "prompts params"),  # since 0.32
+    ),
+    "entrypoints.offline_utils": (
+        _wraps("OfflineInferenceMixin._render_and_add_requests", "prompts params"),
+    ),
     # The HTTP server
     "entrypoints.serve": (_wraps("register_vllm_serve_api_routers", "app", instead=_ROUTES),),
     "entrypoints.openai.completion.serving": (
@@ -212,6 +219,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     ),
     "v1.worker.gpu_worker": (
         _uses("Worker.reload_weights"),
+        _uses("Worker.start_weight_update"),
         _uses("Worker.finish_weight_update"),
     ),
     "v1.worker.gpu_model_runner": (

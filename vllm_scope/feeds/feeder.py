@@ -162,8 +162,7 @@ def run(
         # vLLM, which takes seconds to import.
         from vllm_scope.engine.offline import OfflineEngine
 
-        sites = sorted({read.site for read in reads})
-        with closing(OfflineEngine(model, options, sites)) as engine:
+        with closing(OfflineEngine(model, options, reads)) as engine:
             started.set()
             feed(documents, reads, engine, settings, channel, memory)
     except EOFError:

@@ -147,6 +147,11 @@ def find_documents(
     files = [path] if path.is_file() else sorted(_files(path))
     if files:
         return _of_files(path, files, column, id_column)
+    if not path.exists() and (path.suffix in SUFFIXES or path.is_absolute()):
+        raise FileError(
+            f"there is no file or folder {path}; give the path of one that is there, or the name "
+            "of a Hugging Face data set."
+        )
     return _of_library(_load(str(dataset), split, config), str(dataset), column, id_column)
 
 

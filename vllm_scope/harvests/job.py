@@ -192,10 +192,11 @@ class _Running:
         ):
             for context in computed:
                 self._computed += 1
-                progress.add(context)
+                progress.add(context, self._skipped.num_documents)
                 if time.monotonic() - told > MANIFEST_S:
                     self._tell(complete=False)
                     told = time.monotonic()
+            progress.finish()
         self._store.flush()
         if self._skipped.count and not self._num_contexts:
             name, why = next(iter(self._skipped.reasons.items()))

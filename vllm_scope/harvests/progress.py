@@ -24,14 +24,27 @@ class Progress(AbstractContextManager["Progress"]):
             total=total, initial=begun, disable=not shown, desc="Harvest", unit="doc",
             unit_scale=True, dynamic_ncols=True,
         )  # fmt: skip
+        self._total, self._done = total, begun
         self._started, self._num_tokens = time.monotonic(), 0
 
-    def add(self, context: Context) -> None:
-        """Count a context that is computed. A document counts with its first token."""
+    def add(self, context: Context, skipped: int) -> None:
+        """Count a context that is computed. A document counts with its first token.
+
+        Args:
+            skipped: documents that were passed over so far, which count as done.
+        """
         self._num_tokens += len(context.token_ids)
         per_s = self._num_tokens / max(time.monotonic() - self._started, 1e-3)
         self._bar.set_postfix_str(f"{per_s:,.0f} tokens/s", refresh=False)
-        self._bar.update(sum(span.first == 0 for span in context.spans))
+        self._done += sum(span.first == 0 for span in context.spans)
+        self._show(self._done + skipped)
+
+    def finish(self) -> None:
+        """Count all documents as done: those without tokens are in no context."""
+        self._show(self._total)
+
+    def _show(self, done: int) -> None:
+        self._bar.update(min(done, self._total) - self._bar.n)
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()

@@ -67,7 +67,7 @@ def harvest_with(
         take_left(files)
         if isinstance(model, str) and (found := job.finished(model)) is not None:
             return found
-        make = partial(_engine, model, engine or {}, sorted({read.site for read in reads}))
+        make = partial(_engine, model, engine or {}, job.reads)
         if ray is not False or engines is not None:
             return _with_several(job, make, ray, engines, engine or {})
         with closing(make()) as made:
@@ -77,11 +77,11 @@ def harvest_with(
                 return job.run(made, store)
 
 
-def _engine(model: object, options: Mapping[str, Any], sites: Sequence[str]) -> Engine:
+def _engine(model: object, options: Mapping[str, Any], reads: Sequence[Read]) -> Engine:
     # vLLM, which takes seconds to import.
     from vllm_scope.engine.offline import OfflineEngine
 
-    return OfflineEngine(model, options, sites)
+    return OfflineEngine(model, options, reads)
 
 
 def _with_several(

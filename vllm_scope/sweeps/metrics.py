@@ -9,9 +9,11 @@ for all tokens of a vocabulary, so a difference of two is the same.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,6 +22,10 @@ from vllm_scope.errors import SpecError, naming, shown
 from vllm_scope.request.bounded_json import is_unicode
 from vllm_scope.request.selectors import as_numbers
 
+logger = logging.getLogger("vllm.vllm_scope")
+
+#: Texts of several tokens that a warning names.
+_MOST_TOLD = 3
 #: Token id -> log-probability of the next token.
 Logprobs = Mapping[int, float]
 #: A text -> its token ids, without special tokens.
@@ -57,7 +63,8 @@ class LogitDifference(Metric):
 
     Args:
         a, b: a token's id, or a text, which stands for its first token (" Paris", with the space
-            that it has in a sentence); or a list with one of these for each prompt.
+            that it has in a sentence); or a list with one of these for each prompt. The log names
+            texts of several tokens.
     """
 
     a: Any
@@ -69,9 +76,11 @@ class LogitDifference(Metric):
         b = _tokens(self.b, encode, num_prompts, "LogitDifference.b")
         for i, (one, other) in enumerate(zip(a, b, strict=True)):
             if one == other:
+                texts = [of for of in (_at(self.a, i), _at(self.b, i)) if isinstance(of, str)]
+                told = f", the first of {' and of '.join(map(shown, texts))}" if texts else ""
                 raise SpecError(
-                    f"LogitDifference has the token {one} as a and as b of prompts[{i}]; give two "
-                    "different tokens. A text stands for its first token."
+                    f"LogitDifference has the token {one} as a and as b of prompts[{i}]{told}; the "
+                    "difference would be 0, so give two different tokens, as ids or as texts."
                 )
         return list(zip(a, b, strict=True))
 
@@ -127,13 +136,23 @@ def encode_text(text: str, encode: Encode, where: str) -> list[int]:
         return encode(text)
 
 
+def _at(value: Any, i: int) -> object:
+    """Of a prompt, what stands for its token."""
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    return value[i] if several else value
+
+
 def _tokens(value: Any, encode: Encode, num_prompts: int, where: str) -> list[int]:
-    """One token id for each prompt."""
+    """One token id for each prompt. A text of several tokens is told in the log."""
     value = as_numbers(value)
     several = isinstance(value, Sequence) and not isinstance(value, str)
     each = list(value) if several else [value]
     names = [f"{where}[{i}]" if several else where for i in range(len(each))]
-    found = [_token(one, encode, name) for one, name in zip(each, names, strict=True)]
+    ids = [_token_ids(one, encode, name) for one, name in zip(each, names, strict=True)]
+    found = [some[0] for some in ids]
+    _warn(
+        where, tuple({one: some for one, some in zip(each, ids, strict=True) if some[1:]}.items())
+    )
     if not several:
         return found * num_prompts
     if len(found) != num_prompts:
@@ -144,12 +163,26 @@ def _tokens(value: Any, encode: Encode, num_prompts: int, where: str) -> list[in
     return found
 
 
-def _token(value: object, encode: Encode, where: str) -> int:
+@lru_cache(maxsize=256)
+def _warn(where: str, texts: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
+    """Say, once for the same texts, that texts have several tokens."""
+    some = [f"{shown(text)} ({', '.join(map(str, ids))})" for text, ids in texts[:_MOST_TOLD]]
+    if len(texts) > _MOST_TOLD:
+        some.append(f"{len(texts) - _MOST_TOLD} more")
+    if some:
+        logger.warning(
+            "vllm-scope: %s has texts of several tokens, of which the metric takes the first: %s.",
+            where, ", ".join(some),
+        )  # fmt: skip
+
+
+def _token_ids(value: object, encode: Encode, where: str) -> tuple[int, ...]:
+    """The tokens of a text, or the one of an id."""
     if isinstance(value, str):
         ids = encode_text(value, encode, where)
         if not ids:
             raise SpecError(f"{where} is {shown(value)}, which has no token; give another text.")
-        return ids[0]
+        return tuple(ids)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise SpecError(f"{where} is {shown(value)}; it is a token's id or a text.")
-    return value
+    return (value,)

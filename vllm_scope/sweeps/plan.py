@@ -189,10 +189,11 @@ class Plan:
             self._check_positions(i, every, at)
             num_edits = self._num_edits(i, len(at))
             if num_edits > MAX_EDITS:
+                each = "position" if self._given is None else "different row"
                 raise SpecError(
                     f"a cell of the sweep has {num_edits:,} edits of prompts[{i}], one for each "
-                    f"position; at most {MAX_EDITS} are allowed, so name fewer positions, or give "
-                    "one row for all of them."
+                    f"{each}; at most {MAX_EDITS} are allowed, so name fewer positions, or give "
+                    f"rows of which at most {MAX_EDITS} differ: equal ones are one edit."
                 )
             num_rows = len(at) if self.sweep.mode == "patch" else num_edits
             if self._paths is None:
@@ -227,7 +228,8 @@ class Plan:
         return self.heads is not None and self.sweep.mode == "patch"
 
     def _num_edits(self, i: int, num_positions: int) -> int:
-        """Edits of a cell of a prompt, at most: one for each position, if their rows differ."""
+        """Edits of a cell of a prompt, at most: one for each different row. Rows that a request
+        will read count as different."""
         if num_positions == 1 or self.sweep.mode == "patch" or self.sweep.module is not None:
             return 1
         if self._given is None:
@@ -238,7 +240,13 @@ class Plan:
         if self.heads is not None:
             shape = self.sites.row_shape(self.sweep.site)
             rows = rows.reshape(*rows.shape[:2], *shape)[:, :, self.heads]
-        return num_positions if (rows != rows[:, :1]).any() else 1
+        if not (rows != rows[:, :1]).any():
+            return 1
+        of_cells = rows[:, :, None] if self.heads is None else rows
+        return max(
+            len({row.tobytes() for row in of_cells[layer, :, head]})
+            for layer in range(len(of_cells)) for head in range(of_cells.shape[2])
+        )  # fmt: skip
 
     def _check_numbers(self, i: int, num_rows: int) -> None:
         """Raises SpecError if the rows that a cell's edits have are too large for a request."""
@@ -344,7 +352,10 @@ class Plan:
             return (Replace(rows, positions=at, **where),)
         if (rows == rows[0]).all():
             return self._along([(rows[0], at)], where)
-        return self._along([(row, [p]) for row, p in zip(rows, at, strict=True)], where)
+        groups: dict[bytes, tuple[Floats, list[int]]] = {}
+        for row, p in zip(rows, at, strict=True):
+            groups.setdefault(row.tobytes(), (row, []))[1].append(p)
+        return self._along([*groups.values()], where)
 
     def _along(
         self, groups: Sequence[tuple[Floats | Module, list[int]]], where: dict[str, Any]

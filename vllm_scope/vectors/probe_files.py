@@ -192,9 +192,13 @@ def finite(value: object, name: str) -> float:
     """The value as a float. Raises SpecError unless it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise SpecError(f"{name} is {shown(value)}; it is a number.")
-    if not np.isfinite(value):
-        raise SpecError(f"{name} is {value}; it must be finite.")
-    return float(value)
+    try:
+        found = float(value)
+    except OverflowError:  # a whole number
+        found = np.inf
+    if not np.isfinite(found):
+        raise SpecError(f"{name} is {shown(value)}; it must be finite.")
+    return found
 
 
 def fold_tensors(

@@ -48,7 +48,7 @@ def attention_map(
         SpecError: no layer is named, weights that are no numbers of this shape, a head that is
             not there, tokens that are no texts, or too many cells.
     """
-    of_result = hasattr(found, "keys")
+    of_result = hasattr(found, "keys") and hasattr(found, "positions")
     if of_result and layer is None:
         raise SpecError("layer is None; name one whose q and k the result has.")
     given = None if of_result else _weights(found)

@@ -1,13 +1,14 @@
 """What the functions of views refuse, each time in one sentence.
 
-Owns:  `expect`, `texts_of`, `labels_of`, `numbers_of`.
-To:    attention, feature_page, page, side, sparse; analysis.
+Owns:  `expect`, `words_of`, `whole_of`, `texts_of`, `labels_of`, `numbers_of`, `decoder_of`.
+To:    attention, feature_page, monitors, page, result, side, sparse, strip; analysis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from operator import index
+from typing import Any, SupportsIndex
 
 from vllm_scope.errors import SpecError, shown
 
@@ -18,13 +19,51 @@ def expect(is_so: bool, name: str, value: object, allowed: str) -> None:
         raise SpecError(f"{name} is {shown(value)}; it is {allowed}.")
 
 
+def words_of(value: str, name: str) -> str:
+    """Plain text, such as a title."""
+    expect(isinstance(value, str), name, value, "a text")
+    return value
+
+
+def whole_of(value: SupportsIndex, name: str) -> int:
+    """A whole number."""
+    try:
+        found = None if isinstance(value, bool) else index(value)
+    except TypeError:
+        found = None
+    if found is None:
+        raise SpecError(f"{name} is {shown(value)}; it is a whole number.")
+    return found
+
+
+def decoder_of(tokenizer: Any) -> Callable[[int], str] | None:
+    """The text of a token; None for None."""
+    if tokenizer is None:
+        return None
+    decode = getattr(tokenizer, "decode", None)
+    # bytes have a `decode` too
+    is_one = callable(decode) and not isinstance(tokenizer, str | bytes | type)
+    expect(is_one, "tokenizer", tokenizer, "one with `decode`, such as llm.get_tokenizer()")
+    return lambda token: str(tokenizer.decode([token]))
+
+
 def texts_of(value: Sequence[str] | None, name: str) -> tuple[str, ...]:
     """A list of texts; empty for None."""
-    is_list = not isinstance(value, str | bytes) and isinstance(value, Iterable)
-    found = tuple(value) if value is not None and is_list else ()
-    is_so = value is None or (is_list and all(isinstance(one, str) for one in found))
+    given = () if value is None else _items(value)
+    found = () if given is None else tuple(given)
+    is_so = given is not None and all(isinstance(one, str) for one in found)
     expect(is_so, name, value, "a list of texts, such as [tokenizer.decode([i]) for i in ids]")
     return found
+
+
+def _items(value: object) -> list[Any] | None:
+    """What is in a list, or the like; None for a text and for what is none."""
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        return None
+    try:
+        return list(value)
+    except TypeError:  # an array or a tensor of one number
+        return None
 
 
 def labels_of(value: Mapping[int, str] | None) -> Mapping[int, str]:
@@ -46,9 +85,7 @@ def numbers_of(
         there: what each of them is in; None: anything.
         of: what is there, for the message: "the layer has heads 0 to 3".
     """
-    given = (
-        None if isinstance(value, str | bytes) or not isinstance(value, Iterable) else list(value)
-    )
+    given = _items(value)
     wrong = f"{name} is {shown(value)}; it is a list of whole numbers."
     try:
         found = [index(one) for one in given or ()]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError
 from vllm_scope.saes.max_activating import MaxActivating, Strong
-from vllm_scope.views.checks import expect, labels_of, numbers_of, texts_of
+from vllm_scope.views.checks import expect, labels_of, numbers_of, texts_of, words_of
 from vllm_scope.views.document import View
 from vllm_scope.views.parts import Part, bar, bars, legend, section, text
 from vllm_scope.views.strip import TokenStrip
@@ -91,6 +91,7 @@ def feature_page(
         isinstance(found, MaxActivating), "found", found,
         "a MaxActivating, such as load_max_activating(path) returns",
     )  # fmt: skip
+    words_of(title, "title")
     expect(callable(decode), "decode", decode, "a function, such as lambda i: decode([i])")
     labels, paragraphs = labels_of(labels), texts_of(intro, "intro")
     is_count = isinstance(strongest, int) and strongest >= 1
@@ -123,7 +124,8 @@ def _feature(
 ) -> _Feature:  # fmt: skip
     def text_of(token: int) -> str:
         if token not in texts:
-            texts[token] = decode(token)
+            text = texts[token] = decode(token)
+            expect(isinstance(text, str), "what `decode` returns", text, "a text")
         return texts[token]
 
     top = found.top(index)

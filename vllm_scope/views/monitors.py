@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from urllib.parse import quote
 
 from vllm_scope.control.activity import OUTCOMES, SLICE_S, Activity, Found, Ring, State
+from vllm_scope.views.checks import expect, words_of
 from vllm_scope.views.document import Picture
 from vllm_scope.views.parts import Part, bar, bars, cell, grid, heading, section, text
 
@@ -31,7 +32,13 @@ def monitor_page(activity: Activity, title: str = "Monitors") -> Picture:
 
     Args:
         title: of the page, as plain text.
+
+    Raises:
+        SpecError: another object than an Activity, or a title that is no text.
     """
+    is_activity = isinstance(activity, Activity)
+    expect(is_activity, "activity", activity, "an Activity, such as ScopeClient.activity() returns")
+    words_of(title, "title")
     found, state = activity.monitors, activity.state
     facts = "A monitor's counts begin when it is set, and begin again when it is changed."
     if not found:

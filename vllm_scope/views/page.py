@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from vllm_scope.errors import SpecError
 from vllm_scope.views import parts
-from vllm_scope.views.checks import expect, texts_of
+from vllm_scope.views.checks import expect, texts_of, words_of
 from vllm_scope.views.document import View
 from vllm_scope.views.parts import Part
 from vllm_scope.views.strip import TokenStrip, score_legend
@@ -51,11 +51,13 @@ def token_page(
         strips: in their order; or heading -> the strips below it.
 
     Raises:
-        SpecError: there is no strip, something that is no strip, or their thresholds differ.
+        SpecError: there is no strip, something that is no strip, or their thresholds differ;
+            or the title is no text.
     """
+    words_of(title, "title")
     groups = strips if isinstance(strips, Mapping) else {"": strips}
-    for group in groups.values():
-        is_list = isinstance(group, Sequence)
+    for heading, group in groups.items():
+        is_list = isinstance(heading, str) and isinstance(group, Sequence)
         is_so = is_list and all(isinstance(one, TokenStrip) for one in group)
         expect(is_so, "strips", strips, "a list of what token_strip returns, or heading -> list")
     thresholds = {strip.threshold for group in groups.values() for strip in group}

@@ -6,10 +6,12 @@ From:  results.result.   To: a notebook, a file.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vllm_scope.views.checks import decoder_of
 from vllm_scope.views.document import Picture
 from vllm_scope.views.parts import Part, cell, grid, text
 from vllm_scope.views.strip import token_strip
@@ -26,7 +28,11 @@ def result_picture(result: ScopeResult, tokenizer: Any = None) -> Picture:
 
     Args:
         tokenizer: with `decode`; None shows token ids.
+
+    Raises:
+        SpecError: the tokenizer has no `decode`.
     """
+    decode = decoder_of(tokenizer)
     facts = f"{result.status}: {result.delivered:,} of {result.expected:,} values arrived"
     facts += f", {result.dropped:,} are missing." if result.dropped else "."
     content = [text(facts)]
@@ -37,7 +43,7 @@ def result_picture(result: ScopeResult, tokenizer: Any = None) -> Picture:
         names, *columns = zip(*arrived, strict=True)
         cells = [list(map(cell, row)) for row in zip(*columns, strict=True)]
         content.append(grid(names, ["kind", "what arrived"], cells, ("name", ""), style="words"))
-    return Picture("Result of a request", content + _strips(result, tokenizer))
+    return Picture("Result of a request", content + _strips(result, decode))
 
 
 def _rows(result: ScopeResult) -> list[tuple[str, str, str]]:
@@ -65,9 +71,9 @@ def _numbers(result: ScopeResult) -> list[tuple[str, str, str]]:
     return found
 
 
-def _strips(result: ScopeResult, tokenizer: Any) -> list[Part]:
+def _strips(result: ScopeResult, decode: Callable[[int], str] | None) -> list[Part]:
     ids, content = result.token_ids[:MOST_TOKENS], []
-    tokens = [f"{i} " if tokenizer is None else tokenizer.decode([i]) for i in ids]
+    tokens = [f"{i} " if decode is None else decode(i) for i in ids]
     for probe in result.probes[:MOST_STRIPS]:
         scores = np.full(len(result.transcript), np.nan, np.float32)
         # A threshold and a verdict are of the aggregate, if the probe has one.

@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 import numpy as np
 
 from vllm_scope.errors import SpecError
-from vllm_scope.views.checks import expect, texts_of
+from vllm_scope.views.checks import expect, texts_of, words_of
 from vllm_scope.views.document import Picture
 from vllm_scope.views.parts import Part, side, text
 from vllm_scope.views.strip import TokenStrip, score_legend, token_strip
@@ -32,8 +32,10 @@ def side_by_side(
         names: of the two.
 
     Raises:
-        SpecError: a list that has not texts alone, the thresholds differ, or not two names.
+        SpecError: a list that has not texts alone, the thresholds differ, or not two names; or
+            the title is no text.
     """
+    words_of(title, "title")
     expect(len(texts_of(names, "names")) == 2, "names", names, "a name for each of the two")
     strips = [_strip_of(plain, "plain"), _strip_of(other, "other")]
     one, two = strips

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_scope.errors import SpecError
-from vllm_scope.views.checks import expect, labels_of, numbers_of, texts_of
+from vllm_scope.views.checks import decoder_of, expect, labels_of, numbers_of, texts_of
 from vllm_scope.views.document import Picture
 from vllm_scope.views.parts import Part, cell, grid, legend, text
 
@@ -35,16 +35,19 @@ def lens_grid(
         positions: which are shown, of those that are there; None: the first 64.
 
     Raises:
-        SpecError: `found` is no lens, tokens are no texts, or the lens has none of the positions.
+        SpecError: `found` is no lens, tokens are no texts, the tokenizer is none, or the lens has
+            none of the positions.
     """
-    is_lens = isinstance(found, Mapping) and all(hasattr(one, "top") for one in found.values())
+    is_lens = isinstance(found, Mapping) and all(
+        hasattr(one, "top") and hasattr(one, "positions") for one in found.values()
+    )
     expect(is_lens, "found", found, "layer -> tokens, such as out.scope.lens['lens']")
     known = {layer: set(one.positions.tolist()) for layer, one in found.items()}
     shown, facts = _chosen(set().union(*known.values()), positions)
-    texts = texts_of(tokens, "tokens")
+    texts, decode = texts_of(tokens, "tokens"), decoder_of(tokenizer)
 
     def text_of(token: int) -> str:
-        return f"{token}" if tokenizer is None else repr(tokenizer.decode([token]))
+        return f"{token}" if decode is None else repr(decode(token))
 
     def cell_at(layer: int, position: int) -> Part | None:
         if position not in known[layer]:

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.vectors.probe_files import finite
+from vllm_scope.views.checks import expect, texts_of, whole_of, words_of
 from vllm_scope.views.document import View
 from vllm_scope.views.parts import Part, colour, item, legend, strip
 
@@ -125,14 +126,13 @@ def token_strip(
 
     Raises:
         SpecError: tokens and scores do not fit each other, or one of them is no text or number; the
-            verdict is at none of the tokens; the threshold is no finite number.
+            verdict is at none of the tokens; the threshold is no finite number, the first position
+            no whole number, or the caption no text.
     """
-    texts = tuple(tokens)
-    if isinstance(tokens, str) or not all(isinstance(text, str) for text in texts):
-        raise SpecError(
-            f"tokens are {shown(tokens)}; pass a list with the text of each token, such as "
-            "[tokenizer.decode([i]) for i in token_ids]."
-        )
+    expect(tokens is not None, "tokens", tokens, "a list of texts")
+    texts = texts_of(tokens, "tokens")
+    first_position = whole_of(first_position, "first_position")
+    words_of(caption, "caption")
     values = _as_scores(scores, len(texts))
     at = _as_index(verdict, first_position, len(texts))
     threshold = None if threshold is None else finite(threshold, "threshold")

@@ -73,7 +73,7 @@ HEAD_FAILED = (
     "the device; the worker's log says why. Send the request again when others have finished, or "
     "start with a smaller gpu_memory_utilization."
 )
-#: How long a question about sums waits for the rows before it.
+#: How long a question about sums, or a change of the weights, waits for the rows before it.
 ANSWER_S = 300.0
 
 
@@ -368,6 +368,19 @@ class Drain:
     def later(self, call: Callable[[], None]) -> None:
         """Call something on the drain thread, after the rows that were submitted so far."""
         self._put(call)
+
+    def settle(self) -> None:
+        """Wait until heads have worked on all rows that were submitted so far: what they read on
+        the device, such as the model's unembedding, may then change."""
+        if not self._thread.is_alive():
+            return
+        done = threading.Event()
+        self.later(done.set)
+        self._hurry()
+        if not done.wait(ANSWER_S):
+            logger.error("vllm-scope: rows wait for a sink; a lens may read later weights for them")
+        if self._cuda:
+            self._stream.synchronize()  # its work is enqueued when the thread has done its part
 
     def finish_request(self, key: int, error: str | None = None) -> None:
         self._followed.discard(key)

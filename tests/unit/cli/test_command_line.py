@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -76,7 +77,9 @@ def test_the_error_names_a_server_that_cannot_be_reached(capsys):
         asking(Server("http://127.0.0.1:9", None, 1, 0.0), Console(width=200)) as client,
     ):
         client.complete("text")
-    assert "no answer from http://127.0.0.1:9: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "no answer from http://127.0.0.1:9: " in said
+    assert said.endswith(". Start a server there (vllm serve), or name another with --url.\n")
 
 
 def test_a_probe_is_watched_at_the_place_of_its_files(tmp_path):
@@ -124,6 +127,16 @@ def test_a_scope_that_failed_ends_with_status_1(run, tmp_path, monkeypatch, caps
     assert "the request is failed: no room for it" in capsys.readouterr().out
 
 
+def test_a_wrong_key_is_told_with_the_option_that_has_it(monkeypatch, capsys):
+    transport = httpx.MockTransport(lambda request: httpx.Response(401, json={"error": "Unauth"}))
+    client = ScopeClient(model="m", transport=transport)
+    monkeypatch.setattr("vllm_scope.client.ScopeClient", lambda *_: client)
+    with pytest.raises(SystemExit):
+        steering.steer(Server("http://x", None, 4, 0.0), "a", "happy", [0.0])
+    said = " ".join(capsys.readouterr().out.split())
+    assert said == "HTTP 401: Unauth; give the server's key with --api-key, or as VLLM_API_KEY."
+
+
 def test_a_server_without_vllm_scope_ends_with_a_sentence(monkeypatch, capsys):
     answering(monkeypatch)
     with pytest.raises(SystemExit):
@@ -139,8 +152,46 @@ def test_a_models_text_is_printed_as_it_is(monkeypatch, capsys):
 
 def test_a_folder_to_save_in_is_looked_for_before_anything_is_asked(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        command.read(Server("x", None, 1, 0.0), "a", "embed", "all", "all", tmp_path / "no" / "x")
+        command.read(
+            Server("http://x", None, 1, 0.0), "a", "embed", "all", "all", tmp_path / "no" / "x"
+        )
     assert "there is no folder" in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        pytest.param(
+            lambda server: watch.watch(server, "a", [Path("no.safetensors")], 1, False, None, None),
+            "there is no file no.safetensors; give the path of one that is there.", id="no-probe",
+        ),
+        pytest.param(
+            lambda server: steering.steer(server, "a", "no.safetensors", [0.0, 1.0]),
+            "there is no file no.safetensors; give the path of one that is there.", id="no-vectors",
+        ),
+        pytest.param(
+            lambda server: steering.steer(server, "a", __file__, [1.0]),
+            ".py is no file of vectors, which ends in .safetensors, .gguf, .npz or .json; give "
+            "one, or the name of a module that the server holds.", id="another-file",
+        ),
+        pytest.param(
+            lambda server: command.read(server, "a", "resid_post", "3-1", "all", None),
+            "layers have '3-1'; the first number of a range is the smaller.", id="no-range",
+        ),
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_is_told_before_anything_is_asked(run, said, capsys):
+    with pytest.raises(SystemExit):
+        run(Server("http://127.0.0.1:9", None, 1, 0.0))
+    assert " ".join(capsys.readouterr().out.split()).endswith(said)
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost", "", None])
+def test_an_address_without_http_is_refused_with_one_that_is_right(url):
+    with pytest.raises(
+        SpecError, match=r"it is a URL with http:// or https://, such as http://loc"
+    ):
+        ScopeClient(url)
 
 
 def test_an_address_that_is_no_url_ends_with_a_sentence(capsys):
@@ -158,6 +209,11 @@ def test_an_address_that_is_no_url_ends_with_a_sentence(capsys):
         pytest.param(ValueError("Too large. Use less.\nMore."), "Too large", id="the-first-one"),
         pytest.param(OSError("see vllm.ai. or not"), "see vllm.ai. or not", id="no-end-of-one"),
         pytest.param(ValueError(), "ValueError", id="nothing-is-said"),
+        pytest.param(
+            OSError("Cannot find an appropriate cached snapshot folder for the revision"),
+            "it is in no folder and not in Hugging Face's cache, and nothing may be downloaded "
+            "(HF_HUB_OFFLINE); give a folder, or a name that is in the cache", id="offline",
+        ),
         pytest.param(
             KeyError("rope"), "vLLM cannot build it (KeyError: 'rope')", id="a-fault-of-vllm"
         ),

@@ -260,6 +260,53 @@ def test_errors_of_any_shape_become_a_sentence(content, sentence):
         server.client().complete("x")
 
 
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        pytest.param(
+            lambda c: c.complete(5), "the prompt is 5; it is a text or token", id="prompt"
+        ),
+        pytest.param(
+            lambda c: c.sweep("a", "b"), "the sweep is 'b'; give the prompts and a S", id="no-sweep"
+        ),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_anything_is_sent(call, said):
+    server = Server()
+    with pytest.raises(SpecError, match=said):
+        call(server.client())
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (
+            401,
+            {"error": "Unauthorized"},
+            "HTTP 401: Unauthorized; give the server's key as api_key,",
+        ),
+        (403, {"error": {"message": "no."}}, "HTTP 403: no; .* and the operator's as admin_key"),
+        (404, {"detail": "Not Found"}, "HTTP 404: Not Found; give the URL of a vLLM server that"),
+    ],
+)
+def test_a_wrong_key_or_address_is_told_with_what_to_do(status, body, said):
+    server = Server(completions=httpx.Response(status, json=body))
+    with pytest.raises(ServerError, match=said):
+        server.client().complete("x")
+
+
+def test_what_a_choice_does_not_have_is_told_with_what_it_has():
+    scores = {"p": {"spans": [[0, 1]], "values": [2.0]}}
+    found = choice(COUNTS | {"rows": [entry(ROWS)], "scores": scores})
+    out = Server(completions={"choices": [found]}).client().complete("x")
+    with pytest.raises(KeyError, match="'resid_post' 1 is not here; this choice read 'resid_post'"):
+        out.scope["resid_post", 1]
+    for ask in (out.scope.scores.__getitem__, out.scope.scores.positions):
+        with pytest.raises(KeyError, match="'q' has no scores here; this choice has those of 'p'"):
+            ask("q")
+
+
 def sse(*events):
     text = "".join(f"data: {json.dumps(e)}\n\n" for e in events) + ": alive\n\ndata: [DONE]\n\n"
     return httpx.Response(200, content=text.encode())

@@ -9,11 +9,12 @@ import msgspec
 import pytest
 import torch
 
+from tests.conftest import TOYWORLD
 from vllm_scope import Read
 from vllm_scope.engine.frontend import outputs
 from vllm_scope.engine.frontend.connection import connections
 from vllm_scope.engine.offline import OfflineEngine
-from vllm_scope.errors import ScopeError, SpecError
+from vllm_scope.errors import ConfigError, ScopeError, SpecError
 from vllm_scope.request.sites import Place, Sites
 from vllm_scope.results.inbox import inbox
 
@@ -137,3 +138,29 @@ def test_settings_differ_if_rows_may(more):
     other = engine_of("m", **same | more).settings(READS)
     assert other != settings
     assert msgspec.json.decode(msgspec.json.encode(other)) == other
+
+
+@pytest.mark.parametrize(
+    ("read", "said"),
+    [
+        (
+            Read("resid_post", layers=[99]),
+            r"reads\[0\]\.layers has 99; this model has layers 0 to 5",
+        ),
+        (Read("router_logits"), "has 'router_logits', and this model has no experts"),
+    ],
+    ids=["layer", "site"],
+)
+def test_a_read_of_what_the_model_does_not_have_is_refused_before_an_engine_starts(
+    read, said, monkeypatch
+):
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    def start(self, *args, **kwargs):
+        raise AssertionError("an engine starts")
+
+    monkeypatch.setattr(LLMEngine, "__init__", start)
+    with pytest.raises((ConfigError, SpecError), match=said):
+        OfflineEngine(str(TOYWORLD), {"max_model_len": 64}, [read])
+    with pytest.raises(ScopeError, match="an engine starts"):
+        OfflineEngine(str(TOYWORLD), {"max_model_len": 64}, [Read("resid_post", layers=[5])])

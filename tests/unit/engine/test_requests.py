@@ -19,7 +19,9 @@ from vllm_scope.engine.frontend.connection import Connection, connections
 from vllm_scope.engine.frontend.prepared import prepare
 from vllm_scope.engine.frontend.running import Live, lives, runs
 from vllm_scope.engine.params import asks
+from vllm_scope.engine.refusals import busy, refusal
 from vllm_scope.engine.worker.sizes import Limits
+from vllm_scope.errors import UnheldError
 from vllm_scope.request.actions import Module
 from vllm_scope.request.sites import Sites
 from vllm_scope.results.inbox import inbox
@@ -312,3 +314,42 @@ def test_a_request_of_edits_alone_is_over_with_its_last_token(actions, sinks, wa
 def test_arguments_that_are_no_mapping_are_refused_with_a_sentence(given):
     with pytest.raises(SpecError, match=r"extra_args is .*; it is a dict, as scope\(Read"):
         asks(SimpleNamespace(extra_args=given))
+
+
+@pytest.mark.parametrize(
+    ("errors", "said"),
+    [
+        ([None, None, refusal()("no such layer.")], "prompts[2]: no such layer."),
+        ([None, busy("no room.")], "prompts[1]: no room."),
+        ([None, busy("sent anew.", UnheldError)], "prompts[1]: sent anew."),
+        ([refusal()("no such layer.")], "no such layer."),
+        ([None, ValueError("vLLM's own")], "vLLM's own"),
+    ],
+    ids=["a-wrong-spec", "no-room", "not-held", "a-prompt-alone", "not-ours"],
+)
+def test_an_llm_names_the_prompt_of_several_that_is_refused(errors, said):
+    from vllm import LLM
+
+    added, aborted = [], []
+
+    class One(LLM):
+        def __init__(self):
+            self.llm_engine = SimpleNamespace(
+                abort_request=lambda ids, internal: aborted.extend(ids)
+            )
+
+        def _resolve_mm_lora(self, prompt, lora):
+            return lora
+
+        def _add_request(self, prompt, params, **_):
+            if params is not None:
+                raise params
+            added.append(prompt)
+            return prompt
+
+    frontend.wrap_llm()
+    with pytest.raises(type(errors[-1])) as caught:
+        One()._render_and_add_requests(prompts=[f"{i}" for i in range(len(errors))], params=errors)
+    assert str(caught.value) == said
+    assert type(caught.value) is type(errors[-1])  # by which vLLM knows the status
+    assert added == aborted == [f"{i}" for i in range(len(errors) - 1)]

@@ -141,6 +141,7 @@ from pathlib import Path
 import vllm
 from vllm_scope.engine import plugin, wrapping
 from vllm_scope.engine.digests import compare, missing
+from vllm_scope.engine.frontend import requests
 from vllm_scope.engine.http import serving
 from vllm_scope.engine.seams import CONTRACT
 
@@ -148,6 +149,7 @@ root, names, find = Path(vllm.__file__).parent, set(), wrapping._find
 wrapping._find = lambda name: names.add(name) or find(name)
 plugin.register()
 serving._wrap_serving()
+requests.wrap_llm()
 found = compare(root, vllm.__version__)
 print(json.dumps({
     "is_new": found.is_new,
@@ -158,12 +160,19 @@ print(json.dumps({
 """
 
 
+#: Parameters of LLM's loop, which is in one of two modules.
+LOOP = ("prompts", "params")
+
+
 @pytest.mark.parametrize(
     ("venv", "gone"),
     [
-        (".venv", {"environment_variables", "hard_fail", "args"}),
-        (".venv-0.31.0", {"environment_variables", "hard_fail", "args", "call_utility_all_async"}),
-        (".venv-0.30.0", {"hard_fail", "args", "call_utility_all_async"}),
+        (".venv", {"environment_variables", "hard_fail", "args", *LOOP}),
+        (
+            ".venv-0.31.0",
+            {"environment_variables", "hard_fail", "args", "call_utility_all_async", *LOOP},
+        ),
+        (".venv-0.30.0", {"hard_fail", "args", "call_utility_all_async", *LOOP}),
     ],
 )
 def test_every_symbol_of_an_installed_vllm_is_as_it_was_read(venv, gone, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from vllm_scope.engine.worker.sizes import (
     STEPS_IN_ARENA,
     Limits,
     Sizes,
+    check_memory,
 )
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
@@ -194,3 +197,33 @@ def test_a_request_is_checked_with_what_global_sinks_read_beside_it():
         Limits((128,), 17, 13, 0, 0, 0).check(_layouts(whole))
     with pytest.raises(CapacityError, match="13 slots a token at one tap, of 12"):
         Limits((128,), 18, 12, 0, 0, 0).check(_layouts(whole))
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "said"),
+    [
+        pytest.param({"vectors_mib": 600}, {"vectors_mib": 600}, None, id="all-of-it"),
+        pytest.param(
+            {"vectors_mib": 601}, {"vectors_mib": 601},
+            r"additional_config\['scope'\].vectors_mib is 601, which takes 601.0 MiB, and the "
+            "device cuda:0 has 600.0 MiB free. Give a smaller vectors_mib; the KV cache needs "
+            "memory too.",
+            id="one-option",
+        ),
+        pytest.param(
+            {"arena_mib": 200}, {"vectors_mib": 500, "arena_mib": 200},
+            "arena_mib is 200, which takes 200.0 MiB, and .* has 100.0 MiB free beside what other "
+            "options take", id="two-together",
+        ),
+        pytest.param(
+            {}, {"arena_mib": 2000},
+            r"without additional_config\['scope'\].arena_mib, rows on their way take 2,000.0 MiB, "
+            "and .*. Tap fewer layers or sites, or start with a smaller max_num_batched_tokens;",
+            id="an-arena-that-follows-from-the-taps",
+        ),
+    ],
+)  # fmt: skip
+def test_options_that_ask_for_more_memory_than_is_free_are_refused(options, asked, said):
+    given = {option: mib * MIB for option, mib in asked.items()}
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+        check_memory(given, ScopeConfig(**options), 600 * MIB, "the device cuda:0")

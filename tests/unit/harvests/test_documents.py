@@ -132,6 +132,12 @@ def test_a_damaged_file_is_refused_with_its_name(tmp_path):
         find_documents(5)
 
 
+@pytest.mark.parametrize("name", ["no.jsonl", "no/where.parquet", "/nowhere"])
+def test_a_path_that_is_not_there_is_refused_as_a_path(name):
+    with pytest.raises(FileError, match=f"there is no file or folder {name}; give the path of one"):
+        find_documents(name)
+
+
 def test_without_the_package_datasets_a_name_is_refused_with_a_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(SpecError, match=r"NeelNanda/pile-10k is no file or folder .*pip install"):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import resource
 import uuid
 
 import pytest
+from tqdm import tqdm
 
 import vllm_scope
 from tests.recorded import READS, RecordedEngine, harvest
 from vllm_scope import Read
 from vllm_scope.errors import ConfigError, FileError, ScopeError, SpecError
 from vllm_scope.files import FileOptions, RequestRecord, open_writer
+from vllm_scope.harvests import progress
 from vllm_scope.harvests.manifest import read_manifest
 
 #: Two shards and a half.
@@ -252,6 +255,26 @@ def test_a_context_without_a_position_of_a_read_is_passed_over_and_named(long, k
     assert name.endswith("-1")
     assert why.startswith("reads[0].tokens has 11; with this prompt")
     assert harvest(ids, tmp_path, long=long, reads=reads).computed == 0
+
+
+@pytest.mark.parametrize("dataset", [
+    pytest.param([[5] * 12, [6] * 4, [7] * 70, [8] * 12, []], id="skipped-and-empty"),
+    pytest.param([[], []], id="all-empty"),
+])  # fmt: skip
+def test_the_bar_ends_at_every_document_of_the_data_set(dataset, tmp_path, monkeypatch):
+    bars = []
+
+    class Bar(tqdm):
+        def __init__(self, **options):
+            super().__init__(**options | {"disable": False, "file": io.StringIO()})
+            bars.append(self)
+
+    monkeypatch.setattr(progress, "tqdm", Bar)
+    for _ in range(2):  # and if the harvest goes on
+        harvest(dataset, tmp_path, reads=(Read("embed", tokens=[11]),))
+        for shard in shards_in(tmp_path):
+            shard.unlink()
+    assert [(bar.n, bar.total) for bar in bars] == [(len(dataset), len(dataset))] * 2
 
 
 def test_the_rest_of_a_document_may_be_passed_over(tmp_path):

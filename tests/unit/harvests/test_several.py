@@ -116,7 +116,7 @@ def test_a_harvest_that_takes_answers_late_tells_each_context_once(tmp_path, mon
     """Two answers of an engine may wait, and are then taken in any order."""
     told: Counter[bytes] = Counter()
 
-    def add(self, context):
+    def add(self, context, skipped):
         told[context.key] += 1
         time.sleep(0.002)
 

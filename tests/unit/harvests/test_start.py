@@ -7,7 +7,7 @@ import pytest
 import vllm_scope
 from tests.recorded import READS, RecordedEngine
 from vllm_scope.engine import offline
-from vllm_scope.errors import ConfigError, SpecError
+from vllm_scope.errors import ConfigError, FileError, SpecError
 
 TEXTS = ["one", "two words", "three"]
 
@@ -61,6 +61,13 @@ def test_a_data_set_without_the_column_is_refused_before_an_engine_starts(
         )
     assert not started
     assert not out.exists()
+
+
+def test_a_data_set_that_is_not_there_is_refused_before_an_engine_starts(started, tmp_path):
+    with pytest.raises(FileError, match=r"there is no file or folder .*no\.jsonl; give the path"):
+        vllm_scope.harvest(tmp_path / "no.jsonl", *READS, model="m", out=tmp_path / "out")
+    assert not started
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -611,9 +611,10 @@ async def test_a_choice_without_sinks_has_no_counts_of_sinks(store):
     [
         (1, refusal()("reads[0] is wrong."), "reads[0] is wrong."),
         (4, refusal()("reads[0] is wrong."), "prompt[3]: reads[0] is wrong."),
-        (4, busy("no room."), "no room."),
+        (4, busy("no room."), "prompt[3]: no room."),
+        (4, RuntimeError("broken"), "broken"),
     ],
-    ids=["alone", "one-of-several", "of-all"],
+    ids=["alone", "one-of-several", "without-room", "not-ours"],
 )
 def test_a_refusal_says_which_prompt_is_refused(store, num_prompts, error, said, streams):
     async def refusing():

@@ -36,6 +36,7 @@ from vllm_scope.engine.frontend.sweeping import (
 )
 from vllm_scope.request.selectors import MAX_ITEMS
 from vllm_scope.request.sites import Heads, Place, Sites
+from vllm_scope.sweeps import metrics
 from vllm_scope.sweeps.plan import Plan
 from vllm_scope.sweeps.source import ReadRows
 from vllm_scope.sweeps.sweep import as_prompts
@@ -276,6 +277,14 @@ def test_a_given_direction_of_all_positions_at_once_is_one_edit():
     assert [len(j.actions) for j in all_jobs(p) if j.place is not None] == [4] * 3 + [3] * 3
 
 
+def test_positions_with_equal_rows_are_one_edit():
+    rows = np.array([1.0, 2.0, 1.0, 2.0])[None, :, None] * np.ones(8)
+    p = plan(Sweep(rows, metric=METRIC, mode="add", together=True), ["xyz"])
+    cells = [job for job in all_jobs(p) if job.place is not None]
+    found = [(edit.vector.numpy.tolist(), edit.tokens.positions) for edit in cells[0].actions]
+    assert found == [([1.0] * 8, (0, 2)), ([2.0] * 8, (1, 3))]
+
+
 def rows_of(length, *, alike=False):
     rows = np.ones((1, length, 8))
     return rows if alike else rows * np.arange(1, length + 1)[:, None]
@@ -288,14 +297,16 @@ def rows_of(length, *, alike=False):
         pytest.param(256, {"source": rows_of(256)}, None, id="as-many-edits-as-a-request-has"),
         pytest.param(
             257, {"source": rows_of(257)},
-            r"has 257 edits of prompts\[1\], one for each position; at most 256 are allowed, so "
-            "name fewer positions", id="rows-of-the-caller",
+            r"has 257 edits of prompts\[1\], one for each different row; at most 256 are allowed, "
+            "so name fewer positions, or give rows of which at most 256 differ: equal ones are one",
+            id="rows-of-the-caller",
         ),
         pytest.param(
-            257, {"source": ["a", "ab" * 128]}, r"has 257 edits of prompts\[1\]",
+            257, {"source": ["a", "ab" * 128]}, r"has 257 edits of prompts\[1\], one for each pos",
             id="rows-that-are-read",
         ),
         pytest.param(257, {"source": rows_of(257, alike=True)}, None, id="equal-rows"),
+        pytest.param(400, {"source": rows_of(400) % 200}, None, id="each-row-twice"),
         pytest.param(257, {"source": np.ones(8)}, None, id="one-row"),
         pytest.param(257, {"source": {"module": "m"}}, None, id="module"),
         pytest.param(257, {"source": rows_of(257), "mode": "patch"}, None, id="patch"),
@@ -412,7 +423,12 @@ def test_tokens_are_ids_or_texts_one_for_all_or_one_for_each_prompt():
     [
         pytest.param({"mode": "swap"}, "patch, ablate, add", id="mode"),
         pytest.param({"metric": "logit"}, "it is a LogitDifference", id="metric"),
-        pytest.param({"metric": LogitDifference("ba", "bc")}, "different tokens", id="same-token"),
+        pytest.param(
+            {"metric": LogitDifference("ba", ["bc", 2])},
+            r"has the token 2 as a and as b of prompts\[0\], the first of 'ba' and of 'bc'; the "
+            "difference would be 0, so give two different tokens",
+            id="same-token",
+        ),
         pytest.param({"metric": Logprob([1, 2, 3])}, "3 tokens for 2 prompts", id="tokens"),
         pytest.param({"metric": Logprob(-1)}, "a token's id or a text", id="negative-token"),
         pytest.param({"site": "nowhere"}, "sites are", id="site"),
@@ -500,6 +516,22 @@ def test_a_map_without_anywidget_says_what_to_install():
 def test_a_prompt_that_is_none_is_named(prompt, sentence):
     with pytest.raises(SpecError, match=sentence):
         as_prompts(["aa", prompt], Letters().encode, "prompts")
+
+
+def test_texts_of_several_tokens_are_named_in_the_log_once(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(metrics.logger, "warning", lambda text, *args: said.append(text % args))
+    metrics._warn.cache_clear()
+    for _ in range(2):
+        plan(Sweep(np.ones(8), metric=LogitDifference("ab", "c")))
+        plan(Sweep(np.ones(8), metric=Logprob(["d", 3])))
+    assert said == [
+        "vllm-scope: LogitDifference.a has texts of several tokens, of which the metric takes the "
+        "first: 'ab' (1, 2)."
+    ]
+    prompts = [chr(ord("a") + i) for i in range(5)]
+    plan(Sweep(np.ones(8), metric=Logprob([one * 2 for one in prompts])), prompts)
+    assert said[1].endswith("'aa' (1, 1), 'bb' (2, 2), 'cc' (3, 3), 2 more.")
 
 
 def test_numbers_of_any_integer_type_are_token_ids():

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.browser import samples
+from vllm_scope import Read
 from vllm_scope.errors import SpecError
 from vllm_scope.views import (
     attention_map,
     feature_list,
     feature_page,
     lens_grid,
+    monitor_page,
     side_by_side,
     token_page,
     token_strip,
@@ -46,6 +49,20 @@ FEATURES, LENS = samples.features(), samples.lens()
         (token_page, "title", {"strips": {"x": ["a"]}}, "it is a list of what token_strip returns"),
         (token_page, "t", {"strips": [STRIP], "intro": "x"}, "intro is 'x'; it is a list of texts"),
         (feature_page, FEATURES, {"decode": str}, "found is .*; it is a MaxActivating"),
+        (attention_map, {"a": 1}, {"layer": 0}, r"found is \{'a': 1\}; it is a result with q"),
+        (lens_grid, LENS, {"tokenizer": 3}, "tokenizer is 3; it is one with `decode`, such as llm"),
+        (lens_grid, LENS, {"tokenizer": "gpt2"}, "tokenizer is 'gpt2'; it is one with `decode`"),
+        (lens_grid, {0: STRIP}, {}, r"found is \{0: TokenStrip.*; it is layer -> tokens, such as"),
+        (lens_grid, LENS, {"tokens": np.array(1)}, r"tokens is array\(1\); it is a list of texts"),
+        (token_strip, ["a"], {"scores": [1], "caption": 3}, "caption is 3; it is a text"),
+        (token_strip, None, {"scores": [1]}, "tokens is None; it is a list of texts"),
+        (token_strip, ["a"], {"scores": [1], "first_position": "x"}, "first_position is 'x'; it"),
+        (token_strip, ["a"], {"scores": [1], "threshold": 10**400}, "it must be finite"),
+        (side_by_side, STRIP, {"other": STRIP, "title": None}, "title is None; it is a text"),
+        (token_page, None, {"strips": [STRIP]}, "title is None; it is a text"),
+        (token_page, "t", {"strips": {3: [STRIP]}}, "it is a list of what token_strip returns, or"),
+        (monitor_page, {"monitors": {}}, {}, r"activity is \{.*; it is an Activity, such as"),
+        (monitor_page, samples.activity(), {"title": 3}, "title is 3; it is a text"),
     ],
 )  # fmt: skip
 def test_a_wrong_argument_is_refused_in_one_sentence(show, given, options, sentence):
@@ -53,10 +70,22 @@ def test_a_wrong_argument_is_refused_in_one_sentence(show, given, options, sente
         show(given, **options)
 
 
+@pytest.mark.parametrize("show", [lens_grid, feature_list, feature_page, attention_map])
+def test_a_result_is_refused_where_a_part_of_it_is_shown(road, show):
+    result = road.open(Read("resid_post", layers=[1])).snapshot([5], None)
+    options = {feature_page: {"decode": str}, attention_map: {"layer": 1}}.get(show, {})
+    with pytest.raises((SpecError, KeyError), match=r"found is .*; it is |was not asked for"):
+        show(result, **options)
+    with pytest.raises(SpecError, match="tokenizer is 7; it is one with `decode`"):
+        result.picture(7)
+
+
 def test_a_page_of_features_says_what_is_wrong():
     table = samples.max_activating()
     for options, sentence in (
         ({"decode": "x"}, "decode is 'x'; it is a function"),
+        ({"decode": lambda i: i}, "what `decode` returns is [0-9]+; it is a text"),
+        ({"title": 3}, "title is 3; it is a text"),
         ({"features": [-1]}, "features has -1; the SAE has features 0 to"),
         ({"features": 3}, "features is 3; it is a list of whole numbers"),
         ({"labels": ["x"]}, "labels is"),

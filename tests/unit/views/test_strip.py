@@ -152,8 +152,8 @@ def test_what_is_not_printed_is_shown_as_a_sign(text, seen):
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        pytest.param(("text", [1]), r"tokens are 'text'; pass a list", id="one-text"),
-        pytest.param(([17, 4], [1, 2]), r"tokens are \[17, 4\]; pass a list", id="ids"),
+        pytest.param(("text", [1]), "tokens is 'text'; it is a list of texts", id="one-text"),
+        pytest.param(([17, 4], [1, 2]), r"tokens is \[17, 4\]; it is a list of texts", id="ids"),
         pytest.param((["a"], ["x"]), r"scores are \['x'\]; pass a list of numbers", id="words"),
         pytest.param(
             (["a"], [[1.0]]), r"shape \[1, 1\]; 1 tokens have 1 scores, or 0", id="matrix"

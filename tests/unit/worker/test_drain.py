@@ -225,6 +225,27 @@ def test_a_head_works_on_the_steps_that_wait_at_once():
     assert pairs.counts == [3, 87, 2, 2]
 
 
+def test_what_heads_read_may_change_once_the_drain_has_settled():
+    """As the model's unembedding does with new weights."""
+    with of_pairs(CPU, 100) as (submit, drain, _, found, pairs):
+        original, weight = pairs.pack, [1.0]
+
+        def slow(rows, count):
+            time.sleep(0.02)
+            return original(rows * weight[0], count)
+
+        pairs.pack = slow
+        for step in range(20):
+            submit(1, step, 3)
+        drain.settle()
+        weight[0] = 2.0
+        submit(1, 20, 3)
+    *old, last = (found[i : i + 3] for i in range(0, 63, 3))
+    assert [one for some in old for one in some] == pairs_of(1, range(20), 3)
+    assert [value for *_, value in last] == [4000.0, 4002.0, 4004.0]
+    drain.settle()  # it is closed, and nothing waits
+
+
 @pytest.mark.parametrize("num_slots", [6, 7, 100])
 def test_steps_that_heads_work_on_at_once_are_where_they_belong(num_slots):
     with of_pairs(CPU, num_slots) as (submit, drain, _, found, pairs):

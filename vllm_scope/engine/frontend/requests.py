@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Container, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -40,7 +40,7 @@ from vllm_scope.engine.frontend.prepared import (
 from vllm_scope.engine.frontend.running import Running, runs
 from vllm_scope.engine.monitors import monitors_of
 from vllm_scope.engine.params import TICKET, asks, concerns, names_module, params_of, with_ticket
-from vllm_scope.engine.refusals import refusing
+from vllm_scope.engine.refusals import named, refusing
 from vllm_scope.engine.vllm_types import (
     AsyncLLM,
     Engine,
@@ -338,6 +338,37 @@ async def _add_one_async(
             name = getattr(request, "external_req_id", None) or request.request_id
             await self.abort([name])
             raise
+
+
+def _add_several(
+    original: Callable[..., T],
+    self: object,
+    prompts: Iterable[object],
+    params: Sequence[object],
+    *args: object,
+    **kwargs: object,
+) -> T:
+    """OfflineInferenceMixin._render_and_add_requests: a refusal names the prompt of several."""
+    number = 0
+
+    def counted() -> Iterator[object]:
+        nonlocal number
+        for number, prompt in enumerate(prompts):  # noqa: B007
+            yield prompt
+
+    try:
+        return original(self, counted(), params, *args, **kwargs)
+    except ScopeError as error:
+        if len(params) < 2:
+            raise
+        raise named(error, f"prompts[{number}]") from None
+
+
+@cache
+def wrap_llm() -> None:
+    """Wrap the loop of LLM.generate. Its module takes time to import: this is called in processes
+    that have imported it."""
+    wrapping.wrap("OfflineInferenceMixin._render_and_add_requests", _add_several)
 
 
 def wrap() -> None:

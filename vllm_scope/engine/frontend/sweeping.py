@@ -151,7 +151,8 @@ class Sweeping:
     def take(self, job: Job, output: RequestOutput | ScopeError) -> Cell | None:
         """As Plan.take."""
         if isinstance(output, CapacityError) and job.place is None:
-            raise output  # without its rows there are no cells
+            with naming(job.name):
+                raise output  # without its rows there are no cells
         if isinstance(output, ScopeError):
             return self.plan.take(job, None, None, str(output))
         (completion,) = output.outputs

@@ -30,7 +30,7 @@ from vllm_scope.engine.frontend.running import runs
 from vllm_scope.engine.http.calls import EngineCalls
 from vllm_scope.engine.monitors import monitors_of, share
 from vllm_scope.engine.params import asks, params_of
-from vllm_scope.engine.refusals import refusal, refusing
+from vllm_scope.engine.refusals import named, refusal, refusing
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import AsyncLLM, EngineCoreRequest, OutputProcessor
 from vllm_scope.errors import ConfigError, ScopeError, SpecError, shown
@@ -227,8 +227,8 @@ async def _followed(answer: Answer, prompt: int, engine: AsyncLLM, stream: Outpu
                 yield output
     except Exception as caught:
         error = caught
-        if isinstance(caught, SpecError) and answer.num_prompts > 1:
-            error = refusal()(f"prompt[{prompt}]: {caught}")
+        if isinstance(caught, ScopeError) and answer.num_prompts > 1:
+            error = named(caught, f"prompt[{prompt}]")
         refused = answer.streams and not answer.opened.is_set() and isinstance(error, ScopeError)
         answer.fail(error)
         if not refused:

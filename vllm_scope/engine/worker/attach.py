@@ -17,7 +17,9 @@ from vllm_scope.engine.vllm_types import ModelRunner, SchedulerOutput, VllmConfi
 from vllm_scope.engine.worker.worker import ScopeWorker
 from vllm_scope.errors import reason_of
 
-#: vLLM's calls that end with other weights; all workers get them.
+#: vLLM's calls before which the weights are those of the rows so far, and those that end with
+#: other weights; all workers get them.
+_OLD_WEIGHTS = ("reload_weights", "start_weight_update")
 _NEW_WEIGHTS = ("reload_weights", "finish_weight_update")
 
 
@@ -58,13 +60,22 @@ def _attach(worker: Worker, config: ScopeConfig) -> None:
         scope.close()
         return shutdown(*args, **kwargs)
 
-    for name in _NEW_WEIGHTS:
-        if hasattr(worker, name):  # a worker of another platform may have none of them
-            setattr(worker, name, _renewing(getattr(worker, name), scope))
+    for names, wrapped in ((_OLD_WEIGHTS, _settling), (_NEW_WEIGHTS, _renewing)):
+        for name in names:
+            if hasattr(worker, name):  # a worker of another platform may have none of them
+                setattr(worker, name, wrapped(getattr(worker, name), scope))
     worker.load_model = load
     worker.compile_or_warm_up_model, worker.shutdown = warm, close
     for name, call in _remote_calls(scope).items():
         setattr(worker, name, call)
+
+
+def _settling(change: Callable[..., object], scope: ScopeWorker) -> Callable[..., object]:
+    def settled(*args: object, **kwargs: object) -> object:
+        scope.settle()
+        return change(*args, **kwargs)
+
+    return settled
 
 
 def _renewing(change: Callable[..., object], scope: ScopeWorker) -> Callable[..., object]:

@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
+import psutil
+import torch
 from torch import Tensor
 
 from vllm_scope.config import ScopeConfig
@@ -22,7 +24,7 @@ from vllm_scope.engine.worker.blocks import blocks_of
 from vllm_scope.engine.worker.canary import row_at, rows_at, silent_taps
 from vllm_scope.engine.worker.mlp import projections_of
 from vllm_scope.engine.worker.router import routers_of
-from vllm_scope.engine.worker.sizes import Limits, Sizes
+from vllm_scope.engine.worker.sizes import Limits, Sizes, check_memory
 from vllm_scope.errors import CompatError
 from vllm_scope.graph.anatomy.attention import install_attention_taps
 from vllm_scope.graph.anatomy.layers import Anatomy
@@ -31,7 +33,7 @@ from vllm_scope.graph.anatomy.split import Split
 from vllm_scope.graph.anatomy.tapped import install_taps
 from vllm_scope.graph.tap import op
 from vllm_scope.graph.tap.tables import Tables, capacity
-from vllm_scope.program.layout import Widths
+from vllm_scope.program.layout import SLOT_BYTES, Widths
 from vllm_scope.request.sites import (
     ATTENTION_SITES,
     MLP_SITE,
@@ -85,7 +87,8 @@ def load_taps(
         optimistic: as Limits.optimistic.
 
     Raises:
-        CompatError: a layer cannot be tapped. ConfigError: `arena_mib` is too small.
+        CompatError: a layer cannot be tapped. ConfigError: `arena_mib` is too small, or options ask
+            for more memory than is free.
     """
     vllm_config, device = worker.vllm_config, worker.device
     dtype = vllm_config.model_config.dtype
@@ -99,13 +102,14 @@ def load_taps(
     )
     # A captured graph may be padded past the scheduler's own limit.
     max_rows = max(sizes.max_rows, sizes.graph_rows)
+    num_slots = sizes.arena_slots(config)
+    if not drains:
+        num_slots = sizes.slots_of_all  # for the check of the taps alone
+    _check_room(config, sizes, num_slots, drains, device)
     tables = Tables(
         sites.boundaries, max_rows, sites.hidden_size, sizes.widths, device, config.vectors_mib,
         reports=reports, states_mib=config.states_mib,
     )  # fmt: skip
-    num_slots = sizes.arena_slots(config)
-    if not drains:
-        num_slots = sizes.slots_of_all  # for the check of the taps alone
     arena = Arena(num_slots, dtype, device)
     most = capacity(sites.vector_size, config.vectors_mib)
     limits = sizes.limits(num_slots, most, optimistic, len(tables.log))
@@ -118,6 +122,32 @@ def load_taps(
     tap_of = {boundary: tap for tap, boundary in enumerate(sites.boundaries)}
     here = install_all_taps(anatomy, tap_of, arena.slots, tables, sites)
     return Loaded(here, sizes, limits, tables, arena)
+
+
+def _check_room(
+    config: ScopeConfig, sizes: Sizes, num_slots: int, drains: bool, device: torch.device
+) -> None:
+    """Raises ConfigError if options ask for more memory than is free now, beside the weights.
+
+    Args:
+        num_slots: of the arena.
+    """
+    ring = sizes.host_slots(num_slots) * SLOT_BYTES if drains else 0
+    moments_mib = config.moments_mib if drains else 0.0
+    asked = {
+        "vectors_mib": int(config.vectors_mib * 2**20),
+        "states_mib": int(config.states_mib * 2**20),
+        "arena_mib": num_slots * SLOT_BYTES,
+        "moments_mib": int(moments_mib * 2**20),
+    }
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + kept
+        check_memory(asked, config, free, f"the device {device}")
+        asked = {"arena_mib": ring}  # rows wait in host memory, too
+    else:
+        asked["arena_mib"] += ring
+    check_memory(asked, config, psutil.virtual_memory().available, "this host")
 
 
 def with_parts(anatomy: Anatomy, sites: Sites, num_ranks: int) -> Anatomy:

@@ -1,12 +1,12 @@
 """How large a worker's rings are, and what one token may take of them.
 
-Owns:  Sizes, Limits.
+Owns:  Sizes, Limits, `check_memory`.
 Runs:  in every worker, at load; `Limits` travels to front-ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -73,6 +73,35 @@ class Limits(msgspec.Struct, frozen=True):
                 "with the server's edits and what global sinks read, the request delivers too "
                 f"much at once ({excess}); read less of it, or under fewer codecs."
             )
+
+
+def check_memory(asked: Mapping[str, int], config: ScopeConfig, free: int, where: str) -> None:
+    """Check the memory that options take, before it is taken.
+
+    Args:
+        asked: option of `config` -> bytes, in the order in which they are taken.
+        free: bytes.
+        where: whose memory it is: "the device cuda:0".
+
+    Raises:
+        ConfigError: it is more than is free.
+    """
+    left = free
+    for option, num_bytes in asked.items():
+        if num_bytes > left:
+            value = getattr(config, option)
+            if value is None:
+                told = f"without additional_config['scope'].{option}, rows on their way take"
+                advice = "Tap fewer layers or sites, or start with a smaller max_num_batched_tokens"
+            else:
+                told = f"additional_config['scope'].{option} is {value:g}, which takes"
+                advice = f"Give a smaller {option}"
+            taken = "" if left == free else " beside what other options take"
+            raise ConfigError(
+                f"{told} {num_bytes / 2**20:,.1f} MiB, and {where} has {left / 2**20:,.1f} MiB "
+                f"free{taken}. {advice}; the KV cache needs memory too."
+            )
+        left -= num_bytes
 
 
 @lru_cache(maxsize=4096)  # many requests have the same layouts

@@ -176,6 +176,12 @@ class ScopeWorker:
             self._arena.num_bytes / 2**20, self._tables.vectors.numel() * 4 / 2**20,
         )  # fmt: skip
 
+    def settle(self) -> None:
+        """Wait for the rows of the weights of now. Every worker calls it before they are changed:
+        a lens would read the new ones."""
+        if self._delivery is not None:
+            self._delivery.drain.settle()
+
     def renew(self, failed: str | None = None) -> None:
         """Take the weights that the model has now. Every worker calls it when they were changed.
 
