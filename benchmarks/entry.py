@@ -67,7 +67,8 @@ class Road:
         self.sites, self.most_rows = self.core.sites, most_rows
         self.num_prompt, self.num_generated = PROBED if num_probes else MONITORED
         self._open_worker()
-        self.processor, engine = _thing(), _thing(vllm_config=self.config)
+        self.processor = _thing()
+        engine = self.engine = _thing(vllm_config=self.config, output_processor=self.processor)
         self.connection = Connection(self.sites, None, 1, 60.0, self.worker.limits, {}, {})
         connections.put(self.processor, self.connection)
         self.encoder, self.decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)
@@ -146,9 +147,10 @@ class Road:
         )
 
     def translate(self, params: Any) -> Any:
-        from vllm_scope.engine.frontend import translators
+        from vllm_scope.engine.frontend import requests, translators
 
         if not translators.concerned(params, self.config):
+            assert not requests._unknown_modules(self.engine, params)
             return params
         return translators.translated(params, self.config, self.sites, {})
 
@@ -311,7 +313,8 @@ def main() -> None:
         heads = HeadTimes(road.worker)
         given = range(args.requests)
         print(f"{'microseconds of a request':44}")
-        params = timed("front-end: monitors added", road.translate, (road.params() for _ in given))
+        asking = (road.params() for _ in given)
+        params = timed("front-end: monitors added, modules known", road.translate, asking)
         requests = [road.request(i, one) for i, one in enumerate(params)]
         prepared = timed("front-end: checked", road.prepare, requests)
         opened = timed("front-end: buffer and ticket", road.open, prepared)
