@@ -7,6 +7,7 @@ and drain), with a stream whose values say whose they are in place of a model.
 from __future__ import annotations
 
 import random
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -274,6 +275,19 @@ def test_a_request_whose_front_end_is_gone_keeps_its_edits(monkeypatch):
         worker.steps.end()
         worker.finish_requests(["r"])
     assert sink.finished == []
+
+
+def test_the_drain_thread_does_not_rest_once_no_request_runs(monkeypatch):
+    for name, value in {"REST": 1e12, "MOST_REST_S": 1e3, "MOST_OWED_S": 0.0}.items():
+        monkeypatch.setattr(f"vllm_scope.worker.drain.{name}", value)
+    with running_worker(EVERYWHERE, 64) as (worker, sink):
+        for key in (7, 8, 9):
+            add(worker, Request("r", key, Spec((Read("embed"),)), 2, [1, 2, 3]).sent())
+            worker.finish_requests(["r"])
+            limit = time.monotonic() + 20
+            while (key, None) not in sink.finished and time.monotonic() < limit:
+                time.sleep(0.001)
+            assert (key, None) in sink.finished
 
 
 def test_a_fault_in_one_request_fails_that_one_alone():

@@ -39,6 +39,7 @@ class RecordingSink:
 
     Attributes:
         gate: `write` waits for it.
+        together: keys of requests whose ends came in one call.
         refuse: keys whose rows make `write` raise.
     """
 
@@ -46,6 +47,7 @@ class RecordingSink:
         self.events: list[tuple] = []
         self.threads: set[str] = set()
         self.num_batches = 0
+        self.together: list[list[int]] = []
         self.refuse: set[int] = set()
         self.closed = 0
         self.gate = threading.Event()
@@ -59,6 +61,11 @@ class RecordingSink:
         if self.refuse & set(batch.labels.keys.tolist()):
             raise OSError("disk full")
         self.events += rows_in(batch.labels, batch.slots, batch.boundary)
+
+    def finish_all(self, ends) -> None:
+        self.together.append([key for key, _ in ends])
+        for key, error in ends:
+            self.finish(key, error)
 
     def finish(self, key: int, error: str | None) -> None:
         self.threads.add(threading.current_thread().name)
@@ -403,6 +410,54 @@ def test_a_few_rows_that_no_caller_follows_wait_longer(monkeypatch, followed, co
             assert len(sink.events) == 2
             drain.finish_request(1)
         _until(lambda: sink.events[: 2 + count] == _rows(1, 0, 2 + count), PATIENCE_S / 2)
+
+
+def test_requests_that_end_together_are_told_in_one_call_after_their_rows():
+    with _drain(64) as (arena, drain, sink):
+        sink.gate.clear()
+        _submit(arena, drain, 9, 0, 1)  # the thread waits here
+        for key in (1, 2, 3):
+            _submit(arena, drain, key, 0, 2)
+        for key in (1, 2, 3):
+            drain.finish_request(key)
+        sink.gate.set()
+        _until(lambda: (3, None) in sink.events)
+        assert sink.together == [[1, 2, 3]]
+        assert sink.events[-3:] == [(1, None), (2, None), (3, None)]
+
+
+def test_a_thread_that_owes_much_rest_looks_at_once_if_nothing_else_runs(monkeypatch):
+    for name, value in {"REST": 1e12, "MOST_REST_S": 10 * PATIENCE_S, "MOST_OWED_S": 0.0}.items():
+        monkeypatch.setattr(f"vllm_scope.worker.drain.{name}", value)
+    with _drain(64) as (arena, drain, sink):
+        for key in range(3):
+            _submit(arena, drain, key, 0, 1)
+            drain.finish_request(key)
+            drain.hurry()
+            _until(lambda key=key: (key, None) in sink.events)
+
+
+def test_kept_scores_that_lie_side_by_side_come_as_one_batch_and_those_missing_are_left_out():
+    layouts = (reads_at(0),)
+    with _drain(64) as (arena, drain, sink):
+        sink.gate.clear()
+        _submit(arena, drain, 9, 0, 1)  # the thread waits here
+        time.sleep(0.05)
+
+        def write(lease, key) -> bool:
+            lease.slots.view(torch.float32)[:] = 1000.0 * key
+            return key != 3
+
+        for key in (1, 2, 3, 4, 5):
+            drain.later(lambda: None)  # as where the store begins to collect
+            labels = labels_of([key] * 2, [0, 1], layouts=layouts)
+            drain.submit_stored(labels, lambda lease, key=key: write(lease, key))
+        drain.finish_request(5)
+        sink.gate.set()
+        _until(lambda: (5, None) in sink.events)
+        told = [(key, p, 0, 1000.0 * key) for key in (1, 2, 4, 5) for p in (0, 1)]
+        assert sink.events[1:] == [*told, (5, None)]
+        assert sink.num_batches == 3  # the rows, the two before the missing one, the two after
 
 
 def _until(done, patience_s: float = PATIENCE_S) -> None:

@@ -432,6 +432,9 @@ class ScopeWorker:
             key = self._planner.finish_request(req_id)
             if key is not None:
                 self._finish(key, error, (ended or {}).get(req_id))
+        if not self._planner and self._delivery is not None:
+            # No step waits for the drain thread, and the callers of these do.
+            self._delivery.drain.hurry()
 
     def keep_blocks(self, news: StepNews) -> None:
         """Keep the scores of blocks that were filled by the forward that was just enqueued."""
