@@ -367,6 +367,8 @@ class Drain:
             found = partial(_labels_of, item)
             self._watch.add(found, partial(_wait_for, item.written), item.lease, None)
         self._put(item)
+        # While the prompt's other tokens are computed: at its end the caller would wait for them.
+        self._soon.set()
         if self._watch:  # it waits for them
             self._hurry()
 

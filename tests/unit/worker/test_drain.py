@@ -437,6 +437,16 @@ def test_a_thread_that_owes_much_rest_looks_at_once_if_nothing_else_runs(monkeyp
             _until(lambda key=key: (key, None) in sink.events)
 
 
+def test_kept_scores_do_not_wait_for_the_end_of_their_request(monkeypatch):
+    monkeypatch.setattr("vllm_scope.worker.drain.LINGER_UNSEEN_S", PATIENCE_S)
+    with _drain(64) as (arena, drain, sink):
+        _submit(arena, drain, 1, 0, 1)
+        _until(lambda: len(sink.events) == 1)
+        labels = labels_of([2], [0], layouts=(reads_at(0),))
+        drain.submit_stored(labels, lambda lease: bool(lease.slots.fill_(0).numel()))
+        _until(lambda: len(sink.events) == 2, PATIENCE_S / 2)
+
+
 def test_kept_scores_that_lie_side_by_side_come_as_one_batch_and_those_missing_are_left_out():
     layouts = (reads_at(0),)
     with _drain(64) as (arena, drain, sink):

@@ -311,7 +311,7 @@ class ScopeWorker:
                     key = delivery.add_request(request.req_id, prompt_ids, recipient, asked)
                     program = self._compile(asked, prompt_ids, True)
                     if entrant.unchecked:
-                        self.limits.check(program.held(entrant.columns).layouts)
+                        self._check_size(asked, program, entrant.columns)
                 except CapacityError as error:
                     logger.warning("vllm-scope: request %s: %s", request.req_id, error)
                     self._end_unwatched(request.req_id, asked, str(error))
@@ -406,6 +406,15 @@ class ScopeWorker:
                 logger.warning("vllm-scope: request %s: %s", request.req_id, error)
                 return None
         return self._delivery
+
+    def _check_size(
+        self, asked: Resolved, program: RequestProgram, columns: tuple[bytes, ...]
+    ) -> None:
+        """`Limits.check`, once for all requests of a spec with the same columns."""
+        known = asked.__dict__.get("_fits")
+        if known is None or known[0] is not self.limits or known[1] != columns:
+            self.limits.check(program.held(columns).layouts)
+            asked.__dict__["_fits"] = self.limits, columns
 
     def _compile(self, asked: Resolved, prompt_ids: Sequence[int], drains: bool) -> RequestProgram:
         here = frozenset(self.here)
