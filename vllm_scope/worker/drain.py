@@ -553,7 +553,7 @@ class Drain:
             if steps and kind is not _Rows:
                 self._guard(partial(self._write, steps))
                 steps = []
-            # Calls that come between stored scores do not concern them.
+            # Calls that come between stored scores do not concern those that are in the ring.
             if stored and kind in (_Rows, _Finish):
                 self._write_all_stored(stored)
                 stored = []
@@ -562,6 +562,8 @@ class Drain:
                 continue
             for item in some:
                 if isinstance(item, _Stored):
+                    # Now: a later call may forget what it takes.
+                    self._guard(partial(self._fill_stored, item))
                     stored.append(item)
                 elif isinstance(item, _Rows):
                     if steps and not _may_join(steps, item):
@@ -581,7 +583,7 @@ class Drain:
         self._packer.release_all([key for key, _ in ends])
         if self._store is not None:
             for key, _ in ends:
-                self._store.end(key)
+                self._guard(partial(self._store.end, key))
         if len(ends) == 1:
             self._guard(partial(self._sink.finish, *ends[0]))
         else:
@@ -637,12 +639,11 @@ class Drain:
             self._sink.write(RowBatch(whole, lease, self._widths, first.boundary))
 
     def _write_all_stored(self, items: Sequence[_Stored]) -> None:
-        """Write scores that were kept: those that lie side by side in the ring as one batch, as
-        when several requests come at once."""
+        """Give scores that were kept to the sink: those that lie side by side in the ring as one
+        batch, as when several requests come at once."""
         run: list[_Stored] = []
         try:
             for item in items:
-                self._guard(partial(self._fill_stored, item))
                 if not item.whole:
                     continue
                 if run and not _stored_may_join(run, item):

@@ -454,12 +454,14 @@ def test_kept_scores_that_lie_side_by_side_come_as_one_batch_and_those_missing_a
         _submit(arena, drain, 9, 0, 1)  # the thread waits here
         time.sleep(0.05)
 
+        missing = {3}
+
         def write(lease, key) -> bool:
             lease.slots.view(torch.float32)[:] = 1000.0 * key
-            return key != 3
+            return key not in missing
 
         for key in (1, 2, 3, 4, 5):
-            drain.later(lambda: None)  # as where the store begins to collect
+            drain.later(lambda key=key: missing.add(key - 1))  # what came before is in the ring
             labels = labels_of([key] * 2, [0, 1], layouts=layouts)
             drain.submit_stored(labels, lambda lease, key=key: write(lease, key))
         drain.finish_request(5)
