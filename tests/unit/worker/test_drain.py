@@ -510,6 +510,24 @@ def test_joined_steps_wait_for_copies_and_for_taps_that_wrote_themselves(order):
     drain.close()
 
 
+@pytest.mark.parametrize(
+    ("copied", "held"), [(None, 8), (Event(), 1)], ids=["copied-later", "copy-enqueued"]
+)
+def test_only_rows_that_hold_their_part_of_the_arena_count_as_held_there(copied, held):
+    with _drain(64) as (arena, drain, sink):
+        sink.gate.clear()
+        _submit(arena, drain, 9, 0, 1)
+        time.sleep(0.05)  # the thread waits in the sink
+        region = arena.acquire(8)
+        # A head has made one slot of eight.
+        lease, labels = drain._ring.acquire(1), labels_of([1], [0], layouts=(reads_at(0),))
+        drain._num_unseen = 0
+        drain._put(_Rows(labels, None, region, lease, copied, None))
+        assert drain._num_unseen == held
+        drain._items.clear()
+        sink.gate.set()
+
+
 def test_a_thread_that_worked_long_rests_no_longer_than_rows_may_wait(monkeypatch):
     monkeypatch.setattr("vllm_scope.worker.drain.REST", 1e6)
     with _drain(64) as (arena, drain, sink):
