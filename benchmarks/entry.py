@@ -1,11 +1,17 @@
-"""What a monitored request costs on the host, stage by stage, without a model.
+"""What a monitored or probed request costs on the host, stage by stage, without a model.
 
-    python -m benchmarks.entry
+    python -m benchmarks.entry                # a monitor of 8 layers, prompts of 864 tokens
+    python -m benchmarks.entry --probes 64    # named probes on one layer, prompts of 128 tokens
 
-The shape is 8B's: rows of 4096 numbers, a monitor of 8 layers, prompts of 864 tokens. The stages
-are vllm-scope's own functions and vLLM's encoder and decoder of messages, called as the engine
-calls them; the parts of vLLM between them are left out. All run on one thread, one stage of all
-requests after another. Microseconds of a request, median; of a step, for all requests together.
+The shape is 8B's: rows of 4096 numbers. The stages are vllm-scope's own functions and vLLM's
+encoder and decoder of messages, called as the engine calls them; the parts of vLLM between them are
+left out. The stages run on one thread, one stage of all requests after another. Microseconds of a
+request, median; of a step, for all requests together.
+
+The drain thread and the front-end's receiver thread run beside the steps, as in an engine. A step
+takes `--step-ms` more, in which this thread sleeps. The last table has the CPU time of both threads
+for one request, from its first row to its end. The time in which heads work on rows is left out of
+it: on a GPU that work is the device's.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -24,7 +31,10 @@ import numpy as np
 from benchmarks.shapes import make_shape
 
 LAYERS = [4 * i + 2 for i in range(8)]
-NUM_PROMPT, NUM_GENERATED = 864, 128
+#: Prompt and generated tokens with a monitor, and with named probes.
+MONITORED, PROBED = (864, 128), (128, 256)
+#: The layer of named probes.
+MIDDLE = 16
 
 
 class Road:
@@ -32,9 +42,11 @@ class Road:
 
     Args:
         num_layers: of the monitor.
+        num_probes: named probes of each request, in place of the monitor; 0 for the monitor.
+        most_rows: of a step.
     """
 
-    def __init__(self, folder: Path, num_layers: int) -> None:
+    def __init__(self, folder: Path, num_layers: int, num_probes: int, most_rows: int) -> None:
         from vllm import EngineArgs
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -52,14 +64,21 @@ class Road:
         made = EngineArgs(str(make_shape("8b", folder)), max_model_len=2048, **options)
         self.config = made.create_engine_config()
         self.core = CoreScope(self.config)
-        self.sites = self.core.sites
+        self.sites, self.most_rows = self.core.sites, most_rows
+        self.num_prompt, self.num_generated = PROBED if num_probes else MONITORED
         self._open_worker()
-        self.processor, engine = _thing(), _thing(vllm_config=self.config)
+        self.processor = _thing()
+        engine = self.engine = _thing(vllm_config=self.config, output_processor=self.processor)
         self.connection = Connection(self.sites, None, 1, 60.0, self.worker.limits, {}, {})
         connections.put(self.processor, self.connection)
         self.encoder, self.decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)
         self.admission: Any = Admission(self.core.most, 0)
         self.told, self.index = Told(self.core.widths is not None), ScoreIndex(16, 256 << 20)
+        self.held: list[bytes] = []
+        self.asked: dict[str, Any] | None = None
+        if num_probes:
+            self._name_probes(num_probes)
+            return
         weight = np.random.default_rng(0).normal(size=(num_layers, self.sites.hidden_size))
         body = {
             "weight": (weight / 4096).tolist(), "layers": LAYERS[:num_layers],
@@ -69,8 +88,22 @@ class Road:
         _, arrays = pack(tuple(one.probe for one in monitors.monitors_of(self.config)))
         self.held = self.core.registry.hold("", encode_arrays(arrays.values()))
 
+    def _name_probes(self, num_probes: int) -> None:
+        """Register the probes' weights, and let each request ask for all of them."""
+        from vllm_scope import Probe, scope
+        from vllm_scope.vectors import SteeringModule
+
+        rng = np.random.default_rng(0)
+        for i in range(num_probes):
+            vector = rng.normal(size=self.sites.hidden_size).astype(np.float32) / 4096
+            module = SteeringModule({("resid_post", MIDDLE): vector})
+            self.core.registry.register_module(f"probe-{i}", module)
+        self.connection.learn_modules(self.core.registry.modules())
+        probes = [Probe(f"probe-{i}", layer=MIDDLE, name=f"p{i}") for i in range(num_probes)]
+        self.asked = scope(*probes)
+
     def _open_worker(self) -> None:
-        """A worker as `load` leaves it, with rooms for steps of 2048 rows."""
+        """A worker as `load` leaves it, with room for steps of `most_rows` rows."""
         import torch
 
         from vllm_scope.config import ScopeConfig
@@ -85,12 +118,12 @@ class Road:
 
         sites, cpu, config = self.sites, torch.device("cpu"), ScopeConfig()
         widths = Widths(tuple(2 * size for size in sites.row_sizes))
-        sizes = Sizes(widths, sites.boundaries, 2048, 0, False)
+        sizes = Sizes(widths, sites.boundaries, self.most_rows, 0, False)
         worker = ScopeWorker(_thing(vllm_config=self.config), config)
         worker.sites, worker.here, worker.drains = sites, sites.boundaries, True
         worker.stage, worker.num_stages = 0, 1
         worker._tables = Tables(
-            sites.boundaries, 2048, sites.hidden_size, widths, cpu, config.vectors_mib
+            sites.boundaries, self.most_rows, sites.hidden_size, widths, cpu, config.vectors_mib
         )
         num_slots = sizes.arena_slots(config)
         worker._arena = Arena(num_slots, torch.bfloat16, cpu)
@@ -109,18 +142,22 @@ class Road:
     def params(self) -> Any:
         from vllm import SamplingParams
 
-        return SamplingParams(temperature=0, max_tokens=NUM_GENERATED, ignore_eos=True)
+        return SamplingParams(
+            temperature=0, max_tokens=self.num_generated, ignore_eos=True, extra_args=self.asked
+        )
 
     def translate(self, params: Any) -> Any:
-        from vllm_scope.engine.frontend import translators
+        from vllm_scope.engine.frontend import requests, translators
 
-        assert translators.concerned(params, self.config)
+        if not translators.concerned(params, self.config):
+            assert not requests._unknown_modules(self.engine, params)
+            return params
         return translators.translated(params, self.config, self.sites, {})
 
     def request(self, i: int, params: Any) -> Any:
         from vllm.v1.engine import EngineCoreRequest
 
-        ids = np.random.default_rng(i).integers(5, 1000, NUM_PROMPT).tolist()
+        ids = np.random.default_rng(i).integers(5, 1000, self.num_prompt).tolist()
         return EngineCoreRequest(str(i), ids, None, params, None, 0.0, None, None, None)
 
     def prepare(self, request: Any) -> tuple[Any, Any]:
@@ -165,10 +202,10 @@ class Road:
     def look_up(self, given: tuple[Any, Any]) -> None:
         """The blocks of the prompt whose scores the workers hold, and those that it fills."""
         name, (_, found) = given[0].request_id, given
-        hashes = [bytes([i]) * 32 for i in range(NUM_PROMPT // 16)]
+        hashes = [bytes([i]) * 32 for i in range(self.num_prompt // 16)]
         probes, token_bytes = found.asked.scores_alone, found.asked.score_bytes
         self.index.begin(name, self.index.num_known(hashes, probes))
-        self.index.fill(name, hashes, NUM_PROMPT, probes, token_bytes)
+        self.index.fill(name, hashes, self.num_prompt, probes, token_bytes)
 
     def add(self, given: tuple[Any, Any]) -> None:
         request, news = given
@@ -194,6 +231,9 @@ class Road:
         started = time.thread_time()
         steps.begin(batch, positions)
         between = time.thread_time()
+        for tap in range(len(self.sites.boundaries)):  # as the taps of a graph do
+            if steps.begin_tap(tap) is not None:
+                steps.end_tap(tap)
         steps.end()
         return between - started, time.thread_time() - between
 
@@ -208,10 +248,15 @@ class Road:
         request, pending, decorators = given
         output = SimpleNamespace(request_id=request.request_id)
         completion: Any = SimpleNamespace(index=0, finish_reason="length")
-        completion.scope = pending.snapshot([7] * NUM_GENERATED, "length")
+        completion.scope = pending.snapshot([7] * self.num_generated, "length")
         for decorate in decorators:
             decorate(output, completion)
-        assert completion.scope.status == "complete", completion.scope
+
+
+def whole(given: tuple[Any, Any, Any]) -> None:
+    """Fails if something is missing. Callers ask this, or do not."""
+    result = given[1].snapshot([7] * given[0].sampling_params.max_tokens, "length")
+    assert result.status == "complete", result
 
 
 def _thing(**fields: Any) -> Any:
@@ -231,16 +276,45 @@ def timed(name: str, call: Callable[..., Any], given: Iterable[Any]) -> list[Any
     return found
 
 
+def cpu_of(name: str) -> float:
+    """Seconds of CPU of the thread with this name."""
+    (thread,) = (one for one in threading.enumerate() if one.name == name)
+    text = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text()
+    return int(text.split()[0]) / 1e9
+
+
+class HeadTimes:
+    """Seconds of CPU in which the worker's heads work on rows, on any thread."""
+
+    def __init__(self, worker: Any) -> None:
+        self.total = 0.0
+        packer = worker._delivery.drain._packer
+        original = packer._packed
+
+        def packed(*args: Any) -> Any:
+            started = time.thread_time()
+            found = original(*args)
+            self.total += time.thread_time() - started
+            return found
+
+        packer._packed = packed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--probes", type=int, default=0)
+    parser.add_argument("--rows", type=int, default=2048, help="of a step of prompts")
+    parser.add_argument("--step-ms", type=float, default=8.0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        road = Road(Path(folder), args.layers)
+        road = Road(Path(folder), args.layers, args.probes, args.rows)
+        heads = HeadTimes(road.worker)
         given = range(args.requests)
         print(f"{'microseconds of a request':44}")
-        params = timed("front-end: monitors added", road.translate, (road.params() for _ in given))
+        asking = (road.params() for _ in given)
+        params = timed("front-end: monitors added, modules known", road.translate, asking)
         requests = [road.request(i, one) for i, one in enumerate(params)]
         prepared = timed("front-end: checked", road.prepare, requests)
         opened = timed("front-end: buffer and ticket", road.open, prepared)
@@ -252,18 +326,38 @@ def main() -> None:
         admitted = timed("EngineCore: admitted, news", road.admit, entered)
         timed("worker: added", road.add, admitted)
         names = [str(i) for i in given]
+        begun = {name: cpu_of(name) for name in ("vllm-scope-drain", "vllm-scope-inbox")}
+
+        def step(names: list[str], first: int, count: int) -> tuple[float, float]:
+            found = road.step(names, first, count)
+            time.sleep(args.step_ms / 1e3)
+            return found
+
         print("microseconds of a step")
-        prompts = [road.step([name], 0, NUM_PROMPT) for name in names]
-        tokens = [road.step(names, NUM_PROMPT + i, 1) for i in range(NUM_GENERATED - 1)]
-        for called, times in (("a prompt", prompts), (f"{len(names)} tokens", tokens)):
+        at_once = max(1, args.rows // road.num_prompt)
+        some = [names[i : i + at_once] for i in range(0, len(names), at_once)]
+        prompts = [step(each, 0, road.num_prompt) for each in some]
+        tokens = [step(names, road.num_prompt + i, 1) for i in range(road.num_generated - 1)]
+        for called, times in ((f"{at_once} prompts", prompts), (f"{len(names)} tokens", tokens)):
             for part, each in zip(("before", "after"), zip(*times, strict=True), strict=True):
-                middle = 1e6 * statistics.median(each[2:])
+                middle = 1e6 * statistics.median(each[min(2, len(each) - 1) :])
                 print(f"{f'worker: {called}, {part} the forward':44} {middle:9.1f}")
         print("microseconds of a request")
+        started = time.perf_counter()
         timed("worker and EngineCore: ended", road.finish, names)
         for _, pending, _ in opened:
             pending.done.result(60)
+        waited = time.perf_counter() - started
         timed("front-end: result and verdict", road.settle, opened)
+        timed("the caller: asks whether it is complete", whole, opened)
+        in_heads = 1e6 * heads.total / len(names)
+        for called, name, less in (
+            ("drain thread, all of its rows", "vllm-scope-drain", in_heads),
+            ("receiver thread, all of its rows", "vllm-scope-inbox", 0.0),
+        ):
+            spent = 1e6 * (cpu_of(name) - begun[name]) / len(names)
+            print(f"{called:44} {spent - less:9.1f}")
+        print(f"{'milliseconds from the first end to the last':44} {1e3 * waited:9.1f}")
         road.worker.close()
 
 

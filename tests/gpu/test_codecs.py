@@ -75,6 +75,10 @@ class _Keeper:
     def write(self, batch) -> None:
         self.batches.append((batch.labels, batch.slots.clone(), batch.boundary))
 
+    def finish_all(self, ends) -> None:
+        for key, error in ends:
+            self.finish(key, error)
+
     def finish(self, key, error) -> None:
         self.finished = True
 

@@ -104,6 +104,10 @@ class Memory:
     def write(self, batch: RowBatch) -> None:
         self.num_batches += 1
 
+    def finish_all(self, ends: Any) -> None:
+        for key, error in ends:
+            self.finish(key, error)
+
     def finish(self, key: int, error: str | None, manifests: Any = None) -> None:
         assert key not in self.finished
         self.at[key] = time.monotonic()

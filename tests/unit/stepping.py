@@ -224,6 +224,10 @@ class RecordingSink:
     def _keep(self, label: Label, values: list[float]) -> None:
         self.found.setdefault(label, []).append(values)
 
+    def finish_all(self, ends) -> None:
+        for key, error in ends:
+            self.finish(key, error)
+
     def finish(self, key: int, error: str | None) -> None:
         self.finished.append((key, error))
 

@@ -51,6 +51,8 @@ class Registry:
         self.server: str | None = None
         self.server_text: str | None = None
         self._vectors: dict[str, Vectors] = {}
+        #: How often names got or lost a module.
+        self._num_changes = 0
         self._edits: tuple[ResolvedEdit, ...] = ()
         self.ahead = SentAhead()
 
@@ -94,16 +96,20 @@ class Registry:
             self._sites.find(place[0], (place[1],), f"the module {shown(name)}", embedding=None)
             vectors[place] = Array((len(values),), values.astype("<f4").tobytes())
         with self._lock:
-            self._meanings.forget()
+            self._change_names()
             self.names[name], self._vectors[name] = module.digest, vectors
         return module.digest
 
     def unregister(self, name: str) -> bool:
         """Forget a name; False if it was not known."""
         with self._lock:
-            self._meanings.forget()
+            self._change_names()
             self._vectors.pop(name, None)
             return self.names.pop(name, None) is not None
+
+    def _change_names(self) -> None:
+        self._num_changes += 1
+        self._meanings.forget()
 
     def modules(self) -> dict[str, dict[str, Any]]:
         """name -> `digest`, and `streams`: [site, layer] or [site, layer, tier] of each vector."""
@@ -201,10 +207,11 @@ class Registry:
         own = NOTHING
         with self._lock:
             if ticket is not None:
+                # Not the modules themselves: a spec may name a thousand.
+                version = (self._num_changes,) if ticket.modules else ()
                 own = self._meanings.of(
-                    ticket.spec.digest, lambda: self._unpacked(ticket),
-                    self._vectors, tuple(map(self.names.get, ticket.modules)),
-                )  # fmt: skip
+                    ticket.spec.digest, lambda: self._unpacked(ticket), self._vectors, version
+                )
             return own, own.joined(edits=self._edits)
 
     def _unpacked(self, ticket: Ticket) -> Spec:

@@ -19,8 +19,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from dataclasses import field as field_of
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -31,7 +33,12 @@ from vllm_scope.control.controller import Observation
 from vllm_scope.control.tally import Tally, joined
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.frontend import ahead, translators
-from vllm_scope.engine.frontend.connection import connect_sync, connections, needs_connection
+from vllm_scope.engine.frontend.connection import (
+    Connection,
+    connect_sync,
+    connections,
+    needs_connection,
+)
 from vllm_scope.engine.frontend.prepared import NO_TAPS
 from vllm_scope.engine.judge import Judge, tallied
 from vllm_scope.engine.seams import config_of
@@ -288,6 +295,21 @@ def set_on(engine: LLMEngine, bodies: object) -> None:
         raise SpecError(NO_TAPS)
     set_monitors(engine, bodies, connection.sites)
     ahead.send(engine, monitors_of(engine.vllm_config))
+    _make_ready(engine, connection)
+
+
+def _make_ready(engine: LLMEngine, connection: Connection) -> None:
+    """Make the spec of a request that asks for nothing else now: the first such request would wait
+    for it, and those that come with it."""
+    if connection.reason is not None or not monitors_of(engine.vllm_config):
+        return
+    plain: Any = SimpleNamespace(extra_args=None)
+    with suppress(SpecError):  # the requests will be told
+        params = translators.translated(
+            plain, engine.vllm_config, connection.sites, connection.saes
+        )
+        asked = connection.resolve(Spec.from_json(params.extra_args["scope"]))
+        connection.check(asked, [0], 1)
 
 
 # What they found

@@ -277,7 +277,7 @@ class Resolved:
 
     __getstate__ = _fields_alone
 
-    @property
+    @cached_property
     def banked(self) -> tuple[ResolvedProbe | ResolvedFeatures, ...]:
         """What banks make numbers for."""
         return (*self.probes, *self.features)
@@ -332,14 +332,14 @@ class Resolved:
         """Each token's actions depend on its phase (prompt or generated) alone."""
         return all(one.tokens.uniform for one in (*self.taking, *self.edits))
 
-    @property
+    @cached_property
     def taking(
         self,
     ) -> tuple[ResolvedRead | ResolvedProbe | ResolvedFeatures | ResolvedMoments, ...]:
         """What needs rows: what delivers, and what adds them to sums."""
         return (*self.delivering, *self.moments)
 
-    @property
+    @cached_property
     def delivering(self) -> tuple[ResolvedRead | ResolvedProbe | ResolvedFeatures, ...]:
         return (*self.reads, *self.banked)
 

@@ -129,6 +129,12 @@ class Spec:
         return tuple(action for name in ACTIONS for action in getattr(self, name))
 
     @cached_property
+    def _names_held(self) -> bool:
+        """True if it names SAEs or lenses that an engine holds."""
+        saes = (getattr(one, "sae", None) for one in self.actions)
+        return any(isinstance(sae, str) for sae in saes) or any(one.lens for one in self.lens)
+
+    @cached_property
     def modules(self) -> tuple[str, ...]:
         """Names of the steering modules that the spec refers to."""
         found = [getattr(edit, edit.fields[0]) for edit in self.edits]
@@ -195,9 +201,7 @@ class Spec:
         Raises:
             SpecError: as SetFeature, Features and LensTopK.
         """
-        if not any(isinstance(getattr(one, "sae", None), str) for one in self.actions) and not any(
-            one.lens for one in self.lens
-        ):
+        if not self._names_held:
             return self
         # Many requests have the same text.
         known = _expanded.get(self.packed.digest)

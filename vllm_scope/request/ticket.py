@@ -7,15 +7,22 @@ From:  packed, engine.frontend.requests.   To: engine.core.entry.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 
 import msgspec
 
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.packed import Packed
+from vllm_scope.request.remembered import Remembered
 
 #: An Array's digest, shape and data.
 _Travelling = tuple[bytes, tuple[int, ...], bytes]
+#: A spec without its vectors is compressed if it is longer: that of many named probes is text that
+#: repeats itself.
+_LONG = 1 << 10
+#: Bound on the specs of this process that are kept as they travel, and as they arrived.
+_KEPT_BYTES = 16 << 20
 
 
 class Recipient(msgspec.Struct, frozen=True, array_like=True):
@@ -58,18 +65,66 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def decode(data: bytes) -> Ticket:
-        return _decode(data)
+        came = _decode(data)
+        modules, spec = _content_of(came)
+        return Ticket(came.recipient, came.first_position, modules, spec, came.arrays)
 
     def encode(self) -> bytes:
-        return _encode(self)
+        key = self.spec.digest, len(self.modules)
+        content = _sent.get(key)
+        if content is None:
+            content = _encode((self.modules, self.spec))
+            if len(content) > _LONG:
+                content = zlib.compress(content, 1)
+            _sent.put(key, content, len(content))
+        return _encode(_Wire(self.recipient, self.first_position, *key, content, self.arrays))
 
     def own_arrays(self) -> dict[bytes, Array]:
         """The Arrays that travelled with it, by digest."""
         return _arrived(self.arrays)
 
 
+class _Wire(msgspec.Struct, frozen=True, array_like=True):
+    """A ticket as it travels. Many requests have the same content.
+
+    Attributes:
+        digest: of the spec.
+        num_modules: of those that it names.
+        content: `modules` and `spec` of the ticket, in msgpack, maybe compressed.
+    """
+
+    recipient: Recipient
+    first_position: int | None
+    digest: bytes
+    num_modules: int
+    content: bytes
+    arrays: list[_Travelling]
+
+
+_Content = tuple[tuple[str, ...], Packed]
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Ticket).decode
+_decode = msgspec.msgpack.Decoder(_Wire).decode
+_decode_content = msgspec.msgpack.Decoder(_Content).decode
+#: Digest of a spec, and number of modules -> its content as it travels; what arrived. The digest
+#: covers the names of modules, which are in the spec's body.
+_sent: Remembered[tuple[bytes, int], bytes] = Remembered(_KEPT_BYTES)
+_came: Remembered[tuple[bytes, int], _Content] = Remembered(_KEPT_BYTES)
+#: First byte of a compressed content, in zlib's format. Msgpack begins an array otherwise.
+_ZLIB = 0x78
+
+
+def _content_of(came: _Wire) -> _Content:
+    key = came.digest, came.num_modules
+    found = _came.get(key)
+    if found is None:
+        content = came.content
+        if content[0] == _ZLIB:
+            content = zlib.decompress(content)
+        found = _decode_content(content)
+        _came.put(key, found, len(content))
+    return found
+
+
 _decode_arrays = msgspec.msgpack.Decoder(list[_Travelling]).decode
 
 

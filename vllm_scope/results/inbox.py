@@ -16,6 +16,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,6 +38,14 @@ from vllm_scope.transport.messages import (
 from vllm_scope.transport.receiver import Receiver
 
 logger = logging.getLogger("vllm.vllm_scope")
+
+
+class _Tap(NamedTuple):
+    """What is remembered of the last message, if it was of one tap; as in RowsMessage."""
+
+    boundary: int
+    keys: np.ndarray
+    positions: np.ndarray
 
 
 class Inbox:
@@ -63,6 +72,7 @@ class Inbox:
         self._keys = itertools.count(secrets.randbits(30) << 32)
         #: Tokens that arrived so far, in all messages: their order decides which row is the last.
         self._num_arrived = 0
+        self._last_tap: _Tap | None = None
         self._copiers, self.allocator = Copiers(num_copiers), allocator
         self.budget: Budget | None = None
         self.on_counters: Callable[[CountersHeader], None] = lambda _: None
@@ -137,17 +147,17 @@ class Inbox:
 
     def _on_rows(self, message: RowsMessage) -> None:
         arrived: dict[int, Pending] = {}
+        first = self._first_number(message)
         for layout, tokens, data in by_layout(
             message.layouts, message.layout_of, message.boundary, message.widths, message.slots
         ):
             local = layout if message.boundary is None else layout.at(message.boundary)
             pieces = pieces_of(layout, local, data, message.widths)
-            labels = np.stack([message.positions[tokens], self._num_arrived + tokens])
+            labels = np.stack([message.positions[tokens], first + tokens])
             for key, some in by_key(message.keys[tokens]):
                 pending = self._pending.get(key)
                 if pending is not None and _added(pending, pieces, labels, some):
                     arrived[key] = pending
-        self._num_arrived += len(message.keys)
         whole = False
         try:
             # The worker may reuse the memory once this has returned.
@@ -156,6 +166,30 @@ class Inbox:
         finally:
             for pending in arrived.values():
                 pending.commit() if whole else pending.revert()
+
+    def _first_number(self, message: RowsMessage) -> int:
+        """The arrival number of a message's first token.
+
+        The taps of a step that is drained tap by tap come in ascending order. They have the same
+        numbers, so that a request's columns may share them. Of one tap, a later message has larger
+        numbers: it does not follow a message of this tap or of a later one.
+        """
+        last = self._last_tap
+        if (
+            last is not None
+            and message.boundary is not None
+            and message.boundary > last.boundary
+            and np.array_equal(message.keys, last.keys)
+            and np.array_equal(message.positions, last.positions)
+        ):
+            first = self._num_arrived - len(message.keys)
+        else:
+            first = self._num_arrived
+            self._num_arrived += len(message.keys)
+        self._last_tap = None
+        if message.boundary is not None:
+            self._last_tap = _Tap(message.boundary, message.keys, message.positions)
+        return first
 
     def _on_lost(self, keys: np.ndarray) -> None:
         for key in keys.tolist():

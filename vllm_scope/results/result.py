@@ -32,6 +32,7 @@ from vllm_scope.results.lens import Lenses
 from vllm_scope.results.scores import Scores, ScoreTable, cells_of
 from vllm_scope.results.snapshot import Parts, Source, StreamKey, What
 from vllm_scope.results.streams import Rows, StreamTable
+from vllm_scope.results.table import ArrivedParts, FrozenTable
 from vllm_scope.sinks import Manifest
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class ScopeResult:
         self._status, self.error = status, error
         self._wanted_by: dict[tuple[Selector, ...], np.ndarray] = {}
         self._stream_table = StreamTable.of(asked, sites)
-        self._score_table = ScoreTable(asked.probes, asked.features)
+        self._score_table = ScoreTable.of(asked)
 
     @property
     def num_processed(self) -> int:
@@ -305,6 +306,9 @@ class ScopeResult:
 
     def arrived(self, what: What, place: int) -> list[Part]:
         return self.arrived_of(what).get(place, [])
+
+    def only_table(self, what: What) -> FrozenTable | None:
+        return self._parts.only_table(what) if isinstance(self._parts, ArrivedParts) else None
 
     def arrived_of(self, what: What) -> Mapping[int, list[Part]]:
         return self._parts.get(what, {})

@@ -1,15 +1,15 @@
 """The scores and features of a result.
 
-Owns:  Scored (one probe's values), ScoreTable (those of all probes, and all features), Named (how
-       callers see values), Scores (those of probes).
+Owns:  Scored (one probe's values), Asked (what a spec has of them), ScoreTable (the values of all
+       probes, and all features), Named (how callers see values), Scores (those of probes).
 Runs:  in the front-end.
 From:  table (the numbers of each bank), batch.readout.   To: result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property, reduce
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -20,13 +20,15 @@ from vllm_scope.batch.by_position import Chosen, Ints, Part, choose
 from vllm_scope.batch.readout import Readout, Verdict
 from vllm_scope.batch.sparse import SparseRows, sparse_rows
 from vllm_scope.request.heads import Bank
-from vllm_scope.request.resolved import ResolvedFeatures, ResolvedProbe
+from vllm_scope.request.resolved import Resolved, ResolvedFeatures, ResolvedProbe
 from vllm_scope.request.selectors import Selector
 from vllm_scope.results.snapshot import Snapshot
 
 T = TypeVar("T")
 #: A bank at a point, and the tokens whose numbers are wanted.
 CellKey = tuple[Bank, int, Selector]
+#: Point -> its column; positions and arrivals; float32 [n, num_columns, numbers of the bank].
+_Table = tuple[dict[int, int], Part, np.ndarray]
 
 
 class Scored(NamedTuple):
@@ -75,23 +77,70 @@ def summed(one: ResolvedProbe | ResolvedFeatures, numbers: Sequence[Tensor]) -> 
     return reduce(torch.add, parts)
 
 
+class Asked:
+    """The probes and features of a spec, as its requests' results look for them.
+
+    Attributes:
+        probes, features: by name.
+        aggregated: the probes with an aggregate.
+        judging: the names of probes that have verdicts.
+        later: the probes with a first stage.
+    """
+
+    def __init__(
+        self, probes: Sequence[ResolvedProbe], features: Sequence[ResolvedFeatures]
+    ) -> None:
+        self.probes = {probe.name: probe for probe in probes}
+        self.features = {one.name: one for one in features}
+        self.aggregated = {probe.name: probe for probe in probes if probe.aggregate}
+        self.judging = [probe.name for probe in probes if probe.judges]
+        self.later = [probe for probe in probes if probe.after is not None]
+
+    @cached_property
+    def alike(self) -> list[tuple[tuple[CellKey, ...], ResolvedProbe | ResolvedFeatures, int]]:
+        """Of those that are made of the same cells: the cells, the first, and how many they are."""
+        found: dict[tuple[CellKey, ...], list[ResolvedProbe | ResolvedFeatures]] = {}
+        for one in (*self.probes.values(), *self.features.values()):
+            found.setdefault(tuple(cells_of(one)), []).append(one)
+        return [(keys, some[0], len(some)) for keys, some in found.items()]
+
+
 class ScoreTable:
     """All probes' scores and all features in one snapshot, computed when they are asked for.
 
     It does not hold the snapshot, which holds it: memory is freed without the garbage collector.
     """
 
-    def __init__(
-        self, probes: Sequence[ResolvedProbe], features: Sequence[ResolvedFeatures] = ()
-    ) -> None:
-        self.probes = {probe.name: probe for probe in probes}
-        self.features = {one.name: one for one in features}
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
         self._found: dict[str, Scored] = {}
         self._sparse: dict[str, tuple[SparseRows, Ints]] = {}
         self._numbers: dict[CellKey, tuple[Tensor, Ints]] = {}
+        self._tables: dict[Bank, _Table | None] = {}
         #: (the parts' positions, by id; the tokens; the first stage) -> what is chosen of the
         #: parts, which the key's ids belong to as long as the snapshot lives.
         self._chosen: dict[tuple[tuple[int, ...], Selector, str | None], Chosen] = {}
+
+    @staticmethod
+    def of(asked: Resolved) -> ScoreTable:
+        """Requests with the same spec share `asked`, which may have a thousand probes."""
+        known = asked.__dict__.get("_scored")
+        if known is None:
+            known = asked.__dict__["_scored"] = Asked(asked.probes, asked.features)
+        return ScoreTable(known)
+
+    @property
+    def probes(self) -> Mapping[str, ResolvedProbe]:
+        return self._asked.probes
+
+    @property
+    def features(self) -> Mapping[str, ResolvedFeatures]:
+        return self._asked.features
+
+    @property
+    def aggregated(self) -> Mapping[str, ResolvedProbe]:
+        """The probes with an aggregate."""
+        return self._asked.aggregated
 
     def score(self, name: str, of: Snapshot) -> Scored:
         if name not in self._found:
@@ -129,18 +178,43 @@ class ScoreTable:
         """The same if the cells' numbers came together and in order, each once: without a copy, and
         in little time, as every request of a monitor asks for it. None if not."""
         keys = cells_of(one)
-        bank, point, _ = keys[0]
+        bank = keys[0][0]
         if any(key[0] is not bank for key in keys):
             return None
-        here = of.arrived_of(bank)
-        first = here.get(point, [])
-        found = [here.get(point, []) for _, point, _ in keys]
-        if any(len(parts) != 1 or parts[0].positions is not first[0].positions for parts in found):
+        found = self._table_of(bank, of)
+        if found is None:
             return None
-        chosen = self._choose(first, one, of)
+        columns, part, numbers = found
+        at = [columns.get(point) for _, point, _ in keys]
+        if None in at:
+            return None
+        chosen = self._choose((part,), one, of)
         if not isinstance(chosen.index, slice):
             return None
-        return summed(one, [chosen.of(parts) for parts in found]), chosen.positions
+        numbers, count = numbers[chosen.index], one.num_values
+        if len(keys) == 1 and bank.row_bytes == 4 * count:
+            return torch.from_numpy(numbers[:, at[0]]), chosen.positions
+        parts = [
+            numbers[:, i, cell.first : cell.first + count]
+            for i, cell in zip(at, one.cells, strict=True)
+        ]
+        # As `summed` adds. numpy takes a third of torch's time for so few numbers.
+        total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+        for more in parts[2:]:
+            total += more
+        return torch.from_numpy(total), chosen.positions
+
+    def _table_of(self, bank: Bank, of: Snapshot) -> _Table | None:
+        """A bank's numbers, if all are in one table whose columns have the same positions."""
+        if bank not in self._tables:
+            table = of.only_table(bank)
+            found = None if table is None else table.together()
+            if table is None or found is None:
+                self._tables[bank] = None
+            else:
+                columns = {name: i for i, names in enumerate(table.names) for name in names}
+                self._tables[bank] = columns, found[0], found[1].view(np.float32)
+        return self._tables[bank]
 
     def begins(self, one: ResolvedProbe | ResolvedFeatures, of: Snapshot) -> int | None:
         """The first position that a probe may score; None if it waits for a verdict."""
@@ -151,15 +225,13 @@ class ScoreTable:
 
     def verdicts(self, of: Snapshot) -> dict[str, Verdict]:
         """Name of a probe -> its verdict, of the probes that have one."""
-        judging = (name for name, probe in self.probes.items() if probe.judges)
-        found = {name: self.score(name, of).verdict for name in judging}
+        found = {name: self.score(name, of).verdict for name in self._asked.judging}
         return {name: verdict for name, verdict in found.items() if verdict is not None}
 
     def begun(self, of: Snapshot) -> dict[str, int]:
         """Name of a probe with `after` -> where it begins, of those whose first stage has a
         verdict."""
-        later = (probe for probe in self.probes.values() if probe.after is not None)
-        found = {probe.name: self.begins(probe, of) for probe in later}
+        found = {probe.name: self.begins(probe, of) for probe in self._asked.later}
         return {name: first for name, first in found.items() if first is not None}
 
     def _wanted(self, one: ResolvedProbe | ResolvedFeatures, of: Snapshot) -> Ints:
@@ -194,25 +266,24 @@ class ScoreTable:
 
     def accounts(self, of: Snapshot) -> Iterator[tuple[Ints, Ints, int]]:
         """(positions that are wanted, those that arrived, number of probes or features)"""
-        alike: dict[tuple[CellKey, ...], list[str]] = {}
-        every: Mapping[str, ResolvedProbe | ResolvedFeatures] = {**self.probes, **self.features}
-        for name, one in every.items():
-            alike.setdefault(tuple(cells_of(one)), []).append(name)
-        for keys, names in alike.items():
-            known = self._found.get(names[0])
-            sparse = self._sparse.get(names[0])
+        for keys, first, count in self._asked.alike:
+            known = self._found.get(first.name)
+            sparse = self._sparse.get(first.name)
             arrived = known.positions if known else sparse[1] if sparse else self._came(keys, of)
-            yield self._wanted(every[names[0]], of), arrived, len(names)
+            yield self._wanted(first, of), arrived, count
 
-    @staticmethod
-    def _came(keys: Sequence[CellKey], of: Snapshot) -> Ints:
+    def _came(self, keys: Sequence[CellKey], of: Snapshot) -> Ints:
+        if len({bank for bank, _, _ in keys}) == 1:
+            together = self._table_of(keys[0][0], of)
+            if together is not None and all(point in together[0] for _, point, _ in keys):
+                return together[1].positions
         if len(keys) == 1:
             return positions_of(of.arrived(*keys[0][:2]))
         return reduce(np.intersect1d, (positions_of(of.arrived(*key[:2])) for key in keys))
 
     def own(self, of: Snapshot) -> ScoreTable:
         """A copy with every score and feature, in memory of its own."""
-        found = ScoreTable(tuple(self.probes.values()), tuple(self.features.values()))
+        found = ScoreTable(self._asked)
         found._found = {name: self.score(name, of).copied() for name in self.probes}
         found._sparse = {name: self.sparse(name, of) for name in self.features}
         return found
@@ -228,7 +299,7 @@ def positions_of(parts: Sequence[Part]) -> Ints:
 class Named(Mapping[str, T]):
     """Values of a result by the names that the request gave, made when they are asked for."""
 
-    def __init__(self, names: Sequence[str], table: ScoreTable, of: Snapshot) -> None:
+    def __init__(self, names: Collection[str], table: ScoreTable, of: Snapshot) -> None:
         self._names, self._table, self._of = names, table, of
 
     def _check(self, name: str, whose: str, there: str) -> None:
@@ -256,9 +327,7 @@ class Scores(Named[Tensor]):
     """
 
     def __init__(self, table: ScoreTable, of: Snapshot, aggregates: bool = False) -> None:
-        probes = table.probes.items()
-        names = [name for name, probe in probes if probe.aggregate or not aggregates]
-        super().__init__(names, table, of)
+        super().__init__(table.aggregated if aggregates else table.probes, table, of)
         self._aggregates = aggregates
 
     def __getitem__(self, name: str) -> Tensor:

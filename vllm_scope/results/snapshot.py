@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from vllm_scope.batch.by_position import Ints, Part
 from vllm_scope.request.heads import Head
 from vllm_scope.request.selectors import Selector
 from vllm_scope.request.sites import Phase
+
+if TYPE_CHECKING:
+    from vllm_scope.results.table import FrozenTable
 
 #: A stream on one side of the edits of its site: site, layer, phase.
 StreamKey = tuple[str, int, Phase]
@@ -50,6 +53,9 @@ class Snapshot(Protocol):
 
     def arrived_of(self, what: What) -> Mapping[int, list[Part]]:
         """The same at each point."""
+
+    def only_table(self, what: What) -> FrozenTable | None:
+        """The table that has all values of a kind; None if there is no such table."""
 
     def wanted_by(self, selectors: Sequence[Selector]) -> Ints:
         """The processed positions that some selectors select."""

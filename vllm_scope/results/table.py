@@ -1,6 +1,6 @@
 """Values of one request by column, in the order of their arrival.
 
-Owns:  Table, and ArrivedParts (what a snapshot sees of the tables).
+Owns:  Table, FrozenTable (what a snapshot sees of it), and ArrivedParts (of all tables).
 Runs:  in the front-end; the receiver's thread makes place, copiers fill it, any thread reads.
 From:  buffer.   To: copiers (what they copy), result.
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -72,9 +73,11 @@ class Table:
         #: int64 [2, num_sets, room]: positions, and arrival numbers among all of the request's
         #: values. Columns share one set until one of them gets values alone.
         self._labels = np.empty((2, 1, 0), np.int64)
-        #: [num_sets], the number of values in each column: those that snapshots see, and with
-        #: those that are added.
+        #: The number of values in each column, or one number if all have the same labels: those
+        #: that snapshots see, and with those that are added.
         self._counts, self._placed = [0], [0]
+        #: So many first values have the same labels in all columns; None if others differ.
+        self._num_alike: int | None = 0
         #: What is added: where in `_values` it belongs, and where it is.
         self._coming: list[tuple[slice | tuple[slice, int], np.ndarray]] = []
 
@@ -102,7 +105,10 @@ class Table:
         """The same for tokens with a value of one column, uint8 [num_tokens, bytes]."""
         if len(self._counts) < len(self.columns):
             # Set the counts last: a snapshot on another thread then finds a set for each count.
-            self._labels = self._labels.repeat(len(self.columns), axis=1)
+            if self._labels.shape[1] == 1:
+                self._labels = self._labels.repeat(len(self.columns), axis=1)
+            if self._num_alike is not None:
+                self._num_alike = self._counts[0]
             self._counts = self._counts * len(self.columns)
             self._placed = self._placed * len(self.columns)
         at = self.columns.index(column)
@@ -121,6 +127,19 @@ class Table:
         """Let snapshots see what was added and copied."""
         self._coming.clear()
         self._counts = self._placed
+        if len(self._counts) > 1 and self._num_alike is not None:
+            self._rejoin(self._num_alike)
+
+    def _rejoin(self, num_alike: int) -> None:
+        """Let columns share their labels again, if a step that came tap by tap is whole."""
+        count = self._counts[0]
+        if self._counts.count(count) < len(self._counts):
+            return
+        new = self._labels[:, :, num_alike:count]
+        if (new == new[:, :1]).all():
+            self._counts = self._placed = [count]
+        else:
+            self._num_alike = None
 
     def revert(self) -> None:
         """Forget what was added."""
@@ -137,22 +156,41 @@ class Table:
         values[:used] = self._values[:used]
         self._values, self._labels = values, labels
 
-    def freeze(self) -> _Frozen:
+    def freeze(self) -> FrozenTable:
         """The values so far."""
         # Read the counts first: another thread may replace the arrays by larger ones meanwhile.
         counts = tuple(self._counts)
-        return _Frozen(self._names, counts, self._labels, self._values, self._dtype)
+        return FrozenTable(self._names, counts, self._labels, self._values, self._dtype)
 
 
 @dataclass(frozen=True)
-class _Frozen:
-    """The contents of a table at one time."""
+class FrozenTable:
+    """The contents of a table at one time.
+
+    Attributes:
+        names: of each column.
+        counts: of the values of each column; one if all have the same positions.
+    """
 
     names: tuple[tuple[int, ...], ...]
     counts: tuple[int, ...]
     labels: np.ndarray
     values: np.ndarray
     dtype: torch.dtype
+
+    def together(self) -> tuple[Part, np.ndarray] | None:
+        """All columns as one Part, whose rows are uint8, and the bytes: [n, num_columns, bytes].
+        None if there is nothing, or if columns differ in their positions."""
+        if not self.values.size or len(self.counts) != 1:
+            return None
+        values = self.values[: self.counts[0]]
+        return Part(*self._shared, torch.from_numpy(values)), values
+
+    @cached_property
+    def _shared(self) -> tuple[np.ndarray, np.ndarray]:
+        """Positions and arrivals of all columns, if they are the same; always the same objects."""
+        positions, arrivals = self.labels[:, 0, : self.counts[0]]
+        return positions, arrivals
 
     def parts(self) -> dict[int, Part]:
         """Name of a column -> its values, as views."""
@@ -162,7 +200,7 @@ class _Frozen:
         values = torch.from_numpy(self.values).view(self.dtype)
         if len(counts) == 1:
             # A shared view, so that ScopeResult counts each table once.
-            positions, arrivals = labels[:, 0, : counts[0]]
+            positions, arrivals = self._shared
             return {
                 name: Part(positions, arrivals, rows)
                 for names, rows in zip(self.names, values[: counts[0]].unbind(1), strict=True)
@@ -193,6 +231,11 @@ class ArrivedParts(Mapping[What, Mapping[int, list[Part]]]):
                         found.setdefault(column, []).append(part)
             self._made[what] = found
         return found
+
+    def only_table(self, what: What) -> FrozenTable | None:
+        """The table of a kind of values; None if there are several, or none."""
+        found = [table for kind, table in self._tables if kind == what]
+        return found[0] if len(found) == 1 else None
 
     def __iter__(self) -> Iterator[What]:
         return iter(dict.fromkeys(what for what, _ in self._tables))

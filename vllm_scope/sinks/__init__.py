@@ -31,7 +31,7 @@ A plugin is a class, or a function that makes a sink, under the entry-point grou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -251,5 +251,8 @@ class BatchSink(Protocol):
     def write(self, batch: RowBatch) -> None: ...
 
     def finish(self, key: int, error: str | None) -> None: ...
+
+    def finish_all(self, ends: Sequence[tuple[int, str | None]]) -> None:
+        """`finish` of several requests, (key, error) each."""
 
     def close(self) -> None: ...

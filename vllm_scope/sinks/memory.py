@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -129,6 +130,19 @@ class MemorySink:
             self._reads.pop(key, None)
             if frontend is not None:
                 self._senders[frontend].send_finish(key, self._stage, error, manifests or {})
+
+    def finish_all(self, ends: Sequence[tuple[int, str | None]]) -> None:
+        """`finish` of several requests, (key, error) each; one message for each front-end."""
+        found: dict[str, list[tuple[int, str | None]]] = {}
+        with self._lock:
+            for key, error in ends:
+                frontend = self._frontend_of.pop(key, None)
+                self._reads.pop(key, None)
+                if frontend is not None:
+                    end = key, None if error is None else plain(error)
+                    found.setdefault(frontend, []).append(end)
+            for frontend, some in found.items():
+                self._senders[frontend].send_ends(some, self._stage)
 
     def tell(self, key: int, decided: Decided) -> None:
         """Send what a request's policy decided. On the thread that makes a step's output."""

@@ -188,6 +188,21 @@ class Router:
                 delivery.error = delivery.error or error
                 thread.end(delivery, ended)
 
+    def finish_all(self, ends: Sequence[tuple[int, str | None]]) -> None:
+        with self._lock:
+            alone = [key not in self._routed for key, _ in ends]
+            for (key, _), is_alone in zip(ends, alone, strict=True):
+                if is_alone:
+                    self._expected.pop(key, None)
+        self._memory.finish_all([end for end, one in zip(ends, alone, strict=True) if one])
+        for (key, error), is_alone in zip(ends, alone, strict=True):
+            if is_alone:
+                continue
+            try:
+                self.finish(key, error)
+            except Exception:  # the others end
+                logger.exception("vllm-scope: the end of a request could not be told")
+
     def close(self) -> None:
         """Deliver what waits."""
         self._stop.set()

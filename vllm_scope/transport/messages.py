@@ -248,6 +248,12 @@ class FinishHeader(msgspec.Struct, array_like=True, tag="finish"):
     manifests: dict[str, Manifest] = {}
 
 
+class EndsHeader(msgspec.Struct, array_like=True, tag="ends"):
+    """Several ends at once. Requests of a batch often end in one step."""
+
+    ends: list[FinishHeader]
+
+
 class DecidedHeader(msgspec.Struct, array_like=True, tag="decided"):
     """What a request's policy decided. Sent before the request's FinishHeader."""
 
@@ -291,5 +297,5 @@ class RowsMessage(msgspec.Struct):
 encode = msgspec.msgpack.Encoder().encode
 decode_answer = msgspec.msgpack.Decoder(Ack).decode
 decode = msgspec.msgpack.Decoder(
-    SharedHello | TcpHello | RowsHeader | FinishHeader | DecidedHeader | CountersHeader
+    SharedHello | TcpHello | RowsHeader | FinishHeader | EndsHeader | DecidedHeader | CountersHeader
 ).decode

@@ -35,6 +35,7 @@ from vllm_scope.transport.messages import (
     Address,
     CountersHeader,
     DecidedHeader,
+    EndsHeader,
     FinishHeader,
     RowsHeader,
     RowsMessage,
@@ -192,6 +193,9 @@ class Receiver:
     def _take_news(self, header: object) -> None:
         if isinstance(header, FinishHeader):
             self._on_finish(header)
+        elif isinstance(header, EndsHeader):
+            for end in header.ends:
+                self._on_finish(end)
         elif isinstance(header, DecidedHeader):
             self._on_decided(header)
         elif isinstance(header, CountersHeader):

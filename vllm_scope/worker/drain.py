@@ -29,6 +29,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import TypeVar
 
 import msgspec
@@ -325,6 +326,10 @@ class Drain:
         except IndexError:
             return torch.cuda.Event(blocking=True)
 
+    def hurry(self) -> None:
+        """Let the thread look now, without rest: nothing else runs that its work would delay."""
+        self._hurry()
+
     def _hurry(self) -> None:
         """Let the thread look now."""
         for news in (self._now, self._ended, self._soon, self._wake):
@@ -362,6 +367,8 @@ class Drain:
             found = partial(_labels_of, item)
             self._watch.add(found, partial(_wait_for, item.written), item.lease, None)
         self._put(item)
+        # While the prompt's other tokens are computed: at its end the caller would wait for them.
+        self._soon.set()
         if self._watch:  # it waits for them
             self._hurry()
 
@@ -441,7 +448,8 @@ class Drain:
                 self._unfilled = not self._cuda
         self._items.append(item)
         if isinstance(item, _Rows):
-            held = 0 if item.region is None or item.tapped else item.region.num_slots
+            # On a GPU the region is free once its copy, which is enqueued, is done.
+            held = item.region.num_slots if item.waits is not None and not item.tapped else 0
             self._num_unseen += max(held, item.lease.stop - item.lease.start)
             if self._num_unseen > self._most_unseen or 2 * self._num_waiting > self._most_put_off:
                 self._soon.set()
@@ -551,22 +559,48 @@ class Drain:
 
     def _deliver(self, items: list[_Item]) -> None:
         steps: list[_Rows] = []
-        for item in items:
-            if steps and not (isinstance(item, _Rows) and _may_join(steps, item)):
-                self._guard(lambda: self._write(steps))  # noqa: B023
+        stored: list[_Stored] = []
+        for kind, same in groupby(items, type):
+            some = list(same)
+            # Rows are collected before a call that keeps their scores, and sent before an end.
+            if steps and kind is not _Rows:
+                self._guard(partial(self._write, steps))
                 steps = []
-            if isinstance(item, _Finish):
-                self._packer.release(item.key)
-                error = self._failed.pop(item.key, None) or item.error
-                self._guard(lambda: self._sink.finish(item.key, error))  # noqa: B023
-            elif isinstance(item, _Stored):
-                self._guard(lambda: self._write_stored(item))  # noqa: B023
-            elif isinstance(item, _Rows):
-                steps.append(item)
-            else:
-                self._guard(item)
+            # Calls that come between stored scores do not concern those that are in the ring.
+            if stored and kind in (_Rows, _Finish):
+                self._write_all_stored(stored)
+                stored = []
+            if kind is _Finish:
+                self._end([item for item in some if isinstance(item, _Finish)])
+                continue
+            for item in some:
+                if isinstance(item, _Stored):
+                    # Now: a later call may forget what it takes.
+                    self._guard(partial(self._fill_stored, item))
+                    stored.append(item)
+                elif isinstance(item, _Rows):
+                    if steps and not _may_join(steps, item):
+                        self._guard(partial(self._write, steps))
+                        steps = []
+                    steps.append(item)
+                elif not isinstance(item, _Finish):
+                    self._guard(item)
         if steps:
-            self._guard(lambda: self._write(steps))
+            self._guard(partial(self._write, steps))
+        if stored:
+            self._write_all_stored(stored)
+
+    def _end(self, items: Sequence[_Finish]) -> None:
+        """End requests whose rows were written."""
+        ends = [(item.key, self._failed.pop(item.key, None) or item.error) for item in items]
+        self._packer.release_all([key for key, _ in ends])
+        if self._store is not None:
+            for key, _ in ends:
+                self._guard(partial(self._store.end, key))
+        if len(ends) == 1:
+            self._guard(partial(self._sink.finish, *ends[0]))
+        else:
+            self._guard(partial(self._sink.finish_all, ends))
 
     def _guard(self, call: Callable[[], None]) -> None:
         try:
@@ -617,14 +651,35 @@ class Drain:
             whole = labels[0] if len(steps) == 1 else _joined(labels)
             self._sink.write(RowBatch(whole, lease, self._widths, first.boundary))
 
-    def _write_stored(self, item: _Stored) -> None:
+    def _write_all_stored(self, items: Sequence[_Stored]) -> None:
+        """Give scores that were kept to the sink: those that lie side by side in the ring as one
+        batch, as when several requests come at once."""
+        run: list[_Stored] = []
         try:
-            if item.write(item.lease):
-                item.whole = True
-                self._sink.write(RowBatch(item.labels, item.lease, self._widths))
+            for item in items:
+                if not item.whole:
+                    continue
+                if run and not _stored_may_join(run, item):
+                    self._guard(partial(self._write_stored, run))
+                    run = []
+                run.append(item)
+            if run:
+                self._guard(partial(self._write_stored, run))
         finally:
-            item.written.set()
-            item.lease.release()
+            for item in items:
+                item.written.set()
+                item.lease.release()
+
+    @staticmethod
+    def _fill_stored(item: _Stored) -> None:
+        item.whole = item.write(item.lease)
+
+    def _write_stored(self, run: Sequence[_Stored]) -> None:
+        labels, lease = run[0].labels, run[0].lease
+        if len(run) > 1:
+            labels = _joined([item.labels for item in run])
+            lease = JoinedLease([item.lease for item in run], self._ring)
+        self._sink.write(RowBatch(labels, lease, self._widths))
 
     def _fill_waiting(self, steps: Sequence[_Rows]) -> list[_Rows]:
         """Copy the regions of steps to their leases, and wait until they are there. Returns the
@@ -698,6 +753,15 @@ def _may_join(steps: list[_Rows], item: _Rows) -> bool:
         and item.lease.start == last.lease.stop
         and item.labels.layouts == last.labels.layouts
         and size <= MOST_BYTES
+    )
+
+
+def _stored_may_join(run: Sequence[_Stored], item: _Stored) -> bool:
+    first, last = run[0], run[-1]
+    return (
+        item.lease.start == last.lease.stop
+        and item.labels.layouts == first.labels.layouts
+        and (item.lease.stop - first.lease.start) * SLOT_BYTES <= MOST_BYTES
     )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -186,10 +186,16 @@ class Packer:
 
     def release(self, key: int) -> None:
         """Forget a request, after its last rows."""
-        self._held.pop(key, None)
-        banks = self._probing.pop(key, None)
-        if banks is not None:
-            self._banks.release(banks)
+        self.release_all((key,))
+
+    def release_all(self, keys: Iterable[int]) -> None:
+        """`release` of several requests."""
+        every: list[Bank] = []
+        for key in keys:
+            self._held.pop(key, None)
+            every += self._probing.pop(key, ())
+        if every:
+            self._banks.release(every)
 
     def num_slots(self, labels: Labels, boundary: int | None) -> int:
         """Slots of the batch that `pack` makes. On any thread."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -168,13 +168,18 @@ class Banks:
                 raise
             self._holders.update(banks.keys())
 
-    def release(self, banks: Mapping[Bank, Sequence[Net]]) -> None:
+    def release(self, banks: Iterable[Bank]) -> None:
+        """Args: the banks of some requests; one of several requests as often."""
         with self._lock:
-            for bank in banks:
-                self._holders[bank] -= 1
+            over = False
+            for bank, count in Counter(iter(banks)).items():
+                self._holders[bank] -= count
                 if not self._holders[bank]:
+                    over = True
                     del self._holders[bank]
                     self._loaded[bank] = self._loaded.pop(bank)
+            if not over:
+                return
             self._stacks = {
                 banks: stack for banks, stack in self._stacks.items()
                 if self._holders.keys() >= set(banks)

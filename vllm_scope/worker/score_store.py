@@ -230,8 +230,9 @@ class ScoreStore:
         if missing:
             self._missing += missing
             return False
-        data = np.concatenate([block for block in found if block is not None])
-        lease.slots.numpy()[:] = data.reshape(-1, SLOT_BYTES)
+        blocks = [block for block in found if block is not None]
+        into = lease.slots.numpy().reshape(-1, blocks[0].shape[1])
+        np.concatenate(blocks, out=into)
         return True
 
     def take_missing(self) -> list[ScoreKey]:

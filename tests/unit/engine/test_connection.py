@@ -26,6 +26,7 @@ from vllm_scope import (
     scope,
 )
 from vllm_scope.config import ScopeConfig
+from vllm_scope.engine.frontend import connection as connection_of_engine
 from vllm_scope.engine.frontend.connection import (
     RETRY_S,
     Connection,
@@ -39,6 +40,7 @@ from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.errors import ConfigError
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.request.actions.base import Module
+from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Place, Sites
 from vllm_scope.results.allocator import memory_bytes
 from vllm_scope.results.inbox import inbox, share_memory
@@ -280,6 +282,41 @@ def test_the_programs_of_a_request_are_computed_once(monkeypatch):
     _connection(False).check(_replace([0, 2]), IDS, 3)
     in_prompt = [position for position in looked if position < len(IDS)]
     assert sorted(in_prompt) == list(range(len(IDS)))
+
+
+def test_probes_of_whole_phases_are_looked_through_once_for_each_state_of_the_engine(monkeypatch):
+    looked: list[Resolved] = []
+    original = connection_of_engine.check_sinks
+    monkeypatch.setattr(
+        connection_of_engine, "check_sinks",
+        lambda asked, sinks: (looked.append(asked), original(asked, sinks)),
+    )  # fmt: skip
+    asked = Spec(probes=(Probe([1.0] * 4, layer=0, name="p", to="files"),)).resolve(SITES)
+    connection = _connection(False)
+    connection.sinks = {"files": ["probes"]}
+    for num_prompt in (1, 3, 5):
+        connection.check(asked, IDS[:num_prompt], 3)
+    assert looked == [asked]
+    connection.sinks = {"files": ["reads"]}
+    with pytest.raises(SpecError, match="takes reads, not probes"):
+        connection.check(asked, IDS, 3)
+    some = Spec(probes=(Probe([1.0] * 4, layer=0, name="p", tokens=[4]),)).resolve(SITES)
+    connection.check(some, IDS, 3)
+    with pytest.raises(SpecError, match="has 4; with this prompt"):
+        connection.check(some, IDS[:1], 3)
+
+
+def test_a_front_end_asks_again_about_names_that_were_known_before():
+    connection, names = _connection(False), ("a", "b")
+    known: Any = {name: {"streams": [["resid_post", 0]]} for name in names}
+    assert connection.lacks(names)
+    connection.learn_modules(known, connection.num_doubts)
+    assert not connection.lacks(names)
+    assert not connection.lacks(names)
+    connection.doubt_modules()
+    assert connection.lacks(names)
+    connection.learn_modules({"a": known["a"]}, connection.num_doubts)
+    assert connection.lacks(names)
 
 
 FILES, TABLES = ["reads", "features", "edits", "some features"], ["features"]

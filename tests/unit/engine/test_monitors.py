@@ -18,9 +18,12 @@ import pytest
 from tests.unit.engine.test_connection import SITES
 from vllm_scope.core.registry import Registry
 from vllm_scope.engine import monitors, webhook
-from vllm_scope.engine.frontend.connection import connections
+from vllm_scope.engine.frontend import translators
+from vllm_scope.engine.frontend.connection import Connection, connections
 from vllm_scope.engine.http.calls import EngineCalls
 from vllm_scope.engine.judge import Judge
+from vllm_scope.engine.worker.sizes import Limits
+from vllm_scope.request.spec import Spec
 from vllm_scope.server.changes import NoTurnError
 from vllm_scope.server.shared import Shared
 
@@ -249,3 +252,23 @@ def test_a_webhook_tells_what_became_of_each_verdict(monkeypatch, address):
     for status in (200, 500, 200):
         address.statuses.put(status)
     until(sent=2, failed=1, dropped=2, waiting=0)
+
+
+def test_the_spec_that_requests_get_is_ready_when_monitors_are_set(monkeypatch):
+    monkeypatch.setattr(monitors, "needs_connection", lambda engine: False)
+    monkeypatch.setattr(monitors.ahead, "send", lambda engine, some: None)
+    monitors.register()
+    engine = engine_of(1)
+    limits = Limits((16,), 0, 100, 100, 100, 100)
+    connection = Connection(SITES, None, 1, 1.0, limits, {}, {})
+    connections.put(engine.output_processor, connection)
+    monitors.set_on(engine, {"one": FLAG})
+    with monkeypatch.context() as patch:
+        for name in ("_parse", "resolve"):  # done already
+            patch.setattr(Spec, name, None)
+        params = translators.translated(
+            SimpleNamespace(extra_args=None), engine.vllm_config, SITES, {}
+        )
+        asked = connection.resolve(Spec.from_json(params.extra_args["scope"]))
+    assert [probe.name for probe in asked.probes] == ["monitor/one"]
+    monitors.set_on(engine, {})

@@ -7,6 +7,7 @@ and drain), with a stream whose values say whose they are in place of a model.
 from __future__ import annotations
 
 import random
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,6 +39,7 @@ from tests.unit.stepping import (
 from tests.unit.strategies import VOCAB, is_selected, specs
 from vllm_scope import Add, CapacityError, Read, Spec
 from vllm_scope.batch.labels import StepBatch
+from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.request.sites import LEVELS, boundary_of_point
 from vllm_scope.worker.plan import Planner
 
@@ -276,6 +278,19 @@ def test_a_request_whose_front_end_is_gone_keeps_its_edits(monkeypatch):
     assert sink.finished == []
 
 
+def test_the_drain_thread_does_not_rest_once_no_request_runs(monkeypatch):
+    for name, value in {"REST": 1e12, "MOST_REST_S": 1e3, "MOST_OWED_S": 0.0}.items():
+        monkeypatch.setattr(f"vllm_scope.worker.drain.{name}", value)
+    with running_worker(EVERYWHERE, 64) as (worker, sink):
+        for key in (7, 8, 9):
+            add(worker, Request("r", key, Spec((Read("embed"),)), 2, [1, 2, 3]).sent())
+            worker.finish_requests(["r"])
+            limit = time.monotonic() + 20
+            while (key, None) not in sink.finished and time.monotonic() < limit:
+                time.sleep(0.001)
+            assert (key, None) in sink.finished
+
+
 def test_a_fault_in_one_request_fails_that_one_alone():
     with running_worker(EVERYWHERE, 64) as (worker, sink):
         bad, good = _edited(), _edited()
@@ -303,6 +318,26 @@ def test_a_request_that_may_deliver_more_than_was_checked_is_checked_again():
         worker.close()
     assert [error is None for _, error in sink.finished] == [True, False]
     assert "with the server's edits" in sink.finished[1][1]
+
+
+def test_requests_of_one_spec_are_checked_again_once(monkeypatch):
+    checked = []
+    monkeypatch.setattr(Limits, "check", lambda self, layouts: checked.append(layouts))
+    reads = Spec((Read("resid_post", layer=0),))
+    first = Request("a", 7, reads, 2, [1, 2, 3]).sent()
+    second, other = (Request(r, key, reads, 2, [1, 2]).sent() for r, key in (("b", 8), ("c", 9)))
+    second.asked = first.asked
+    with running_worker(EVERYWHERE, 64) as (worker, _):
+        for request in (first, second, other):
+            request.unchecked = True
+            add(worker, request)
+        assert len(checked) == 2
+        worker.limits = replace(worker.limits, tap_slots=64)
+        again = Request("d", 10, reads, 2, [1]).sent()
+        again.asked, again.unchecked = first.asked, True
+        add(worker, again)
+        assert len(checked) == 3
+        worker.close()
 
 
 def test_a_fault_in_planning_fails_only_the_requests_of_that_step(monkeypatch, caplog):

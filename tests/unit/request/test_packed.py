@@ -56,6 +56,18 @@ def test_all_that_a_spec_can_hold_arrives(spec):
     assert _through_a_ticket(spec).modules == spec.modules
 
 
+def test_a_spec_of_many_named_probes_is_short_on_its_way_and_the_same_object_for_all_requests():
+    probes = [Probe(f"probe-{i}", layer=1, name=f"p{i}") for i in range(1024)]
+    spec = Spec(probes=tuple(probes))
+    tickets = [Ticket(Recipient(i, "f"), 0, spec.modules, spec.packed, []) for i in range(2)]
+    sent = [ticket.encode() for ticket in tickets]
+    assert max(map(len, sent)) < len(spec.packed.body) / 4
+    first, second = map(Ticket.decode, sent)
+    assert [first, second] == tickets
+    assert first.spec is second.spec
+    assert first.modules is second.modules
+
+
 def test_equal_vectors_travel_once():
     spec = Spec(edits=tuple(Add(ONES, layer=i % 4, scale=i) for i in range(64)))
     assert len(spec.arrays) == len(spec.packed.arrays) == 1

@@ -14,7 +14,7 @@ from tests.unit.delivered import banks_of
 from vllm_scope import Probe, Read
 from vllm_scope.batch.by_request import by_key, by_layout
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
-from vllm_scope.request.sites import ATTENTION_SITES, Heads, Place, Sites
+from vllm_scope.request.sites import ATTENTION_SITES, Heads, Place, Sites, boundary_of_point
 from vllm_scope.request.spec import Spec
 from vllm_scope.results.allocator import CachingAllocator
 from vllm_scope.results.budget import Asker, asking
@@ -243,6 +243,63 @@ def test_a_column_that_lost_a_message_leaves_the_others_at_their_places():
             assert part.positions.tolist() == at
             assert part.arrivals.tolist() == [100 + p for p in at]
             assert part.rows[:, 0].tolist() == [first + p for p in at]
+
+
+def test_columns_that_came_tap_by_tap_share_their_labels_while_they_are_the_same():
+    table = Table({3: (3,), 8: (8,)}, 4, torch.float32)
+
+    def add(column, arrivals, *positions):
+        labels = np.array([positions, [arrivals + p for p in positions]])
+        values = np.array([column * 100 + p for p in positions], np.float32)
+        table.write_one(column, labels, values[:, None].view(np.uint8), 0)
+        copy_all(table.copies())
+        table.commit()
+
+    def seen():
+        parts = table.freeze().parts()
+        for column, part in parts.items():
+            assert part.rows[:, 0].tolist() == [column * 100 + p for p in part.positions]
+        shared = parts[3].positions is parts[8].positions
+        return shared, [parts[column].positions.tolist() for column in (3, 8)]
+
+    add(3, 0, 0, 1)
+    assert seen() == (False, [[0, 1], []])
+    add(8, 0, 0, 1)
+    before = table.freeze().parts()
+    assert seen() == (True, [[0, 1], [0, 1]])
+    add(3, 0, 2)
+    assert seen() == (False, [[0, 1, 2], [0, 1]])
+    add(8, 0, 2)
+    whole = np.array([[300, 800]], np.float32)[..., None] + 3
+    table.write(np.array([[3], [3]]), whole.view(np.uint8), 0)
+    copy_all(table.copies())
+    table.commit()
+    assert seen() == (True, [[0, 1, 2, 3]] * 2)
+    add(3, 10, 4)
+    add(8, 20, 4)  # it came with another step
+    assert seen() == (False, [[0, 1, 2, 3, 4]] * 2)
+    assert [part.positions.tolist() for part in before.values()] == [[0, 1]] * 2
+
+
+def test_the_taps_of_one_step_have_the_same_numbers_and_those_of_a_later_one_larger_numbers():
+    inbox, widths = Inbox(num_copiers=0), Widths((16,))
+    asked = Spec((Read("resid_post", layers=[0, 1]),)).resolve(SITES)
+    pending = inbox.open(asked, SITES, [1, 2], 4, 1)
+    points = tuple(sorted(s.point("after") for s in asked.reads[0].streams))
+    taps = [boundary_of_point(point) for point in points]
+    numbers = []
+    # A step; the same tokens again; then only the last tap of one that lost the first.
+    for boundary in (*taps, *taps, taps[1]):
+        inbox._on_rows(
+            RowsMessage(
+                np.full(2, pending.key), np.arange(2), np.zeros(2, np.int32), [Layout(points)],
+                boundary, widths, torch.zeros((2, SLOT_BYTES), dtype=torch.uint8),
+            )
+        )  # fmt: skip
+        parts = pending.snapshot([3], None).arrived_of(None)
+        numbers.append(parts[points[taps.index(boundary)]][0].arrivals[-2:].tolist())
+    assert numbers[0] == numbers[1] < numbers[2] == numbers[3] < numbers[4]
+    inbox.close()
 
 
 class _Growing(Table):

@@ -158,6 +158,20 @@ def test_the_reason_of_a_failure_reaches_its_front_end_whatever_its_text(sink, t
     assert two[0].finished[1].error == "x" * 497 + "..."
 
 
+def test_ends_that_come_together_reach_each_front_end_after_the_rows(sink, ring, two):
+    for key, front_end in ((1, two[0]), (2, two[1]), (3, two[0])):
+        sink.add_request(key, front_end.name)
+    _write(sink, ring, [1, 2, 3], [1, 1, 1])
+    # Nobody asked for key 9.
+    sink.finish_all([(1, None), (2, "half \ud800 of a pair"), (9, None), (3, "a reason")])
+    two[0].wait_for(2)
+    two[1].wait_for(1)
+    assert [row[0] for row in two[0].rows_of(1, 3)] == [1, 3]
+    assert two[0].finished == [FinishHeader(1, 2, None), FinishHeader(3, 2, "a reason")]
+    assert two[1].finished == [FinishHeader(2, 2, "half ? of a pair")]
+    assert sink.num_requests == 0
+
+
 def test_rows_wait_in_the_ring_for_the_slowest_front_end(sink, ring, two):
     sink.add_request(1, two[0].name)
     sink.add_request(2, two[1].name)

@@ -39,6 +39,7 @@ class RecordingSink:
 
     Attributes:
         gate: `write` waits for it.
+        together: keys of requests whose ends came in one call.
         refuse: keys whose rows make `write` raise.
     """
 
@@ -46,6 +47,7 @@ class RecordingSink:
         self.events: list[tuple] = []
         self.threads: set[str] = set()
         self.num_batches = 0
+        self.together: list[list[int]] = []
         self.refuse: set[int] = set()
         self.closed = 0
         self.gate = threading.Event()
@@ -59,6 +61,11 @@ class RecordingSink:
         if self.refuse & set(batch.labels.keys.tolist()):
             raise OSError("disk full")
         self.events += rows_in(batch.labels, batch.slots, batch.boundary)
+
+    def finish_all(self, ends) -> None:
+        self.together.append([key for key, _ in ends])
+        for key, error in ends:
+            self.finish(key, error)
 
     def finish(self, key: int, error: str | None) -> None:
         self.threads.add(threading.current_thread().name)
@@ -426,6 +433,66 @@ def test_a_few_rows_that_no_caller_follows_wait_longer(monkeypatch, followed, co
         _until(lambda: sink.events[: 2 + count] == _rows(1, 0, 2 + count), PATIENCE_S / 2)
 
 
+def test_requests_that_end_together_are_told_in_one_call_after_their_rows():
+    with _drain(64) as (arena, drain, sink):
+        sink.gate.clear()
+        _submit(arena, drain, 9, 0, 1)  # the thread waits here
+        for key in (1, 2, 3):
+            _submit(arena, drain, key, 0, 2)
+        for key in (1, 2, 3):
+            drain.finish_request(key)
+        sink.gate.set()
+        _until(lambda: (3, None) in sink.events)
+        assert sink.together == [[1, 2, 3]]
+        assert sink.events[-3:] == [(1, None), (2, None), (3, None)]
+
+
+def test_a_thread_that_owes_much_rest_looks_at_once_if_nothing_else_runs(monkeypatch):
+    for name, value in {"REST": 1e12, "MOST_REST_S": 10 * PATIENCE_S, "MOST_OWED_S": 0.0}.items():
+        monkeypatch.setattr(f"vllm_scope.worker.drain.{name}", value)
+    with _drain(64) as (arena, drain, sink):
+        for key in range(3):
+            _submit(arena, drain, key, 0, 1)
+            drain.finish_request(key)
+            drain.hurry()
+            _until(lambda key=key: (key, None) in sink.events)
+
+
+def test_kept_scores_do_not_wait_for_the_end_of_their_request(monkeypatch):
+    monkeypatch.setattr("vllm_scope.worker.drain.LINGER_UNSEEN_S", PATIENCE_S)
+    with _drain(64) as (arena, drain, sink):
+        _submit(arena, drain, 1, 0, 1)
+        _until(lambda: len(sink.events) == 1)
+        labels = labels_of([2], [0], layouts=(reads_at(0),))
+        drain.submit_stored(labels, lambda lease: bool(lease.slots.fill_(0).numel()))
+        _until(lambda: len(sink.events) == 2, PATIENCE_S / 2)
+
+
+def test_kept_scores_that_lie_side_by_side_come_as_one_batch_and_those_missing_are_left_out():
+    layouts = (reads_at(0),)
+    with _drain(64) as (arena, drain, sink):
+        sink.gate.clear()
+        _submit(arena, drain, 9, 0, 1)  # the thread waits here
+        time.sleep(0.05)
+
+        missing = {3}
+
+        def write(lease, key) -> bool:
+            lease.slots.view(torch.float32)[:] = 1000.0 * key
+            return key not in missing
+
+        for key in (1, 2, 3, 4, 5):
+            drain.later(lambda key=key: missing.add(key - 1))  # what came before is in the ring
+            labels = labels_of([key] * 2, [0, 1], layouts=layouts)
+            drain.submit_stored(labels, lambda lease, key=key: write(lease, key))
+        drain.finish_request(5)
+        sink.gate.set()
+        _until(lambda: (5, None) in sink.events)
+        told = [(key, p, 0, 1000.0 * key) for key in (1, 2, 4, 5) for p in (0, 1)]
+        assert sink.events[1:] == [*told, (5, None)]
+        assert sink.num_batches == 3  # the rows, the two before the missing one, the two after
+
+
 def _until(done, patience_s: float = PATIENCE_S) -> None:
     limit = time.monotonic() + patience_s
     while not done() and time.monotonic() < limit:
@@ -462,6 +529,24 @@ def test_joined_steps_wait_for_copies_and_for_taps_that_wrote_themselves(order):
     drain._write(steps)
     assert seen == [True, True]
     drain.close()
+
+
+@pytest.mark.parametrize(
+    ("copied", "held"), [(None, 8), (Event(), 1)], ids=["copied-later", "copy-enqueued"]
+)
+def test_only_rows_that_hold_their_part_of_the_arena_count_as_held_there(copied, held):
+    with _drain(64) as (arena, drain, sink):
+        sink.gate.clear()
+        _submit(arena, drain, 9, 0, 1)
+        time.sleep(0.05)  # the thread waits in the sink
+        region = arena.acquire(8)
+        # A head has made one slot of eight.
+        lease, labels = drain._ring.acquire(1), labels_of([1], [0], layouts=(reads_at(0),))
+        drain._num_unseen = 0
+        drain._put(_Rows(labels, None, region, lease, copied, None))
+        assert drain._num_unseen == held
+        drain._items.clear()
+        sink.gate.set()
 
 
 def test_a_thread_that_worked_long_rests_no_longer_than_rows_may_wait(monkeypatch):

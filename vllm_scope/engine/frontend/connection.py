@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -94,6 +95,8 @@ class Connection:
 
     def __post_init__(self) -> None:
         self._meanings = Meanings(self.sites)
+        #: The names of the last request that named only known modules. Many requests share them.
+        self._known: Collection[str] | None = None
 
     @staticmethod
     def from_replies(replies: list[Connected], deliver_timeout_s: float) -> Connection:
@@ -125,12 +128,16 @@ class Connection:
         """Have the next request that names a module ask for all modules."""
         self.num_doubts += 1
 
-    def lacks(self, names: Iterable[str]) -> bool:
+    def lacks(self, names: Collection[str]) -> bool:
         """True if there are names and this front-end must ask the engine about them."""
+        if self.num_doubts == self.num_asked and names is self._known:
+            return False
         wanted = set(names)
-        return bool(wanted) and (
+        lacking = bool(wanted) and (
             self.num_doubts != self.num_asked or not wanted <= self.modules.keys()
         )
+        self._known = None if lacking else names
+        return lacking
 
     def learn_modules(self, modules: Mapping[str, Module], num_doubts: int = 0) -> None:
         """Replace what is known of modules.
@@ -138,7 +145,7 @@ class Connection:
         Args:
             num_doubts: the attribute, when the engine was asked.
         """
-        self.num_asked = num_doubts
+        self.num_asked, self._known = num_doubts, None
         self._meanings.forget()
         ones = Array.parse(np.ones(self.sites.hidden_size, np.float32), "")
         self.modules = {
@@ -148,7 +155,9 @@ class Connection:
 
     def resolve(self, spec: Spec) -> Resolved:
         """What a spec means here; stand-ins take the place of modules' vectors."""
-        return self._meanings.of(spec.packed.digest, lambda: spec, self.modules, spec.modules)
+        # `learn_modules` forgets what names modules.
+        version = ("modules",) if spec.modules else ()
+        return self._meanings.of(spec.packed.digest, lambda: spec, self.modules, version)
 
     def check(self, asked: Resolved, ids: Ids, max_tokens: int) -> None:
         """Check a request before it enters.
@@ -160,12 +169,26 @@ class Connection:
             SpecError: a token that it cannot have, more than this engine could ever hold,
                 or a destination that the operator did not set up.
         """
+        # If actions are for whole phases, their room does not depend on the prompt. A request may
+        # have a thousand probes: what only reads or probes is looked through once.
+        alike = asked.uniform and not asked.num_states and len(ids) > 0
+        here = self.limits, self.sinks, self.policies, self.no_lens, self.encodes, self.num_stages
+        passed = asked.__dict__.get("_passed") if alike and not asked.edits else None
+        if passed is None or not all(map(is_, passed, here)):
+            self._check_actions(asked, ids, max_tokens, alike)
+            asked.__dict__["_passed"] = here
+        check_lenses(asked, ids, max_tokens, self.lens_rows)
+
+    def _check_actions(self, asked: Resolved, ids: Ids, max_tokens: int, alike: bool) -> None:
+        """`check`, but for the rows of lenses.
+
+        Args:
+            alike: the answer about room is the same for every prompt.
+        """
         check_tokens(asked, ids, max(len(ids) + max_tokens - 2, len(ids) - 1), self.limits)
         most_changes = 0
         if asked.policy is not None:
             most_changes = checked(asked.policy, self.policies).most_changes
-        # If actions are for whole phases, their room does not depend on the prompt.
-        alike = asked.uniform and not asked.num_states and len(ids) > 0
         if not alike or asked.__dict__.get("_has_room") is not self.limits:
             most = most_changes if asked.scaled else 0
             check_room(asked, ids, max_tokens, self.sites, self.limits, most)
@@ -188,7 +211,6 @@ class Connection:
                     f"{where}.layers has {place.layer}, where this engine cannot apply its model's "
                     f"lens: {self.no_lens[place.boundary]}."
                 )
-        check_lenses(asked, ids, max_tokens, self.lens_rows)
         if not self.encodes and any(
             type(cell.bank) is Strongest for one in asked.features for cell in one.cells
         ):

@@ -71,8 +71,6 @@ class WorkerDelivery:
     info: RequestInfo
     here: frozenset[int]
     policies: Policies
-    #: Keys of running requests whose scores are kept.
-    _keeping: set[int] = field(default_factory=set)
     #: Keys for requests to which no front-end gave a key: negative, below NOBODY.
     _own_keys: Iterator[int] = field(default_factory=lambda: itertools.count(NOBODY - 1, -1))
 
@@ -183,7 +181,6 @@ class WorkerDelivery:
         Args:
             layout: of all of its tokens, at this stage.
         """
-        self._keeping.add(key)
         self.drain.later(partial(self.store.begin, key, layout, entrant.block_size))
         block_slots = layout.slots(self.widths) * entrant.block_size
         # A quarter of the ring at once leaves room for the step's rows.
@@ -209,10 +206,7 @@ class WorkerDelivery:
         self.watch.finish_request(key)
         if ended is not None:
             self.router.expect_end(key, ended)
-        self.drain.finish_request(key, error)
-        if key in self._keeping:
-            self._keeping.remove(key)
-            self.drain.later(partial(self.store.end, key))
+        self.drain.finish_request(key, error)  # which ends it in the store too
 
     def describe(self) -> dict[str, list[str]]:
         """The sinks that requests may name -> the kinds of actions that may name them."""

@@ -317,7 +317,7 @@ class ScopeWorker:
                     key = delivery.add_request(request.req_id, prompt_ids, recipient, asked)
                     program = self._compile(asked, prompt_ids, True)
                     if entrant.unchecked:
-                        self.limits.check(program.held(entrant.columns).layouts)
+                        self._check_size(asked, program, entrant.columns)
                 except CapacityError as error:
                     logger.warning("vllm-scope: request %s: %s", request.req_id, error)
                     self._end_unwatched(request.req_id, asked, str(error))
@@ -413,6 +413,15 @@ class ScopeWorker:
                 return None
         return self._delivery
 
+    def _check_size(
+        self, asked: Resolved, program: RequestProgram, columns: tuple[bytes, ...]
+    ) -> None:
+        """`Limits.check`, once for all requests of a spec with the same columns."""
+        known = asked.__dict__.get("_fits")
+        if known is None or known[0] is not self.limits or known[1] != columns:
+            self.limits.check(program.held(columns).layouts)
+            asked.__dict__["_fits"] = self.limits, columns
+
     def _compile(self, asked: Resolved, prompt_ids: Sequence[int], drains: bool) -> RequestProgram:
         here = frozenset(self.here)
         return RequestProgram.compile(asked, self.sites, here, len(prompt_ids), prompt_ids, drains)
@@ -438,6 +447,9 @@ class ScopeWorker:
             key = self._planner.finish_request(req_id)
             if key is not None:
                 self._finish(key, error, (ended or {}).get(req_id))
+        if not self._planner and self._delivery is not None:
+            # No step waits for the drain thread, and the callers of these do.
+            self._delivery.drain.hurry()
 
     def keep_blocks(self, news: StepNews) -> None:
         """Keep the scores of blocks that were filled by the forward that was just enqueued."""

@@ -6,12 +6,17 @@ Owns:  Sender.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 from vllm_scope.control.policy import Decided
 from vllm_scope.sinks import Manifest, RowBatch
-from vllm_scope.transport.messages import CountersHeader, DecidedHeader, FinishHeader
+from vllm_scope.transport.messages import (
+    CountersHeader,
+    DecidedHeader,
+    EndsHeader,
+    FinishHeader,
+)
 from vllm_scope.transport.ring import Lease
 
 Road = Literal["shared", "tcp"]
@@ -38,6 +43,10 @@ class Sender(ABC):
     ) -> None:
         self._send(FinishHeader(key, stage, error, dict(manifests)))
 
+    def send_ends(self, ends: Sequence[tuple[int, str | None]], stage: int) -> None:
+        """`send_finish` of several requests, (key, error) each, in one message."""
+        self._send(EndsHeader([FinishHeader(key, stage, error) for key, error in ends]))
+
     def send_decided(self, key: int, decided: Decided) -> None:
         self._send(DecidedHeader(key, decided))
 
@@ -45,7 +54,7 @@ class Sender(ABC):
         self._send(header)
 
     @abstractmethod
-    def _send(self, header: FinishHeader | DecidedHeader | CountersHeader) -> None: ...
+    def _send(self, header: FinishHeader | EndsHeader | DecidedHeader | CountersHeader) -> None: ...
 
     def reclaim(self) -> None:  # noqa: B027
         """Release the leases of what was read, and of what a dead front-end will never read."""

@@ -17,6 +17,7 @@ from vllm_scope.transport.messages import (
     Address,
     CountersHeader,
     DecidedHeader,
+    EndsHeader,
     FinishHeader,
     RowsHeader,
     SharedHello,
@@ -90,7 +91,9 @@ class SharedSender(Sender):
         batch.lease.retain()
         self._unread.append((self._num_sent, batch.lease))
 
-    def _send(self, header: RowsHeader | FinishHeader | DecidedHeader | CountersHeader) -> None:
+    def _send(
+        self, header: RowsHeader | FinishHeader | EndsHeader | DecidedHeader | CountersHeader
+    ) -> None:
         if not self._gone:
             self._socket.send(encode(header))
 

@@ -26,6 +26,7 @@ from vllm_scope.transport.messages import (
     MOST_FRAME_BYTES,
     CountersHeader,
     DecidedHeader,
+    EndsHeader,
     FinishHeader,
     RowsHeader,
     TcpAddress,
@@ -123,7 +124,7 @@ class TcpSender(Sender):
             header = RowsHeader.of(labels, batch.boundary, batch.widths, self._ring.ref, span)
             self._put([encode(header), data], batch.lease)
 
-    def _send(self, header: FinishHeader | DecidedHeader | CountersHeader) -> None:
+    def _send(self, header: FinishHeader | EndsHeader | DecidedHeader | CountersHeader) -> None:
         self._put([encode(header)], None)
 
     def _put(self, frames: list[bytes | memoryview], lease: Lease | None) -> None:
