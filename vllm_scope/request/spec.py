@@ -36,6 +36,7 @@ from vllm_scope.request.actions.sparse import MAX_INDICES
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.bounded_json import decode, num_items
 from vllm_scope.request.cascade import check_cascades
+from vllm_scope.request.outline import Outline
 from vllm_scope.request.packed import Packed, pack, unpack
 from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.resolve import resolve
@@ -70,6 +71,8 @@ REMEMBERED_BYTES, LONGEST_REMEMBERED = 64 << 20, 1 << 20
 #: The largest resolved spec that is cached. A resolved spec that names a module may have a vector
 #: for each layer.
 LARGEST_REMEMBERED = 32 << 20
+#: Bound of the outlines of resolved specs.
+OUTLINE_BYTES = 16 << 20
 #: Memory of a parsed spec besides its text.
 _SPEC_BYTES = 4096
 #: Actions that may name an SAE or a lens.
@@ -295,10 +298,12 @@ class Meanings:
         self._sites = sites
         self._known: Remembered[tuple[bytes, tuple[Hashable, ...]], Resolved]
         self._known = Remembered(REMEMBERED_BYTES)
+        #: By the body of a Packed. None of them names a module.
+        self._outlines: Remembered[bytes, Outline] = Remembered(OUTLINE_BYTES)
 
     @property
     def num_bytes(self) -> int:
-        return self._known.num_bytes
+        return self._known.num_bytes + self._outlines.num_bytes
 
     def forget(self) -> None:
         """Drop the specs that name modules."""
@@ -307,6 +312,7 @@ class Meanings:
     def clear(self) -> None:
         """Drop all specs."""
         self._known.clear()
+        self._outlines.clear()
 
     def of(
         self, digest: bytes, spec_of: Callable[[], Spec], modules: Mapping[str, Vectors],
@@ -319,13 +325,38 @@ class Meanings:
             spec_of: returns the spec; called only if the cache does not have it resolved.
             version: changes when a module name in the spec gets another module.
         """
-        key = (digest, version)
+        known = self._known.get((digest, version))
+        if known is None:
+            known = self._keep((digest, version), spec_of().resolve(self._sites, modules))
+        return known
+
+    def of_packed(
+        self, packed: Packed, arrays: Mapping[bytes, Array], modules: Mapping[str, Vectors],
+        version: tuple[Hashable, ...] = (),
+    ) -> Resolved:  # fmt: skip
+        """The same of a spec that a front-end packed. If an earlier one had its outline, it is made
+        of that one.
+
+        Raises:
+            KeyError: an Array is not among `arrays`. SpecError: as Spec.resolve.
+        """
+        key = (packed.digest, version)
         known = self._known.get(key)
         if known is None:
-            known = spec_of().resolve(self._sites, modules)
-            if known.num_bytes <= LARGEST_REMEMBERED:
-                self._known.put(key, known, known.num_bytes)
+            outline = self._outlines.get(packed.body)
+            known = None if outline is None else outline.fitted(packed, arrays)
+            if known is None:
+                known = Spec.unpack(packed, arrays).resolve(self._sites, modules)
+                outline = None if version else Outline.of(packed, known, self._sites)
+                if outline is not None:
+                    self._outlines.put(packed.body, outline, _SPEC_BYTES + known.num_bytes)
+            self._keep(key, known)
         return known
+
+    def _keep(self, key: tuple[bytes, tuple[Hashable, ...]], found: Resolved) -> Resolved:
+        if found.num_bytes <= LARGEST_REMEMBERED:
+            self._known.put(key, found, found.num_bytes)
+        return found
 
 
 def check_stopping(probes: Sequence[Probe]) -> None:
