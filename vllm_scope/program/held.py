@@ -114,6 +114,8 @@ class Held:
     def _counted(self) -> tuple[int, int, dict[bytes, int]]:
         num_programs, num_ops, keys, heads = self._compiled.count(tuple(self.index_of))
         banks = self._compiled.banks
+        if not banks:
+            return num_programs, num_ops, dict.fromkeys(keys, 1)
         nets = (net for bank in banks if bank in heads for net in banks[bank])
         weights = {w.digest: num_vectors(w) for net in nets for w, _ in net.layers}
         return num_programs, num_ops, dict.fromkeys(keys, 1) | weights
