@@ -138,6 +138,22 @@ def pack(actions: tuple[object, ...]) -> tuple[Packed, dict[bytes, Array]]:
     return Packed.of(body, list(apart.arrays), apart.layers), apart.arrays
 
 
+def have_one_body(one: object, other: object) -> bool:
+    """True if two edits, each of one layer and with a vector or rows of its own, differ in these
+    alone."""
+    if type(one) is not type(other) or not isinstance(one, _PLACED):
+        return False
+    vector = one.fields[0]
+    own = all(
+        isinstance(getattr(x, vector), Array) and isinstance(x.layers, tuple) and len(x.layers) == 1
+        for x in (one, other)
+    )
+    names = _FIELDS[_NUMBER_OF[type(one)]]
+    return own and all(
+        name in ("layers", vector) or getattr(one, name) == getattr(other, name) for name in names
+    )
+
+
 def unpack(packed: Packed, arrays: Mapping[bytes, Array]) -> tuple[Any, ...]:
     """The actions that `pack` was given.
 

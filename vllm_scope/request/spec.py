@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 from vllm_scope.errors import SpecError, shown
@@ -37,7 +37,7 @@ from vllm_scope.request.arrays import Array
 from vllm_scope.request.bounded_json import decode, num_items
 from vllm_scope.request.cascade import check_cascades
 from vllm_scope.request.outline import Outline
-from vllm_scope.request.packed import Packed, pack, unpack
+from vllm_scope.request.packed import Packed, have_one_body, pack, unpack
 from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.resolve import resolve
 from vllm_scope.request.resolved import Resolved, Vectors
@@ -126,6 +126,19 @@ class Spec:
                     f"the reads to {shown(read.to)} differ in tag or name; a request has one of "
                     "each at a sink."
                 )
+
+    def with_edits(self, edits: tuple[Edit, ...]) -> Spec:
+        """A spec of other edits alone. If this one is of one edit, and they differ from it in the
+        layer and the vector alone, it takes little work."""
+        alike = len(self.actions) == len(self.edits) == len(edits) == 1
+        if not alike or self.policy is not None or not have_one_body(self.edits[0], edits[0]):
+            return Spec(edits=edits)
+        vector = getattr(edits[0], edits[0].fields[0])
+        packed = Packed.of(self.packed.body, [vector.digest], [edits[0].layers])
+        found = object.__new__(Spec)
+        found.__dict__.update({name: getattr(self, name) for name in _names()}, edits=edits)
+        found.__dict__.update(modules=(), packed=packed, _packed=(packed, {vector.digest: vector}))
+        return found
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -276,6 +289,7 @@ class Spec:
         )  # fmt: skip
 
 
+@cache
 def _names() -> tuple[str, ...]:
     """The fields of a Spec, in the order in which they are packed."""
     return tuple(each.name for each in fields(Spec))

@@ -29,6 +29,8 @@ class Recipient(msgspec.Struct, frozen=True, array_like=True):
         child: index of the completion.
         owner: digest of the API key; empty without one.
         follows: True if the caller sees outputs before the last one.
+        awaits: False if its front-end waits for no word of the workers: the request is over with its
+            last token, and workers tell nothing of it.
     """
 
     key: int
@@ -38,6 +40,7 @@ class Recipient(msgspec.Struct, frozen=True, array_like=True):
     child: int = 0
     owner: str = ""
     follows: bool = True
+    awaits: bool = True
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -126,3 +126,37 @@ def test_edits_with_equal_vectors_are_no_outline_of_edits_with_different_ones():
 def test_an_outline_names_every_field_of_a_resolved_spec():
     found = _meanings(*(Spec(edits=_cells(seed, 1)["added"]) for seed in (0, 1)))[1]
     assert {each.name for each in fields(Resolved)} <= found.__dict__.keys()
+
+
+@pytest.mark.parametrize("kind", _cells(0, 1))
+def test_a_spec_of_the_last_ones_edits_is_packed_as_any_other(kind):
+    last = Spec(edits=_cells(0, 1)[kind])
+    for seed, layer, tokens in ((5, 3, None), (6, 1, None), (7, 2, [7])):
+        edits = _cells(seed, layer)[kind]
+        if tokens is not None and not isinstance(edits[0], Replace):
+            edits = (replace(edits[0], tokens=tokens), *edits[1:])
+        expected = Spec(edits=edits)
+        last = last.with_edits(edits)
+        assert last == expected
+        assert last.packed == expected.packed
+        assert last.arrays == expected.arrays
+        assert last.modules == ()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Add([2.0] * 8, layer=1, tokens=[1]),
+        Add([2.0] * 8, layer=1, scale=2.0),
+        Add([2.0] * 8, layers=[0, 1]),
+        Add([2.0] * 8, layer=1, gate=Gate([1.0] * 8, layer=0)),
+        Add("module", layer=1),
+        Add([2.0] * 8, site="resid_pre", layer=1),
+        Ablate([2.0] * 8, layer=1),
+    ],
+    ids=["tokens", "scale", "layers", "gate", "module", "site", "kind"],
+)
+def test_a_spec_of_another_edit_is_packed_anew(other):
+    found = Spec(edits=(Add([1.0] * 8, layer=0),)).with_edits((other,))
+    assert (found, found.packed) == (Spec(edits=(other,)), Spec(edits=(other,)).packed)
+    assert found.modules == Spec(edits=(other,)).modules

@@ -588,9 +588,7 @@ class Tables:
             self._rows_written = 0
 
 
-def _put(
-    table: np.ndarray, places: NDArray[np.int64], rows: np.ndarray | list[np.ndarray]
-) -> None:
+def _put(table: np.ndarray, places: NDArray[np.int64], rows: np.ndarray | list[np.ndarray]) -> None:
     """Write rows to their places. Rows of a list are not joined before: each is copied once."""
     if isinstance(rows, np.ndarray):
         table[places] = rows
