@@ -29,8 +29,8 @@ class Recipient(msgspec.Struct, frozen=True, array_like=True):
         child: index of the completion.
         owner: digest of the API key; empty without one.
         follows: True if the caller sees outputs before the last one.
-        awaits: False if its front-end waits for no word of the workers: the request is over with its
-            last token, and workers tell nothing of it.
+        awaits: False if workers tell the front-end nothing of the request, which is over with its
+            last token.
     """
 
     key: int
