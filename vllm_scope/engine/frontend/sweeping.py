@@ -29,6 +29,7 @@ from vllm_scope.engine.frontend.connection import (
     connections,
     needs_connection,
 )
+from vllm_scope.engine.frontend.heap import frozen_heap
 from vllm_scope.engine.frontend.outputs import drop
 from vllm_scope.engine.frontend.prepared import NO_TAPS, Prepared
 from vllm_scope.engine.frontend.requests import prepared_as
@@ -329,7 +330,7 @@ def run(
     sweeping = Sweeping(engine, prompts, sweep, share, ahead=2)
     running: dict[str, Job] = {}
     names = _names()
-    with showing(sweeping.plan, progress) as count:
+    with showing(sweeping.plan, progress) as count, frozen_heap():
         tell = partial(_tell, on_cell, count)
         try:
             while running or not sweeping.over:
