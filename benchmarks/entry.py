@@ -197,6 +197,8 @@ class Road:
             found.recipient, number, found.columns, found.unchecked, found.logged,
             found.asked.scores_alone or b"", (), 16,
         )  # fmt: skip
+        if self.core.widths is not None and found.held is not None:
+            news.held[request.request_id] = found.held
         return request, news
 
     def look_up(self, given: tuple[Any, Any]) -> None:

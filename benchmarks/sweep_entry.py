@@ -1,16 +1,18 @@
 """What a cell of a sweep costs the host on its way to the worker, stage by stage, without a model.
 
-    python -m benchmarks.sweep_entry
+    python -m benchmarks.sweep_entry            # the worker is in EngineCore's process
+    python -m benchmarks.sweep_entry --apart    # it is in another one, and gets pickled news
 
 The shape is that of 8B: rows of 4096 numbers, 32 layers, a prompt of 24 tokens. Steps of 64 cells.
 The stages are vllm-scope's own functions and vLLM's encoder and decoder of messages, as in
-benchmarks.entry; the worker gets news as one in another process does. All run on one thread.
-Microseconds of CPU of a cell, median.
+benchmarks.entry. All run on one thread. Microseconds of CPU of a cell: median, and mean, which has
+Python's collections of garbage (the heap that was there before is frozen, as vLLM freezes it).
 """
 
 from __future__ import annotations
 
 import cProfile
+import gc
 import statistics
 import sys
 import tempfile
@@ -56,13 +58,16 @@ class Numbers:
 class Cells:
     """The cells of one sweep on the processes of an engine without a model, in this one."""
 
-    def __init__(self, road: Road, timed: Timed) -> None:
+    def __init__(self, road: Road, timed: Timed, apart: bool) -> None:
         from vllm_scope import LogitDifference, Sweep
+        from vllm_scope.core.news import Told
         from vllm_scope.engine.frontend.alike import Alike
         from vllm_scope.engine.frontend.sweeping import params_of
         from vllm_scope.sweeps.plan import Plan
 
-        self.road, self.timed, self.numbers = road, timed, count()
+        self.road, self.timed, self.numbers, self.apart = road, timed, count(), apart
+        if not apart:
+            road.core.widths, road.told = road.worker._tables._widths, Told(here=True)
         random = np.random.default_rng(0)
         ids = random.integers(5, 1000, NUM_PROMPT).tolist()
         rows = random.normal(size=(road.sites.num_layers, NUM_PROMPT, road.sites.hidden_size))
@@ -103,8 +108,9 @@ class Cells:
             for one, _ in entered
         ]  # fmt: skip
         for request, (_, news) in zip(requests, admitted, strict=True):
-            came_over = timed("news: pickled and back", lambda one: loads(dumps(one)), news)
-            timed("worker: added", road.worker.add_requests, [request], came_over)
+            if self.apart:
+                news = timed("news: pickled and back", lambda one: loads(dumps(one)), news)
+            timed("worker: added", road.worker.add_requests, [request], news)
         before, after = road.step(names, 0, NUM_PROMPT)
         timed.times["worker: a part of the step"].append(1e6 * (before + after) / num)
         for name in names:
@@ -115,9 +121,11 @@ class Cells:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         road, timed = Road(Path(folder), 1), Timed()
-        cells = Cells(road, timed)
+        cells = Cells(road, timed, "--apart" in sys.argv)
         cells.step(AT_ONCE)
         timed.times.clear()
+        gc.collect()
+        gc.freeze()
         profile = cProfile.Profile() if "--profile" in sys.argv else None
         if profile is not None:
             profile.enable()
@@ -126,7 +134,7 @@ def main() -> None:
             profile.disable()
             profile.dump_stats("sweep_entry.prof")
         for stage, times in timed.times.items():
-            print(f"{stage:44} {statistics.median(times):9.1f}")
+            print(f"{stage:44} {statistics.median(times):9.1f} {statistics.mean(times):9.1f}")
         print(f"{'bytes of a message':44} {steps[-1]:9}")
         road.worker.close()
 

@@ -207,18 +207,21 @@ class Registry:
         own = NOTHING
         with self._lock:
             if ticket is not None:
-                # Not the modules themselves: a spec may name a thousand.
-                version = (self._num_changes,) if ticket.modules else ()
-                own = self._meanings.of(
-                    ticket.spec.digest, lambda: self._unpacked(ticket), self._vectors, version
-                )
+                own = self._own(ticket)
             return own, own.joined(edits=self._edits)
 
-    def _unpacked(self, ticket: Ticket) -> Spec:
-        try:
-            return Spec.unpack(ticket.spec, ChainMap(ticket.own_arrays(), self.ahead.arrays))
-        except KeyError:
-            raise UnheldError(
-                "the engine does not hold vectors that the request names by their digests; send it "
-                "again, and they travel with it."
-            ) from None
+    def _own(self, ticket: Ticket) -> Resolved:
+        arrays = _Held(ticket.own_arrays(), self.ahead.arrays)
+        # Not the modules themselves: a spec may name a thousand.
+        version = (self._num_changes,) if ticket.modules else ()
+        return self._meanings.of_packed(ticket.spec, arrays, self._vectors, version)
+
+
+class _Held(ChainMap[bytes, Array]):
+    """The vectors that a ticket may name."""
+
+    def __missing__(self, digest: bytes) -> Array:
+        raise UnheldError(
+            "the engine does not hold vectors that the request names by their digests; send it "
+            "again, and they travel with it."
+        )

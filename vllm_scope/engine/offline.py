@@ -6,7 +6,6 @@ Runs:  in the harvesting process; one thread at a time.
 
 from __future__ import annotations
 
-import gc
 import json
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from vllm_scope.config import KEY
 from vllm_scope.engine.frontend.alike import Alike, asking
 from vllm_scope.engine.frontend.connection import connect_sync, connections, needs_connection
+from vllm_scope.engine.frontend.heap import frozen_heap
 from vllm_scope.engine.frontend.outputs import drop
 from vllm_scope.engine.frontend.requests import prepared_as
 from vllm_scope.engine.plugin import checking_sites
@@ -171,7 +171,7 @@ class OfflineEngine:
         if engine.has_unfinished_requests():
             raise ScopeError("this LLM has requests that run; let them end before the harvest.")
         self._sites()  # connects
-        with _woken(engine), _frozen_heap():
+        with _woken(engine), frozen_heap():
             yield from self._computed(prompts, _Sending(engine, reads, params))
 
     def _computed(
@@ -268,25 +268,6 @@ def _woken(engine: Any) -> Iterator[None]:
         yield
     finally:
         over.set()
-
-
-@contextmanager
-def _frozen_heap() -> Iterator[None]:
-    """Let the garbage collector pass over the objects that are there now.
-
-    It would look at all of them again and again, because each request makes hundreds of new ones:
-    a tenth of this process's time, if EngineCore is in another process. Old garbage
-    is freed after the computation: to collect it now would keep the engine waiting for 0.3 s.
-    """
-    if gc.get_freeze_count():  # the caller did so, or vLLM, whose EngineCore is in this process
-        yield
-        return
-    gc.collect(1)
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 class _Sending:

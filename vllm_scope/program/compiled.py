@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from vllm_scope.program.operations import (
     OpsOf,
     Program,
     build_program,
+    edit_ops,
     row_key,
 )
 from vllm_scope.program.picks import Pick
@@ -37,6 +38,7 @@ from vllm_scope.request.arrays import Array
 from vllm_scope.request.heads import Bank, Head
 from vllm_scope.request.nets import Net
 from vllm_scope.request.remembered import Remembered
+from vllm_scope.request.resolved import ResolvedEdit
 from vllm_scope.request.sites import LEVELS
 
 #: Limits of one request: distinct programs, and operations of all its programs together. If the
@@ -49,8 +51,17 @@ MOST_PROGRAMS_WITH_VECTORS, MOST_OPS_WITH_VECTORS = 512, 1 << 13
 REMEMBERED_BYTES = 64 << 20
 _PROGRAM_BYTES, _OP_BYTES = 2048, 256
 
+#: Entries of each dict of a Shared.
+MOST_SHARED = 64
+Value = TypeVar("Value")
+
 #: [num_picks], the values of a token's picks (Pick.values).
 Column = NDArray[np.int32]
+
+
+def as_columns(columns: Collection[bytes]) -> NDArray[np.int32]:
+    """[num_picks, num_columns]"""
+    return np.frombuffer(b"".join(columns), np.int32).reshape(len(columns), -1).T
 
 
 class _Programs:
@@ -90,6 +101,31 @@ def _size_of(program: Program) -> int:
 programs = _Programs()
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What does not depend on the streams and vectors of a spec's edits.
+
+    Attributes:
+        columns: (length of the prompt, number of positions, with drafts) -> as
+            `RequestProgram.columns` returns them.
+        ranges: (length of the prompt, first position, number of positions) -> their columns.
+        counts: columns -> how many programs and operations they take, and whether any edits, if the
+            spec is one edit by one row.
+    """
+
+    columns: dict[tuple[int, int, bool], tuple[bytes, ...]] = field(default_factory=dict)
+    ranges: dict[tuple[int, int, int], ColumnRange] = field(default_factory=dict)
+    counts: dict[tuple[bytes, ...], tuple[int, int, bool]] = field(default_factory=dict)
+
+    @staticmethod
+    def kept(known: dict[Any, Any], key: object, made: Value) -> Value:
+        """Keep a value, and return it."""
+        if len(known) >= MOST_SHARED:
+            known.clear()
+        known[key] = made
+        return made
+
+
 class CompiledEdit(NamedTuple):
     """An edit of a spec.
 
@@ -126,6 +162,7 @@ class Compiled:
             all of its tokens. Filled only if all picks are uniform.
         phase_columns: the same of their columns.
         built: bytes of a column -> its program, while `programs` keeps it.
+        shared: kept for specs of one outline (request.outline).
     """
 
     picks: tuple[Pick, ...]
@@ -137,6 +174,41 @@ class Compiled:
     of_phase: dict[tuple[bool, frozenset[str]], Program | None] = field(default_factory=dict)
     phase_columns: dict[tuple[bool, frozenset[str]], Column] = field(default_factory=dict)
     built: dict[bytes, Program | None] = field(default_factory=dict)
+    shared: Shared = field(default_factory=lambda: Shared())
+
+    def fitted(self, edits: Sequence[ResolvedEdit], here: Container[int]) -> Compiled | None:
+        """The same of a spec that differs from this one's in the streams and vectors of its edits
+        alone; None if these are not all here.
+
+        Args:
+            edits: without gates.
+            here: boundaries.
+        """
+        if self.reads or len(self.edits) != len(edits):
+            return None
+        made = []
+        for one, edit in zip(self.edits, edits, strict=True):
+            boundary, group = edit.stream.boundary, edit.stream.group
+            if one.gate or boundary not in here:
+                return None
+            values = edit.values if edit.positions else None
+            ops_of = edit_ops(edit, {}, -1)
+            made.append(CompiledEdit(one.pick, (boundary, group), ops_of, one.num_ops, (), values))
+        found = Compiled(
+            self.picks, (), tuple(made), self.check, self.rows, self.banks,
+            phase_columns=self.phase_columns, shared=self.shared,
+        )  # fmt: skip
+        found.__dict__.update(self._alike)
+        return found
+
+    @cached_property
+    def _alike(self) -> dict[str, object]:
+        """Cached properties that depend on the picks alone."""
+        names = (
+            "used", "uses", "firsts", "delivering", "remembers", "uniform", "_ops_of_picks",
+            "_marks",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names}
 
     @cached_property
     def ref(self) -> weakref.ref[Compiled]:
@@ -192,7 +264,7 @@ class Compiled:
         if not isinstance(known, Compiled):
             programs.use(self, key)
             return known
-        found = self._build(column)
+        found = self.build(column)
         programs.put(self, key, found)
         return found
 
@@ -267,15 +339,19 @@ class Compiled:
             listed.append(Listed(self.check, LEVELS, 0, Op(OP_CHECK), ()))
         return OpList(listed, self.reads, self.rows, len(self.picks))
 
-    def count(self, columns: NDArray[np.int32]) -> tuple[int, int, list[bytes], set[Head]]:
+    def count(self, columns: tuple[bytes, ...]) -> tuple[int, int, list[bytes], set[Head]]:
         """As OpList.count."""
         if self._only_key is None:
-            return self.op_list.count(columns)
-        edited = columns[self.edits[0].pick] > 0
-        num_checks = int(self.check is not None)
-        some, others = bool(edited.any()), bool(num_checks and not edited.all())
-        num_ops = some * (1 + num_checks) + others * num_checks
-        return some + others, num_ops, [self._only_key] * some, set()
+            return self.op_list.count(as_columns(columns))
+        known = self.shared.counts.get(columns)
+        if known is None:
+            edited = as_columns(columns)[self.edits[0].pick] > 0
+            num_checks = int(self.check is not None)
+            some, others = bool(edited.any()), bool(num_checks and not edited.all())
+            num_ops = some * (1 + num_checks) + others * num_checks
+            known = Shared.kept(self.shared.counts, columns, (some + others, num_ops, some))
+        num_programs, num_ops, some = known
+        return num_programs, num_ops, [self._only_key] * some, set()
 
     @cached_property
     def _only_key(self) -> bytes | None:
@@ -312,8 +388,9 @@ class Compiled:
         points, also = self._delivered(column)
         return Layout(points.pop(None, ()), _listed(points), also)
 
-    def _build(self, column: Column) -> Program | None:
-        points, also = self._delivered(column)
+    def build(self, column: Column) -> Program | None:
+        """The program of a column, which is not kept."""
+        points, also = self._delivered(column) if self.reads else ({}, ())
         edits: dict[tuple[int, int], list[Op]] = {}
         gates: dict[tuple[int, int], dict[Op, None]] = {}
         for pick, place, ops_of, _, gate, _ in self.edits:

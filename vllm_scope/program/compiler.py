@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError
-from vllm_scope.program.compiled import Column, Compiled, CompiledEdit
+from vllm_scope.program.compiled import Column, Compiled, CompiledEdit, Shared
 from vllm_scope.program.held import Held
 from vllm_scope.program.operations import (
     MOST_GATES,
@@ -232,9 +232,13 @@ class RequestProgram:
         """
         known: dict[Hashable, Compiled] = asked.__dict__.setdefault("_compiled", {})
         key = (sites, here, drains)
-        if key not in known:
-            known[key] = _compile(asked, sites, here, drains)
-        compiled = known[key]
+        compiled = known.get(key)
+        if compiled is None:
+            of_outline: Compiled | None = asked.shared.get(key)
+            compiled = None if of_outline is None else of_outline.fitted(asked.edits, here)
+            if compiled is None:
+                compiled = asked.shared[key] = _compile(asked, sites, here, drains)
+            known[key] = compiled
         ids = () if compiled.uniform else prompt_ids
         return RequestProgram(num_prompt, np.asarray(ids, np.int64), compiled)
 
@@ -316,8 +320,12 @@ class RequestProgram:
 
         if not compiled.remembers:
             return made()
-        key = RangeKey(compiled.picks, compiled.used, self.num_prompt, first, count)
-        return remembered(key, made)
+        known = compiled.shared.ranges
+        found = known.get((self.num_prompt, first, count))
+        if found is None:
+            key = RangeKey(compiled.picks, compiled.used, self.num_prompt, first, count)
+            found = Shared.kept(known, key[2:], remembered(key, made))
+        return found
 
     @property
     def parts(self) -> tuple[tuple[int, RequestProgram], ...]:
@@ -368,8 +376,15 @@ class RequestProgram:
         Raises:
             SpecError: more programs than one request may have.
         """
-        found = dict.fromkeys(self._distinct_columns(num_positions))
-        return tuple(found | dict.fromkeys(self.superset_columns() if drafts else ()))
+        known, key = self._compiled.shared.columns, (self.num_prompt, num_positions, drafts)
+        made = known.get(key)
+        if made is None:
+            found = dict.fromkeys(self._distinct_columns(num_positions))
+            made = tuple(found | dict.fromkeys(self.superset_columns() if drafts else ()))
+            # They depend on the length of the prompt alone.
+            if (self._compiled.remembers or self._compiled.uniform) and not self.begun:
+                Shared.kept(known, key, made)
+        return made
 
     def superset_columns(self) -> list[bytes]:
         """The columns of `generated_superset`, before any verdict, and after those of first

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_scope.program.compiled import Column, Compiled
+from vllm_scope.program.compiled import Column, Compiled, as_columns
 from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.program.operations import Cost, Program, num_vectors
 from vllm_scope.program.table_rows import TableRows
@@ -50,7 +50,7 @@ class Held:
     @cached_property
     def _columns(self) -> NDArray[np.int32]:
         """[num_picks, num_programs]"""
-        return np.frombuffer(b"".join(self.index_of), np.int32).reshape(len(self.index_of), -1).T
+        return as_columns(self.index_of)
 
     def __len__(self) -> int:
         return len(self.index_of)
@@ -84,9 +84,10 @@ class Held:
 
     @property
     def programs(self) -> list[Program | None]:
-        """The programs, one by one."""
+        """The programs, one by one. If they edit, they are built at each call."""
         columns = (np.frombuffer(column, np.int32) for column in self.index_of)
-        return [self._compiled.program(column) for column in columns]
+        made = self._compiled.build if self._compiled.has_vectors else self._compiled.program
+        return [made(column) for column in columns]
 
     def rows(self, widths: Widths) -> TableRows:
         """The programs as rows of the op table, made once. EngineCore makes those that a worker in
@@ -111,8 +112,10 @@ class Held:
 
     @cached_property
     def _counted(self) -> tuple[int, int, dict[bytes, int]]:
-        num_programs, num_ops, keys, heads = self._compiled.count(self._columns)
+        num_programs, num_ops, keys, heads = self._compiled.count(tuple(self.index_of))
         banks = self._compiled.banks
+        if not banks:
+            return num_programs, num_ops, dict.fromkeys(keys, 1)
         nets = (net for bank in banks if bank in heads for net in banks[bank])
         weights = {w.digest: num_vectors(w) for net in nets for w, _ in net.layers}
         return num_programs, num_ops, dict.fromkeys(keys, 1) | weights

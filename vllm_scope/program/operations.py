@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
+from operator import itemgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -209,6 +210,8 @@ def build_program(
         check: the boundary after whose edits the row is checked, or None.
         gates: (boundary, group) -> the conditions that see the row before the edits of that site.
     """
+    if not (points or encoded or gates):
+        return _editing(edits, check)
     layout = Layout(points, encoded, also)
     read_at = {point: i for i, point in enumerate(layout.arena.points)}
     boundaries = {boundary_of_point(p) for p in read_at} | {b for b, _ in (*edits, *gates)}
@@ -227,6 +230,29 @@ def build_program(
             ops.append(Op(OP_CHECK))
         taps.append((boundary, tuple(ops)))
     return Program(layout, tuple(taps))
+
+
+def _editing(edits: Mapping[tuple[int, int], Sequence[Op]], check: int | None) -> Program:
+    """`build_program` without reads and gates."""
+    if not edits and check is not None:
+        return _checking(check)
+    taps: dict[int, tuple[Op, ...]] = {}
+    for boundary, group in sorted(edits):
+        taps[boundary] = (*taps.get(boundary, ()), *edits[boundary, group])
+    if check is not None:
+        taps[check] = (*taps.get(check, ()), _CHECK)
+    return Program(_NOTHING, tuple(sorted(taps.items(), key=_boundary_of)))
+
+
+@lru_cache(maxsize=64)  # each request with edits has it
+def _checking(boundary: int) -> Program:
+    return Program(_NOTHING, ((boundary, (_CHECK,)),))
+
+
+#: Of a program that delivers nothing.
+_NOTHING = Layout()
+_CHECK = Op(OP_CHECK)
+_boundary_of = itemgetter(0)
 
 
 #: The operations of an edit on a token, by the token's row of a replacement (from 1).
@@ -263,6 +289,9 @@ def edit_ops(edit: ResolvedEdit, made: dict[Hashable, tuple[Op, ...]], register:
 
 def _replacing(edit: ResolvedEdit, register: int, row: int) -> tuple[Op]:
     values, index = edit.values, row - 1
+    if values.shape[0] == 1:
+        vector = Array.known(values.shape[1:], values.data, row_key(values, 0))
+        return (Op(OP_SET, 0, vector, register=register, told=edit.dose),)
     bits = values.numpy.view(np.int32)
     first = int((bits[:row] == bits[index]).all(1).argmax())
     # Known by the key under which EngineCore counts it, and not by a digest of its numbers, which

@@ -6,6 +6,8 @@ sites.py         which streams of which layers
 spec.py          all actions of one request, as JSON on the wire
 schema.py        the JSON Schema of a spec
 resolve.py       what the actions mean on one engine
+packed.py        actions as bytes between the processes of one engine
+outline.py       specs that differ in the layers and vectors of their edits alone
 arrays.py        vectors and rows: float32 with a shape and a digest
 nets.py          what a probe computes of a row, and its aggregates
 cascade.py       where a probe begins that waits for another one's verdict

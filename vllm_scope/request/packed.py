@@ -5,17 +5,18 @@ Runs:  in front-ends and EngineCore (`pack`), in EngineCore and workers (`unpack
 From:  spec, resolve (whose actions are packed).   To: ticket, core.news.
 
 Promise: equal actions have equal digests. Vectors are kept apart from the rest, so that a
-worker gets a vector only if it does not hold it (core.news). `unpack` does not check the actions
-again: they were checked when they were made, and packed bytes never come from a caller.
+worker gets a vector only if it does not hold it (core.news). So are the layers of edits: cells of a
+sweep mostly differ in both alone, and then have equal bodies (outline). `unpack` does not check the
+actions again: they were checked when they were made, and packed bytes never come from a caller.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -68,10 +69,16 @@ _CLASSES: tuple[type[Any], ...] = (
     Moments, ResolvedMoments,
 )  # fmt: skip
 _NUMBER_OF = {cls: number for number, cls in enumerate(_CLASSES)}
-_FIELDS = [tuple(field.name for field in fields(cls)) for cls in _CLASSES]
-#: Stand in place of a class's number: for a tuple of objects, a tuple of plain values, an Array
-#: (by its digest), a Place, edits that differ in their streams only.
-_TUPLE, _PLAIN, _ARRAY, _PLACE, _EDITS = -1, -2, -3, -4, -5
+#: Edits, of which `layer` follows from `layers`, and `layers` are kept apart.
+_PLACED = (Add, Ablate, Clamp, Replace)
+_FIELDS = [
+    tuple(each.name for each in fields(cls) if cls not in _PLACED or each.name != "layer")
+    for cls in _CLASSES
+]
+#: Stand in place of a class's number: for a tuple of objects, a tuple of plain values, an Array (by
+#: its index), a Place, edits that differ in their streams only, the layers of an edit (by their
+#: index).
+_TUPLE, _PLAIN, _ARRAY, _PLACE, _EDITS, _LAYERS = -1, -2, -3, -4, -5, -6
 _PLAIN_TYPES = {int, float, str, bool, type(None)}
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -83,22 +90,68 @@ class Packed(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         digest: of everything, vectors included.
-        body: msgpack.
-        arrays: digests of the Arrays that the body names.
+        body: msgpack, without vectors and the layers of edits.
+        arrays: digests of the Arrays that the body names by their indices.
+        layers: of its edits with layers, in their order.
     """
 
     digest: bytes
     body: bytes
     arrays: list[bytes]
+    layers: list[tuple[int, ...]] = []
+
+    @staticmethod
+    def of(body: bytes, arrays: list[bytes], layers: list[tuple[int, ...]]) -> Packed:
+        digest = hashlib.blake2b(body, digest_size=16)
+        digest.update(_encode((arrays, layers)))
+        return Packed(digest.digest(), body, arrays, layers)
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """What is kept apart from a body: its Arrays by digest, and the layers of its edits."""
+
+    arrays: dict[bytes, Array] = field(default_factory=dict)
+    indices: dict[bytes, int] = field(default_factory=dict)
+    layers: list[tuple[int, ...]] = field(default_factory=list)
+
+    def index_of(self, array: Array) -> int:
+        self.arrays[array.digest] = array
+        return self.indices.setdefault(array.digest, len(self.indices))
+
+    def of_layers(self, layers: tuple[int, ...]) -> int:
+        self.layers.append(layers)
+        return len(self.layers) - 1
+
+
+class _Kept(NamedTuple):
+    """The same where a body is put together."""
+
+    arrays: list[Array]
+    layers: list[tuple[int, ...]]
 
 
 def pack(actions: tuple[object, ...]) -> tuple[Packed, dict[bytes, Array]]:
     """The actions without their Arrays, and the Arrays by digest."""
-    arrays: dict[bytes, Array] = {}
-    body = _encode(_taken_apart(actions, arrays))
-    # The body contains the digests of the Arrays, so this digest covers the Arrays too.
-    digest = hashlib.blake2b(body, digest_size=16).digest()
-    return Packed(digest, body, list(arrays)), arrays
+    apart = _Apart()
+    body = _encode(_taken_apart(actions, apart))
+    return Packed.of(body, list(apart.arrays), apart.layers), apart.arrays
+
+
+def have_one_body(one: object, other: object) -> bool:
+    """True if two edits, each of one layer and with a vector or rows of its own, differ in these
+    alone."""
+    if type(one) is not type(other) or not isinstance(one, _PLACED):
+        return False
+    vector = one.fields[0]
+    own = all(
+        isinstance(getattr(x, vector), Array) and isinstance(x.layers, tuple) and len(x.layers) == 1
+        for x in (one, other)
+    )
+    names = _FIELDS[_NUMBER_OF[type(one)]]
+    return own and all(
+        name in ("layers", vector) or getattr(one, name) == getattr(other, name) for name in names
+    )
 
 
 def unpack(packed: Packed, arrays: Mapping[bytes, Array]) -> tuple[Any, ...]:
@@ -107,11 +160,12 @@ def unpack(packed: Packed, arrays: Mapping[bytes, Array]) -> tuple[Any, ...]:
     Raises:
         KeyError: an Array is not among `arrays`.
     """
-    found: tuple[Any, ...] = _put_together(_decode(packed.body), arrays)
+    kept = _Kept([arrays[digest] for digest in packed.arrays], packed.layers)
+    found: tuple[Any, ...] = _put_together(_decode(packed.body), kept)
     return found
 
 
-def _taken_apart(value: object, arrays: dict[bytes, Array]) -> object:
+def _taken_apart(value: object, apart: _Apart) -> object:
     if isinstance(value, Place):
         return [_PLACE, *value]
     if isinstance(value, tuple):
@@ -122,31 +176,33 @@ def _taken_apart(value: object, arrays: dict[bytes, Array]) -> object:
             return [
                 _EDITS,
                 *(
-                    [_taken_apart(some[0], arrays), [list(e.stream) for e in some]]
+                    [_taken_apart(some[0], apart), [list(e.stream) for e in some]]
                     for some in groups
                 ),
             ]
-        return [_TUPLE, *(_taken_apart(one, arrays) for one in value)]
+        return [_TUPLE, *(_taken_apart(one, apart) for one in value)]
     if isinstance(value, Array):
-        arrays[value.digest] = value
-        return [_ARRAY, value.digest]
+        return [_ARRAY, apart.index_of(value)]
     number = _NUMBER_OF.get(type(value))
     if number is None:
         return value
-    return [number, *(_taken_apart(getattr(value, name), arrays) for name in _FIELDS[number])]
+    parts = [number, *(_taken_apart(getattr(value, name), apart) for name in _FIELDS[number])]
+    if isinstance(value, _PLACED) and isinstance(value.layers, tuple):
+        parts[1 + _FIELDS[number].index("layers")] = [_LAYERS, apart.of_layers(value.layers)]
+    return parts
 
 
-_EDIT_FIELDS = tuple(field.name for field in fields(ResolvedEdit) if field.name != "stream")
+_EDIT_FIELDS = tuple(each.name for each in fields(ResolvedEdit) if each.name != "stream")
 
 
 def _without_stream(edit: ResolvedEdit) -> tuple[object, ...]:
     return tuple(edit.__dict__[name] for name in _EDIT_FIELDS)
 
 
-def _edits_of(group: Any, arrays: Mapping[bytes, Array]) -> list[ResolvedEdit]:
+def _edits_of(group: Any, kept: _Kept) -> list[ResolvedEdit]:
     """The edits of one action at its streams. A request may have thousands of them."""
     first, streams = group
-    content = _put_together(first, arrays).__dict__
+    content = _put_together(first, kept).__dict__
     found = []
     for site, layer in streams:
         one = object.__new__(ResolvedEdit)
@@ -155,21 +211,26 @@ def _edits_of(group: Any, arrays: Mapping[bytes, Array]) -> list[ResolvedEdit]:
     return found
 
 
-def _put_together(value: Any, arrays: Mapping[bytes, Array]) -> Any:
+def _put_together(value: Any, kept: _Kept) -> Any:
     if type(value) is not list:
         return value
     number = value[0]
     if number == _EDITS:
-        return tuple(edit for group in value[1:] for edit in _edits_of(group, arrays))
+        return tuple(edit for group in value[1:] for edit in _edits_of(group, kept))
     if number == _PLAIN:
         return tuple(value[1:])
     if number == _PLACE:
         return Place(value[1], value[2])
     if number == _ARRAY:
-        return arrays[value[1]]
-    rest = [_put_together(one, arrays) if type(one) is list else one for one in value[1:]]
+        return kept.arrays[value[1]]
+    if number == _LAYERS:
+        return kept.layers[value[1]]
+    rest = [_put_together(one, kept) if type(one) is list else one for one in value[1:]]
     if number == _TUPLE:
         return tuple(rest)
     found = object.__new__(_CLASSES[number])
     found.__dict__.update(zip(_FIELDS[number], rest, strict=True))
+    if isinstance(found, _PLACED):
+        layers = found.layers
+        found.__dict__["layer"] = layers[0] if len(layers) == 1 else layers
     return found

@@ -9,10 +9,10 @@ From:  resolve.   To: program.compiler (what to do with each token), results (wh
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -276,6 +276,12 @@ class Resolved:
     moments: tuple[ResolvedMoments, ...] = ()
 
     __getstate__ = _fields_alone
+
+    @cached_property
+    def shared(self) -> dict[Hashable, Any]:
+        """What others keep for it that depends on neither layers nor vectors of its edits. Specs of
+        one outline have the same dict."""
+        return {}
 
     @cached_property
     def banked(self) -> tuple[ResolvedProbe | ResolvedFeatures, ...]:

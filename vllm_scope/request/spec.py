@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 from vllm_scope.errors import SpecError, shown
@@ -36,7 +36,8 @@ from vllm_scope.request.actions.sparse import MAX_INDICES
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.bounded_json import decode, num_items
 from vllm_scope.request.cascade import check_cascades
-from vllm_scope.request.packed import Packed, pack, unpack
+from vllm_scope.request.outline import Outline
+from vllm_scope.request.packed import Packed, have_one_body, pack, unpack
 from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.resolve import resolve
 from vllm_scope.request.resolved import Resolved, Vectors
@@ -70,6 +71,8 @@ REMEMBERED_BYTES, LONGEST_REMEMBERED = 64 << 20, 1 << 20
 #: The largest resolved spec that is cached. A resolved spec that names a module may have a vector
 #: for each layer.
 LARGEST_REMEMBERED = 32 << 20
+#: Bound of the outlines of resolved specs.
+OUTLINE_BYTES = 16 << 20
 #: Memory of a parsed spec besides its text.
 _SPEC_BYTES = 4096
 #: Actions that may name an SAE or a lens.
@@ -123,6 +126,19 @@ class Spec:
                     f"the reads to {shown(read.to)} differ in tag or name; a request has one of "
                     "each at a sink."
                 )
+
+    def with_edits(self, edits: tuple[Edit, ...]) -> Spec:
+        """A spec of other edits alone. If this one is of one edit, and they differ from it in the
+        layer and the vector alone, it takes little work."""
+        alike = len(self.actions) == len(self.edits) == len(edits) == 1
+        if not alike or self.policy is not None or not have_one_body(self.edits[0], edits[0]):
+            return Spec(edits=edits)
+        vector = getattr(edits[0], edits[0].fields[0])
+        packed = Packed.of(self.packed.body, [vector.digest], [edits[0].layers])
+        found = object.__new__(Spec)
+        found.__dict__.update({name: getattr(self, name) for name in _names()}, edits=edits)
+        found.__dict__.update(modules=(), packed=packed, _packed=(packed, {vector.digest: vector}))
+        return found
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -277,6 +293,7 @@ class Spec:
         )  # fmt: skip
 
 
+@cache
 def _names() -> tuple[str, ...]:
     """The fields of a Spec, in the order in which they are packed."""
     return tuple(each.name for each in fields(Spec))
@@ -299,10 +316,12 @@ class Meanings:
         self._sites = sites
         self._known: Remembered[tuple[bytes, tuple[Hashable, ...]], Resolved]
         self._known = Remembered(REMEMBERED_BYTES)
+        #: By the body of a Packed. None of them names a module.
+        self._outlines: Remembered[bytes, Outline] = Remembered(OUTLINE_BYTES)
 
     @property
     def num_bytes(self) -> int:
-        return self._known.num_bytes
+        return self._known.num_bytes + self._outlines.num_bytes
 
     def forget(self) -> None:
         """Drop the specs that name modules."""
@@ -311,6 +330,7 @@ class Meanings:
     def clear(self) -> None:
         """Drop all specs."""
         self._known.clear()
+        self._outlines.clear()
 
     def of(
         self, digest: bytes, spec_of: Callable[[], Spec], modules: Mapping[str, Vectors],
@@ -323,13 +343,38 @@ class Meanings:
             spec_of: returns the spec; called only if the cache does not have it resolved.
             version: changes when a module name in the spec gets another module.
         """
-        key = (digest, version)
+        known = self._known.get((digest, version))
+        if known is None:
+            known = self._keep((digest, version), spec_of().resolve(self._sites, modules))
+        return known
+
+    def of_packed(
+        self, packed: Packed, arrays: Mapping[bytes, Array], modules: Mapping[str, Vectors],
+        version: tuple[Hashable, ...] = (),
+    ) -> Resolved:  # fmt: skip
+        """The same of a spec that a front-end packed. If an earlier one had its outline, it is made
+        of that one.
+
+        Raises:
+            KeyError: an Array is not among `arrays`. SpecError: as Spec.resolve.
+        """
+        key = (packed.digest, version)
         known = self._known.get(key)
         if known is None:
-            known = spec_of().resolve(self._sites, modules)
-            if known.num_bytes <= LARGEST_REMEMBERED:
-                self._known.put(key, known, known.num_bytes)
+            outline = self._outlines.get(packed.body)
+            known = None if outline is None else outline.fitted(packed, arrays)
+            if known is None:
+                known = Spec.unpack(packed, arrays).resolve(self._sites, modules)
+                outline = None if version else Outline.of(packed, known, self._sites)
+                if outline is not None:
+                    self._outlines.put(packed.body, outline, _SPEC_BYTES + known.num_bytes)
+            self._keep(key, known)
         return known
+
+    def _keep(self, key: tuple[bytes, tuple[Hashable, ...]], found: Resolved) -> Resolved:
+        if found.num_bytes <= LARGEST_REMEMBERED:
+            self._known.put(key, found, found.num_bytes)
+        return found
 
 
 def check_stopping(probes: Sequence[Probe]) -> None:

@@ -36,6 +36,8 @@ class Recipient(msgspec.Struct, frozen=True, array_like=True):
         child: index of the completion.
         owner: digest of the API key; empty without one.
         follows: True if the caller sees outputs before the last one.
+        awaits: False if workers tell the front-end nothing of the request, which is over with its
+            last token.
     """
 
     key: int
@@ -45,6 +47,7 @@ class Recipient(msgspec.Struct, frozen=True, array_like=True):
     child: int = 0
     owner: str = ""
     follows: bool = True
+    awaits: bool = True
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):

@@ -41,6 +41,7 @@ from vllm_scope import Add, CapacityError, Read, Spec
 from vllm_scope.batch.labels import StepBatch
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.request.sites import LEVELS, boundary_of_point
+from vllm_scope.request.ticket import Recipient
 from vllm_scope.worker.plan import Planner
 
 #: Selectors of phases alone, whose decode rows are planned as columns.
@@ -235,6 +236,22 @@ def test_server_edits_reach_plain_requests_and_deliver_nothing():
         worker.finish_requests(["a"])
     assert sink.found == {}
     assert sink.finished == []
+
+
+def test_a_request_that_awaits_nothing_is_edited_and_tells_nothing():
+    with running_worker(EVERYWHERE, 100) as (worker, sink):
+        edits = Spec(edits=(Add([1.0, 0, 0, 0], layer=0),))
+        request, other = (Request(name, i, edits, 2, [1] * 3) for i, name in enumerate("ab"))
+        sent = request.sent()
+        sent.recipient = Recipient(0, "f", awaits=False)
+        add(worker, sent, other.sent())
+        step = Step([(request, 0, 2), (other, 0, 2)], [0, 0])
+        worker.steps.begin(step.batch(), torch.tensor([0, 1, 0, 1]))
+        assert worker.steps._step.rows.tolist() == [0, 1, 2, 3]
+        assert (worker.steps._step.owners > 0).all()  # its faults are told
+        worker.steps.end()
+        worker.finish_requests(["a", "b"])
+    assert sink.finished == [(1, None)]
 
 
 def test_edits_alone_upload_once_while_the_batch_stays_the_same():

@@ -128,13 +128,14 @@ class CoreScope:
             know_digest(asked, ticket.spec.digest)
         nonce = secrets.token_bytes(16) if asked.scaled else b""
         held, columns, reserve = self._held_of(asked, ids, params.max_tokens or 1, unchecked)
-        reserve += Cost(lens_rows=num_lens_rows(asked, ids, params.max_tokens or 1))
+        if asked.features:
+            reserve += Cost(lens_rows=num_lens_rows(asked, ids, params.max_tokens or 1))
         return Entered(
             asked,
             None if ticket is None else ticket.recipient,
             min((first for first in firsts if first is not None), default=None),
             _first({edit.tokens for edit in asked.edits}, ids),
-            BlockKeys(asked.edits, len(ids), ids, nonce) if asked.edits else None,
+            BlockKeys(asked.edits, len(ids), ids, nonce, asked.shared) if asked.edits else None,
             held, columns, unchecked,
             LogRange(0, (params.max_tokens or 1) + OVERSHOOT, asked.num_states), reserve,
             self.sums if asked.moments else None,

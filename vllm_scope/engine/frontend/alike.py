@@ -17,8 +17,8 @@ from vllm_scope.engine.frontend import translators
 from vllm_scope.engine.frontend.connection import Connection, connections
 from vllm_scope.engine.frontend.prepared import Prepared, prepare
 from vllm_scope.engine.vllm_types import Engine
-from vllm_scope.request.actions import Action
-from vllm_scope.request.spec import scope
+from vllm_scope.request.actions import Action, Edit
+from vllm_scope.request.spec import Spec, scope
 from vllm_scope.results.budget import bytes_of_prompt
 
 
@@ -33,6 +33,8 @@ class Alike:
         self._connection = connection
         #: Of the requests that are sent now: their kind, and the check of the first.
         self._first: tuple[Hashable, Prepared] | None = None
+        #: The last spec of edits.
+        self._last: Spec | None = None
 
     @staticmethod
     def of_engine(engine: Engine) -> Alike | None:
@@ -63,6 +65,13 @@ class Alike:
             )  # fmt: skip
             self._first = kind, prepare(self._connection, asked)
         return self._first[1]
+
+    def with_edits(self, checked: Prepared, edits: tuple[Edit, ...]) -> Prepared:
+        """A request that differs from a checked one in the place and the numbers of its edits
+        alone."""
+        spec = Spec(edits=edits) if self._last is None else self._last.with_edits(edits)
+        self._last = spec
+        return replace(checked, spec=spec)
 
     def with_prompt(self, checked: Prepared, ids: list[int]) -> Prepared | None:
         """A request that differs from a checked one in its prompt alone.

@@ -94,7 +94,8 @@ def _open(
         connection.num_stages, prepared.num_bytes,
         parent.sampling_params.n if parent is not None else 1,
     )  # fmt: skip
-    if not _is_answered(connection, prepared, params):
+    awaits = _is_answered(connection, prepared, params)
+    if not awaits:
         pending.await_nothing()
     recipient = Recipient(
         pending.key,
@@ -104,6 +105,7 @@ def _open(
         child,
         asking.get().owner,
         params.output_kind.name != "FINAL_ONLY",
+        awaits,
     )
     arrays = travelling(a for digest, a in spec.arrays.items() if digest not in held)
     ticket = Ticket(recipient, prepared.first_position, spec.modules, spec.packed, arrays)

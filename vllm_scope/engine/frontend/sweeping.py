@@ -15,7 +15,7 @@ import itertools
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -29,13 +29,14 @@ from vllm_scope.engine.frontend.connection import (
     connections,
     needs_connection,
 )
+from vllm_scope.engine.frontend.heap import frozen_heap
 from vllm_scope.engine.frontend.outputs import drop
 from vllm_scope.engine.frontend.prepared import NO_TAPS, Prepared
 from vllm_scope.engine.frontend.requests import prepared_as
 from vllm_scope.engine.vllm_types import AsyncLLM, Engine, LLMEngine, RequestOutput
 from vllm_scope.errors import CapacityError, ScopeError, SpecError, naming, shown
 from vllm_scope.request.actions import Read
-from vllm_scope.request.spec import Spec, scope
+from vllm_scope.request.spec import scope
 from vllm_scope.results.budget import LABEL_BYTES
 from vllm_scope.results.inbox import inbox
 from vllm_scope.sweeps.plan import Cell, Job, Plan, Tokenizer
@@ -179,7 +180,7 @@ def cell_of(alike: Alike, job: Job, params: Any) -> Prepared:
         SpecError: the first cell of the prompt is not possible here.
     """
     first = alike.checked(job.prompt, job.actions, params, job.ids)
-    return replace(first, spec=Spec(edits=job.actions))  # type: ignore[arg-type]
+    return alike.with_edits(first, job.actions)  # type: ignore[arg-type]
 
 
 class NoTokenizer:
@@ -330,7 +331,7 @@ def run(
     sweeping = Sweeping(engine, prompts, sweep, share, ahead=2)
     running: dict[str, Job] = {}
     names = _names()
-    with showing(sweeping.plan, progress) as count:
+    with showing(sweeping.plan, progress) as count, frozen_heap():
         tell = partial(_tell, on_cell, count)
         try:
             while running or not sweeping.over:

@@ -299,8 +299,10 @@ class ScopeWorker:
         """
         assert self._planner is not None
         recipient, vectors = entrant.recipient, True
-        # Server-wide edits and global sinks also apply to requests without a recipient.
-        key = NOBODY if recipient is None else recipient.key
+        # Server-wide edits and global sinks also apply to requests without a recipient, or with one
+        # that awaits nothing.
+        told = recipient if recipient is not None and recipient.awaits else None
+        key = NOBODY if told is None else told.key
         try:
             asked = self._heard[entrant.spec]
             if entrant.scores and any(
@@ -310,11 +312,11 @@ class ScopeWorker:
                 # EngineCore counts on them, so that those of a refused request are told as lost.
                 self._keeping[request.req_id] = key, entrant.scores
             vectors = bool(asked.edits or asked.banked)
-            delivery = self._expect(request, recipient)
+            delivery = self._expect(request, told)
             prompt_ids, program = request.prompt_token_ids, None
             if delivery is not None:
                 try:
-                    key = delivery.add_request(request.req_id, prompt_ids, recipient, asked)
+                    key = delivery.add_request(request.req_id, prompt_ids, told, asked)
                     program = self._compile(asked, prompt_ids, True)
                     if entrant.unchecked:
                         self._check_size(asked, program, entrant.columns)

@@ -253,6 +253,8 @@ class Tables:
         self._stale_ops = np.zeros(num_ops, bool)
         self._is_stale = False
         self._pending_vectors: dict[int, NDArray[np.float32]] = {}
+        #: Ops that `_host_ops` does not have yet, by place.
+        self._pending_ops: dict[int, tuple[int, ...]] = {}
         self._staging, self._walk_staging = Staging(self.tokens), Staging(self.walks)
         self._tap_staging = Staging(self.taps)
         self._rows_written = 0
@@ -351,6 +353,7 @@ class Tables:
         self, rows: TableRows, ids: NDArray[np.int32], numbers: list[int],
         ops: NDArray[np.int32], vectors: list[int],
     ) -> None:  # fmt: skip
+        self._settle_ops()
         # The last one stands for none.
         op_at, vector_at = np.append(ops, np.int32(-1)), np.array([*vectors, -1], np.int32)
         table = np.zeros((len(ops), NUM_COLUMNS), np.int32)
@@ -448,33 +451,39 @@ class Tables:
         entry = self._host_programs[program_id]
         entry[:] = -1
         taken = self._free_ops.take(program.num_ops)
-        free, rows = iter(taken.tolist()), []
+        free, written = iter(taken.tolist()), self._pending_ops
         words = _words_of(program.layout, self._widths)
         for (boundary, ops), numbers_here in zip(program.taps, numbers, strict=True):
             following = -1
             for op, bits in zip(reversed(ops), reversed(numbers_here), strict=True):
                 at = next(free)
                 vector = None if op.vector is None else self._vector_places.find(op.vector.digest)
-                rows.append((
+                written[at] = (
                     op.code, *words.of(op, program.layout), -1 if vector is None else vector,
                     *bits[:2], following, op.register, op.source, *bits[2:],
-                ))  # fmt: skip
+                )  # fmt: skip
                 following = at
             entry[self._tap_of[boundary]] = following
-        if rows:
-            self._host_ops[taken] = rows
         self._ops_of[program_id] = taken
-        self._stale_ops[taken] = True
         self._stale_programs[program_id] = self._is_stale = True
         self.num_slots[program_id] = words.num_slots
         self.num_delivered[program_id] = words.num_delivered
+
+    def _settle_ops(self) -> None:
+        """Write the ops of programs that came one by one: together, they take half as long."""
+        if self._pending_ops:
+            places = np.fromiter(self._pending_ops, np.int64, len(self._pending_ops))
+            self._host_ops[places] = np.array(list(self._pending_ops.values()), np.int32)
+            self._stale_ops[places] = True
+            self._pending_ops.clear()
 
     def _flush(self) -> None:
         """Copy what changed in programs, ops and vectors to the device, one copy each."""
         if self._pending_vectors:
             vectors = self._pending_vectors
-            self._send(self.vectors, np.array(list(vectors)), np.array(list(vectors.values())))
+            self._send(self.vectors, np.array(list(vectors)), list(vectors.values()))
             self._pending_vectors.clear()
+        self._settle_ops()
         for table, host, stale in (
             (self.ops, self._host_ops, self._stale_ops),
             (self.programs, self._host_programs, self._stale_programs),
@@ -485,16 +494,19 @@ class Tables:
                 stale[places] = False
         self._is_stale = False
 
-    def _send(self, table: Tensor, places: NDArray[np.int64], rows: np.ndarray) -> None:
+    def _send(
+        self, table: Tensor, places: NDArray[np.int64], rows: np.ndarray | list[np.ndarray]
+    ) -> None:
         self.num_uploads += 1
         # By numpy: torch's threads would take longer to start than these copies take.
         if not table.is_cuda:
-            table.numpy()[places] = rows
+            _put(table.numpy(), places, rows)
             return
         # A copy from pageable memory would wait for the whole stream.
         index = torch.empty(len(places), dtype=torch.int64, pin_memory=True)
-        values = torch.empty(rows.shape, dtype=table.dtype, pin_memory=True)
-        index.numpy()[:], values.numpy()[:] = places, rows
+        values = torch.empty((len(places), table.shape[1]), dtype=table.dtype, pin_memory=True)
+        index.numpy()[:] = places
+        _put(values.numpy(), np.arange(len(places)), rows)
         index, values = (one.to(self._device, non_blocking=True) for one in (index, values))
         table.index_copy_(0, index, values)
 
@@ -590,6 +602,15 @@ class Tables:
         if self._rows_written:
             self.tokens[: self._rows_written].fill_(NO_PROGRAM)
             self._rows_written = 0
+
+
+def _put(table: np.ndarray, places: NDArray[np.int64], rows: np.ndarray | list[np.ndarray]) -> None:
+    """Write rows to their places. Rows of a list are not joined before: each is copied once."""
+    if isinstance(rows, np.ndarray):
+        table[places] = rows
+        return
+    for place, row in zip(places.tolist(), rows, strict=True):
+        table[place] = row
 
 
 def _as_slice(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:

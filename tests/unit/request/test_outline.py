@@ -1,0 +1,162 @@
+"""Specs that differ in the layers and vectors of their edits alone."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from tests.unit.programs import programs_of
+from vllm_scope import Ablate, Add, Clamp, Gate, Read, Replace, Spec, SpecError
+from vllm_scope.program.block_keys import BlockKeys
+from vllm_scope.program.compiler import RequestProgram
+from vllm_scope.request.outline import Outline
+from vllm_scope.request.resolved import Resolved
+from vllm_scope.request.sites import Sites
+from vllm_scope.request.spec import Meanings
+
+SITES = Sites(4, 8, "float32", (0, 2, 4, 6, 8))
+HERE = frozenset(SITES.boundaries)
+IDS = list(range(5, 29))
+
+
+def _row(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(*shape, 8)).astype(np.float32)
+
+
+def _cells(seed: int, layer: int) -> dict[str, tuple]:
+    return {
+        "replaced": (Replace(_row(seed, 1), positions=[3], layer=layer),),
+        "replaced-from-the-end": (Replace(_row(seed, 2), positions=[-1, 2], layer=layer),),
+        "added": (Add(_row(seed), layer=layer, scale=2.0, tokens=[3]),),
+        "added-to-all": (Add(_row(seed), layer=layer, norm_match=True),),
+        "at-two-sites": (
+            Add(_row(seed), site="resid_pre", layer=layer, tokens=[1]),
+            Ablate(_row(seed + 9), layer=layer, tokens=[2]),
+        ),
+        "clamped": (Clamp(_row(seed), layer=layer, lo=0.5, tokens="last_prompt"),),
+        "embedding": (Add(_row(seed), site="embed", tokens=[0]),),
+    }
+
+
+def _meanings(*specs: Spec) -> list[Resolved]:
+    meanings = Meanings(SITES)
+    return [meanings.of_packed(spec.packed, spec.arrays, {}) for spec in specs]
+
+
+def _is_fitted(first: Resolved, other: Resolved) -> bool:
+    return other is not first and other.shared is first.shared
+
+
+@pytest.mark.parametrize("kind", _cells(0, 1))
+def test_a_spec_is_made_of_another_one_that_differs_in_layer_and_vector(kind):
+    one, other = Spec(edits=_cells(0, 1)[kind]), Spec(edits=_cells(100, 3)[kind])
+    first, found = _meanings(one, other)
+    expected = other.resolve(SITES)
+    assert _is_fitted(first, found)
+    assert found == expected
+    assert [edit.number for edit in found.edits] == [edit.number for edit in expected.edits]
+    for name in ("num_bytes", "uniform", "destinations", "watched", "scaled", "num_states"):
+        assert getattr(found, name) == getattr(expected, name)
+
+
+@pytest.mark.parametrize("kind", _cells(0, 1))
+@pytest.mark.parametrize("layer", range(4))
+def test_its_programs_costs_and_keys_are_those_of_a_spec_without_an_outline(kind, layer):
+    one, other = Spec(edits=_cells(0, 1)[kind]), Spec(edits=_cells(100, layer)[kind])
+    first, found = _meanings(one, other)
+    alone = other.resolve(SITES)
+    RequestProgram.compile(first, SITES, HERE, len(IDS), IDS).columns(90)
+    made = []
+    for asked in (found, alone):
+        program = RequestProgram.compile(asked, SITES, HERE, len(IDS), IDS)
+        columns = program.columns(90)
+        held = program.held(columns, "key")
+        keys = BlockKeys(asked.edits, len(IDS), IDS)
+        made.append((
+            columns, programs_of(program, columns), held.programs, held.cost, held.vectors,
+            [keys.key(start, start + 8) for start in range(0, 24, 8)],
+            [program.distinct_at(first, 8)[1].tolist() for first in range(0, 24, 8)],
+        ))  # fmt: skip
+    assert made[0] == made[1]
+
+
+def test_a_layer_that_is_not_tapped_is_refused_as_without_an_outline():
+    sites = Sites(4, 8, "float32", (0, 2, 4))
+    meanings = Meanings(sites)
+    one, other = (Spec(edits=(Add([1.0] * 8, layer=layer),)) for layer in (0, 3))
+    meanings.of_packed(one.packed, one.arrays, {})
+    with pytest.raises(SpecError) as expected:
+        other.resolve(sites)
+    with pytest.raises(SpecError) as error:
+        meanings.of_packed(other.packed, other.arrays, {})
+    assert str(error.value) == str(expected.value)
+
+
+def test_vectors_of_another_size_are_refused():
+    one, other = (Spec(edits=(Add([1.0] * size, layer=0),)) for size in (8, 9))
+    with pytest.raises(SpecError, match="has 9 numbers; rows of 'resid_post' have 8"):
+        _meanings(one, other)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec(edits=(Add([1.0] * 8, layers=[0, 1]),)),
+        Spec(edits=(Add(_row(0, 2), layers=[0, 1]),)),
+        Spec(edits=(Add([1.0] * 8, layer=0, gate=Gate([1.0] * 8, layer=0)),)),
+        Spec(edits=(Add([1.0] * 8, layer=0, dose="d"),)),
+        Spec((Read("resid_post", layer=0),), edits=(Add([1.0] * 8, layer=0),)),
+    ],
+    ids=["two-layers", "a-row-for-each", "a-gate", "a-dose", "a-read"],
+)
+def test_other_specs_have_no_outline(spec):
+    assert Outline.of(spec.packed, spec.resolve(SITES), SITES) is None
+
+
+def test_edits_with_equal_vectors_are_no_outline_of_edits_with_different_ones():
+    one = Spec(edits=(Add([1.0] * 8, layer=0), Add([1.0] * 8, layer=1)))
+    other = Spec(edits=(Add([1.0] * 8, layer=0), Add([2.0] * 8, layer=1)))
+    first, found = _meanings(one, other)
+    assert not _is_fitted(first, found)
+    assert found == other.resolve(SITES)
+
+
+def test_an_outline_names_every_field_of_a_resolved_spec():
+    found = _meanings(*(Spec(edits=_cells(seed, 1)["added"]) for seed in (0, 1)))[1]
+    assert {each.name for each in fields(Resolved)} <= found.__dict__.keys()
+
+
+@pytest.mark.parametrize("kind", _cells(0, 1))
+def test_a_spec_of_the_last_ones_edits_is_packed_as_any_other(kind):
+    last = Spec(edits=_cells(0, 1)[kind])
+    for seed, layer, tokens in ((5, 3, None), (6, 1, None), (7, 2, [7])):
+        edits = _cells(seed, layer)[kind]
+        if tokens is not None and not isinstance(edits[0], Replace):
+            edits = (replace(edits[0], tokens=tokens), *edits[1:])
+        expected = Spec(edits=edits)
+        last = last.with_edits(edits)
+        assert last == expected
+        assert last.packed == expected.packed
+        assert last.arrays == expected.arrays
+        assert last.modules == ()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Add([2.0] * 8, layer=1, tokens=[1]),
+        Add([2.0] * 8, layer=1, scale=2.0),
+        Add([2.0] * 8, layers=[0, 1]),
+        Add([2.0] * 8, layer=1, gate=Gate([1.0] * 8, layer=0)),
+        Add("module", layer=1),
+        Add([2.0] * 8, site="resid_pre", layer=1),
+        Ablate([2.0] * 8, layer=1),
+    ],
+    ids=["tokens", "scale", "layers", "gate", "module", "site", "kind"],
+)
+def test_a_spec_of_another_edit_is_packed_anew(other):
+    found = Spec(edits=(Add([1.0] * 8, layer=0),)).with_edits((other,))
+    assert (found, found.packed) == (Spec(edits=(other,)), Spec(edits=(other,)).packed)
+    assert found.modules == Spec(edits=(other,)).modules
