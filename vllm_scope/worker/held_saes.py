@@ -25,8 +25,8 @@ from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
 from vllm_scope.request.heads import LensKey
 from vllm_scope.saes.sae import Sae
 
-#: Products that are computed at once: of 1,024 rows, for an SAE of 65,536 features. In parts of 512,
-#: 768 rows took 1.5 ms instead of 0.95 (H100).
+#: Products that are computed at once: of 1,024 rows, for an SAE of 65,536 features. In parts of
+#: 512, 768 rows took 1.5 ms instead of 0.95 (H100).
 MOST_BYTES = 256 << 20
 #: float8 weights that are unpacked at once, in bytes of what they become.
 UNPACKED_BYTES = 32 << 20
