@@ -140,21 +140,31 @@ class Layout:
                 return first + points.index(row) * num_slots
         return None
 
-    @cached_property
+    @property
     def arena(self) -> Layout:
         """What taps write: each point's row once, and what they tell."""
+        return self._arena or self
+
+    @cached_property
+    def _arena(self) -> Layout | None:
+        """None for this layout, which would wait for the garbage collector if it held itself."""
         told = tuple(pair for pair in self.encoded if isinstance(pair[0], Told))
         if len(told) == len(self.encoded):
-            return self
+            return None
         points = set(self.points)
         points.update(p for pair in self.encoded if pair not in told for p in pair[1])
         return Layout(tuple(sorted(points)), told)
 
-    @cached_property
+    @property
     def sent(self) -> Layout:
         """What leaves the device: all but rows that are added to sums."""
+        return self._sent or self
+
+    @cached_property
+    def _sent(self) -> Layout | None:
+        """As `_arena`."""
         kept = tuple(pair for pair in self.encoded if not isinstance(pair[0], Summed))
-        return self if len(kept) == len(self.encoded) else Layout(self.points, kept, self.also)
+        return None if len(kept) == len(self.encoded) else Layout(self.points, kept, self.also)
 
     def at(self, boundary: int) -> Layout:
         """The part that one tap delivers."""
