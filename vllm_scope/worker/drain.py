@@ -436,7 +436,8 @@ class Drain:
         self._items.append(item)
         if isinstance(item, _Rows):
             # On a GPU the region is free once its copy, which is enqueued, is done.
-            held = item.region.num_slots if item.waits is not None and not item.tapped else 0
+            region = None if item.tapped else item.waits
+            held = 0 if region is None else region.num_slots
             self._num_unseen += max(held, item.lease.stop - item.lease.start)
             if self._num_unseen > self._most_unseen or 2 * self._num_waiting > self._most_put_off:
                 self._soon.set()
