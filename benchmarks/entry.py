@@ -46,7 +46,9 @@ class Road:
         most_rows: of a step.
     """
 
-    def __init__(self, folder: Path, num_layers: int, num_probes: int, most_rows: int) -> None:
+    def __init__(
+        self, folder: Path, num_layers: int, num_probes: int = 0, most_rows: int = 2048
+    ) -> None:
         from vllm import EngineArgs
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -98,7 +100,8 @@ class Road:
             vector = rng.normal(size=self.sites.hidden_size).astype(np.float32) / 4096
             module = SteeringModule({("resid_post", MIDDLE): vector})
             self.core.registry.register_module(f"probe-{i}", module)
-        self.connection.learn_modules(self.core.registry.modules())
+        known: Any = self.core.registry.modules()
+        self.connection.learn_modules(known)
         probes = [Probe(f"probe-{i}", layer=MIDDLE, name=f"p{i}") for i in range(num_probes)]
         self.asked = scope(*probes)
 

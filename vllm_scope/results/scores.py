@@ -8,8 +8,9 @@ From:  table (the numbers of each bank), batch.readout.   To: result.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, reduce
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -100,7 +101,9 @@ class Asked:
     def alike(self) -> list[tuple[tuple[CellKey, ...], ResolvedProbe | ResolvedFeatures, int]]:
         """Of those that are made of the same cells: the cells, the first, and how many they are."""
         found: dict[tuple[CellKey, ...], list[ResolvedProbe | ResolvedFeatures]] = {}
-        for one in (*self.probes.values(), *self.features.values()):
+        every: Iterable[ResolvedProbe | ResolvedFeatures]
+        every = chain(self.probes.values(), self.features.values())
+        for one in every:
             found.setdefault(tuple(cells_of(one)), []).append(one)
         return [(keys, some[0], len(some)) for keys, some in found.items()]
 

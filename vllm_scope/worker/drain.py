@@ -256,7 +256,7 @@ class Drain:
                 done.set_exception(error)
 
         self.later(answer)
-        self._hurry()
+        self.hurry()
         return done.result(timeout=ANSWER_S)
 
     def follow(self, key: int) -> None:
@@ -313,7 +313,7 @@ class Drain:
 
     def _put_off(self, region: Region) -> torch.cuda.Event:
         assert isinstance(region.fence, StreamFence)
-        region.fence.put_off(self._hurry)
+        region.fence.put_off(self.hurry)
         self._num_put_off += region.num_slots
         tapped = self._event()
         tapped.record(self._stream_of_taps())
@@ -327,11 +327,8 @@ class Drain:
             return torch.cuda.Event(blocking=True)
 
     def hurry(self) -> None:
-        """Let the thread look now, without rest: nothing else runs that its work would delay."""
-        self._hurry()
-
-    def _hurry(self) -> None:
-        """Let the thread look now."""
+        """Let the thread look now, without rest: something waits for it, or no request runs that
+        its work would delay."""
         for news in (self._now, self._ended, self._soon, self._wake):
             news.set()
 
@@ -370,7 +367,7 @@ class Drain:
         # While the prompt's other tokens are computed: at its end the caller would wait for them.
         self._soon.set()
         if self._watch:  # it waits for them
-            self._hurry()
+            self.hurry()
 
     def later(self, call: Callable[[], None]) -> None:
         """Call something on the drain thread, after the rows that were submitted so far."""
@@ -416,7 +413,7 @@ class Drain:
         if self._summing:
             filled = threading.Event()
             self.later(filled.set)
-            self._hurry()
+            self.hurry()
             filled.wait(ANSWER_S)
         self._unfilled = False
 
@@ -449,7 +446,8 @@ class Drain:
         self._items.append(item)
         if isinstance(item, _Rows):
             # On a GPU the region is free once its copy, which is enqueued, is done.
-            held = item.region.num_slots if item.waits is not None and not item.tapped else 0
+            region = None if item.tapped else item.waits
+            held = 0 if region is None else region.num_slots
             self._num_unseen += max(held, item.lease.stop - item.lease.start)
             if self._num_unseen > self._most_unseen or 2 * self._num_waiting > self._most_put_off:
                 self._soon.set()
@@ -460,7 +458,7 @@ class Drain:
         """Deliver what waits, then stop."""
         if self._thread.is_alive():
             self._closing = True
-            self._hurry()
+            self.hurry()
             self._thread.join(timeout=30)
         self._sink.close()
         if not self._thread.is_alive():  # a thread that hangs still reads there

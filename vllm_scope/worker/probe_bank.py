@@ -169,7 +169,7 @@ class Banks:
             self._holders.update(banks.keys())
 
     def release(self, banks: Iterable[Bank]) -> None:
-        """Args: the banks of some requests; one of several requests as often."""
+        """Let go of banks of ended requests; one comes once for each request that held it."""
         with self._lock:
             over = False
             for bank, count in Counter(iter(banks)).items():
