@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +23,7 @@ from vllm_scope.program.ranges import can_remember
 from vllm_scope.request.resolved import ResolvedEdit
 from vllm_scope.request.selectors import Ids, Tokens, Word
 
-if TYPE_CHECKING:
-    from hashlib import _Hash
-
-#: Prompts' lengths, and blocks of each, whose edited tokens are known.
+#: Edits that are kept for other requests; lengths of prompts, and blocks of each, that are known.
 MOST_KNOWN: Final = 64
 
 
@@ -50,7 +47,8 @@ class _Edited:
     """Which tokens of a prompt some picks have, block by block.
 
     Attributes:
-        shared: True if that depends on the length of the prompt alone, not on its tokens.
+        shared: True if that depends on the length of the prompt alone, not on its tokens, and the
+            picks are few, so that it may be kept.
     """
 
     def __init__(self, given: list[Pick], num_prompt: int, prompt_ids: Ids) -> None:
@@ -58,14 +56,13 @@ class _Edited:
         self._pick_of = np.array([picks.setdefault(pick, len(picks)) for pick in given], np.int64)
         self._picks = tuple(picks)
         self.uniform = all(pick.uniform for pick in self._picks)
-        self.shared = self.uniform or can_remember(self._picks)
+        self.shared = len(given) <= MOST_KNOWN and (self.uniform or can_remember(self._picks))
         self._num_prompt = num_prompt
-        self._ids = (
-            np.zeros(num_prompt, np.int64) if self.shared else np.asarray(prompt_ids, np.int64)
-        )
-        self._known: dict[tuple[int, int], tuple[_Hash, NDArray[np.bool_]] | None] = {}
+        ids = np.zeros(num_prompt, np.int64) if self.uniform or self.shared else prompt_ids
+        self._ids = np.asarray(ids, np.int64)
+        self._known: dict[tuple[int, int], tuple[hashlib.blake2b, NDArray[np.bool_]] | None] = {}
 
-    def at(self, start: int, stop: int) -> tuple[_Hash, NDArray[np.bool_]] | None:
+    def at(self, start: int, stop: int) -> tuple[hashlib.blake2b, NDArray[np.bool_]] | None:
         """Of positions `start` to `stop` - 1: the hash of what is picked, which digests of edits
         follow, and which edits they are; None if nothing is picked."""
         if not self.shared:
@@ -76,7 +73,7 @@ class _Edited:
             self._known[start, stop] = self._at(start, stop)
         return self._known[start, stop]
 
-    def _at(self, start: int, stop: int) -> tuple[_Hash, NDArray[np.bool_]] | None:
+    def _at(self, start: int, stop: int) -> tuple[hashlib.blake2b, NDArray[np.bool_]] | None:
         positions = np.arange(start, stop, dtype=np.int64)
         tokens = Tokens.running(positions, self._num_prompt, self._ids)
         #: The distinct sets of tokens that are picked here -> their numbers, from 1.

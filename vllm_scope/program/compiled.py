@@ -174,7 +174,7 @@ class Compiled:
     of_phase: dict[tuple[bool, frozenset[str]], Program | None] = field(default_factory=dict)
     phase_columns: dict[tuple[bool, frozenset[str]], Column] = field(default_factory=dict)
     built: dict[bytes, Program | None] = field(default_factory=dict)
-    shared: Shared = field(default_factory=lambda: Shared())
+    shared: Shared = field(default_factory=Shared)
 
     def fitted(self, edits: Sequence[ResolvedEdit], here: Container[int]) -> Compiled | None:
         """The same of a spec that differs from this one's in the streams and vectors of its edits
