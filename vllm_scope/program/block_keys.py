@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Iterator
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,9 @@ from vllm_scope.program.ranges import can_remember
 from vllm_scope.request.resolved import ResolvedEdit
 from vllm_scope.request.selectors import Ids, Tokens, Word
 
-#: Edits that are kept for other requests; lengths of prompts, and blocks of each, that are known.
-MOST_KNOWN: Final = 64
+#: Of edits that other requests have too: how many they may be, the prompts' lengths for which
+#: their tokens are known, and the blocks of each.
+MOST_EDITS, MOST_LENGTHS, MOST_BLOCKS = 8, 4, 64
 
 
 def _parts(edit: ResolvedEdit, num_prompt: int) -> Iterator[tuple[Pick, bytes]]:
@@ -56,7 +57,7 @@ class _Edited:
         self._pick_of = np.array([picks.setdefault(pick, len(picks)) for pick in given], np.int64)
         self._picks = tuple(picks)
         self.uniform = all(pick.uniform for pick in self._picks)
-        self.shared = len(given) <= MOST_KNOWN and (self.uniform or can_remember(self._picks))
+        self.shared = len(given) <= MOST_EDITS and (self.uniform or can_remember(self._picks))
         self._num_prompt = num_prompt
         ids = np.zeros(num_prompt, np.int64) if self.uniform or self.shared else prompt_ids
         self._ids = np.asarray(ids, np.int64)
@@ -68,7 +69,7 @@ class _Edited:
         if not self.shared:
             return self._at(start, stop)
         if (start, stop) not in self._known:
-            if len(self._known) >= MOST_KNOWN:
+            if len(self._known) >= MOST_BLOCKS:
                 self._known.clear()
             self._known[start, stop] = self._at(start, stop)
         return self._known[start, stop]
@@ -113,7 +114,7 @@ class BlockKeys:
         if edited is None:
             edited = _Edited([pick for pick, _ in parts], num_prompt, prompt_ids)
             if edited.shared:
-                if len(known) >= MOST_KNOWN:
+                if len(known) >= MOST_LENGTHS:
                     known.clear()
                 known[num_prompt] = edited
         self._edited = edited
