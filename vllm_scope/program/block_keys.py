@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +23,9 @@ from vllm_scope.program.ranges import can_remember
 from vllm_scope.request.resolved import ResolvedEdit
 from vllm_scope.request.selectors import Ids, Tokens, Word
 
-if TYPE_CHECKING:
-    from hashlib import _Hash
-
-#: Prompts' lengths, and blocks of each, whose edited tokens are known.
-MOST_KNOWN: Final = 64
+#: Of edits that other requests have too: how many they may be, the prompts' lengths for which
+#: their tokens are known, and the blocks of each.
+MOST_EDITS, MOST_LENGTHS, MOST_BLOCKS = 8, 4, 64
 
 
 def _parts(edit: ResolvedEdit, num_prompt: int) -> Iterator[tuple[Pick, bytes]]:
@@ -50,7 +48,8 @@ class _Edited:
     """Which tokens of a prompt some picks have, block by block.
 
     Attributes:
-        shared: True if that depends on the length of the prompt alone, not on its tokens.
+        shared: True if that depends on the length of the prompt alone, not on its tokens, and the
+            picks are few, so that it may be kept.
     """
 
     def __init__(self, given: list[Pick], num_prompt: int, prompt_ids: Ids) -> None:
@@ -58,25 +57,24 @@ class _Edited:
         self._pick_of = np.array([picks.setdefault(pick, len(picks)) for pick in given], np.int64)
         self._picks = tuple(picks)
         self.uniform = all(pick.uniform for pick in self._picks)
-        self.shared = self.uniform or can_remember(self._picks)
+        self.shared = len(given) <= MOST_EDITS and (self.uniform or can_remember(self._picks))
         self._num_prompt = num_prompt
-        self._ids = (
-            np.zeros(num_prompt, np.int64) if self.shared else np.asarray(prompt_ids, np.int64)
-        )
-        self._known: dict[tuple[int, int], tuple[_Hash, NDArray[np.bool_]] | None] = {}
+        ids = np.zeros(num_prompt, np.int64) if self.uniform or self.shared else prompt_ids
+        self._ids = np.asarray(ids, np.int64)
+        self._known: dict[tuple[int, int], tuple[hashlib.blake2b, NDArray[np.bool_]] | None] = {}
 
-    def at(self, start: int, stop: int) -> tuple[_Hash, NDArray[np.bool_]] | None:
+    def at(self, start: int, stop: int) -> tuple[hashlib.blake2b, NDArray[np.bool_]] | None:
         """Of positions `start` to `stop` - 1: the hash of what is picked, which digests of edits
         follow, and which edits they are; None if nothing is picked."""
         if not self.shared:
             return self._at(start, stop)
         if (start, stop) not in self._known:
-            if len(self._known) >= MOST_KNOWN:
+            if len(self._known) >= MOST_BLOCKS:
                 self._known.clear()
             self._known[start, stop] = self._at(start, stop)
         return self._known[start, stop]
 
-    def _at(self, start: int, stop: int) -> tuple[_Hash, NDArray[np.bool_]] | None:
+    def _at(self, start: int, stop: int) -> tuple[hashlib.blake2b, NDArray[np.bool_]] | None:
         positions = np.arange(start, stop, dtype=np.int64)
         tokens = Tokens.running(positions, self._num_prompt, self._ids)
         #: The distinct sets of tokens that are picked here -> their numbers, from 1.
@@ -116,7 +114,7 @@ class BlockKeys:
         if edited is None:
             edited = _Edited([pick for pick, _ in parts], num_prompt, prompt_ids)
             if edited.shared:
-                if len(known) >= MOST_KNOWN:
+                if len(known) >= MOST_LENGTHS:
                     known.clear()
                 known[num_prompt] = edited
         self._edited = edited

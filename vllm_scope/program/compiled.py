@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ from vllm_scope.program.operations import (
     row_key,
 )
 from vllm_scope.program.picks import Pick
-from vllm_scope.program.ranges import ColumnRange, can_remember
+from vllm_scope.program.ranges import ColumnRange, PicksKey, can_remember
 from vllm_scope.program.table_rows import Listed, OpList
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.heads import Bank, Head
@@ -51,9 +51,8 @@ MOST_PROGRAMS_WITH_VECTORS, MOST_OPS_WITH_VECTORS = 512, 1 << 13
 REMEMBERED_BYTES = 64 << 20
 _PROGRAM_BYTES, _OP_BYTES = 2048, 256
 
-#: Entries of each dict of a Shared.
-MOST_SHARED = 64
-Value = TypeVar("Value")
+#: Entries of Compiled.counts.
+MOST_COUNTS = 8
 
 #: [num_picks], the values of a token's picks (Pick.values).
 Column = NDArray[np.int32]
@@ -101,31 +100,6 @@ def _size_of(program: Program) -> int:
 programs = _Programs()
 
 
-@dataclass(frozen=True)
-class Shared:
-    """What does not depend on the streams and vectors of a spec's edits.
-
-    Attributes:
-        columns: (length of the prompt, number of positions, with drafts) -> as
-            `RequestProgram.columns` returns them.
-        ranges: (length of the prompt, first position, number of positions) -> their columns.
-        counts: columns -> how many programs and operations they take, and whether any edits, if the
-            spec is one edit by one row.
-    """
-
-    columns: dict[tuple[int, int, bool], tuple[bytes, ...]] = field(default_factory=dict)
-    ranges: dict[tuple[int, int, int], ColumnRange] = field(default_factory=dict)
-    counts: dict[tuple[bytes, ...], tuple[int, int, bool]] = field(default_factory=dict)
-
-    @staticmethod
-    def kept(known: dict[Any, Any], key: object, made: Value) -> Value:
-        """Keep a value, and return it."""
-        if len(known) >= MOST_SHARED:
-            known.clear()
-        known[key] = made
-        return made
-
-
 class CompiledEdit(NamedTuple):
     """An edit of a spec.
 
@@ -162,7 +136,8 @@ class Compiled:
             all of its tokens. Filled only if all picks are uniform.
         phase_columns: the same of their columns.
         built: bytes of a column -> its program, while `programs` keeps it.
-        shared: kept for specs of one outline (request.outline).
+        counts: columns -> how many programs and operations they take, and whether any edits, if the
+            spec is one edit by one row. Specs of one outline (request.outline) share it.
     """
 
     picks: tuple[Pick, ...]
@@ -174,7 +149,7 @@ class Compiled:
     of_phase: dict[tuple[bool, frozenset[str]], Program | None] = field(default_factory=dict)
     phase_columns: dict[tuple[bool, frozenset[str]], Column] = field(default_factory=dict)
     built: dict[bytes, Program | None] = field(default_factory=dict)
-    shared: Shared = field(default_factory=lambda: Shared())
+    counts: dict[tuple[bytes, ...], tuple[int, int, bool]] = field(default_factory=dict)
 
     def fitted(self, edits: Sequence[ResolvedEdit], here: Container[int]) -> Compiled | None:
         """The same of a spec that differs from this one's in the streams and vectors of its edits
@@ -196,7 +171,7 @@ class Compiled:
             made.append(CompiledEdit(one.pick, (boundary, group), ops_of, one.num_ops, (), values))
         found = Compiled(
             self.picks, (), tuple(made), self.check, self.rows, self.banks,
-            phase_columns=self.phase_columns, shared=self.shared,
+            phase_columns=self.phase_columns, counts=self.counts,
         )  # fmt: skip
         found.__dict__.update(self._alike)
         return found
@@ -205,8 +180,8 @@ class Compiled:
     def _alike(self) -> dict[str, object]:
         """Cached properties that depend on the picks alone."""
         names = (
-            "used", "uses", "firsts", "delivering", "remembers", "uniform", "_ops_of_picks",
-            "_marks",
+            "used", "uses", "firsts", "delivering", "remembers", "uniform", "ops_of_picks",
+            "_marks", "picks_key",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
@@ -224,6 +199,10 @@ class Compiled:
         """Indices of the picks that actions here use; a column has 0 for all other picks."""
         found = {read[0] for read in self.reads} | {edit.pick for edit in self.edits}
         return tuple(sorted(found))
+
+    @cached_property
+    def picks_key(self) -> PicksKey:
+        return PicksKey(self.picks, self.used)
 
     @cached_property
     def uses(self) -> NDArray[np.bool_]:
@@ -269,7 +248,7 @@ class Compiled:
         return found
 
     @cached_property
-    def _ops_of_picks(self) -> NDArray[np.int64]:
+    def ops_of_picks(self) -> NDArray[np.int64]:
         """[num_picks]: how many operations a token gets from each pick."""
         found = np.zeros(len(self.picks), np.int64)
         for pick, points, _ in self.reads:
@@ -316,9 +295,9 @@ class Compiled:
                 f"the request's tokens are treated in more than {most:,} different ways; "
                 "let fewer of its selectors pick single tokens, or send several requests."
             )
-        if len(columns) * int(self._ops_of_picks.sum()) <= most_ops:
+        if len(columns) * int(self.ops_of_picks.sum()) <= most_ops:
             return
-        num_ops = sum(int((column > 0) @ self._ops_of_picks) for column in columns)
+        num_ops = sum(int((column > 0) @ self.ops_of_picks) for column in columns)
         if num_ops > most_ops:
             raise SpecError(
                 f"the request's tokens are treated in {len(columns):,} different ways, of "
@@ -343,13 +322,16 @@ class Compiled:
         """As OpList.count."""
         if self._only_key is None:
             return self.op_list.count(as_columns(columns))
-        known = self.shared.counts.get(columns)
+        known = self.counts.get(columns)
         if known is None:
             edited = as_columns(columns)[self.edits[0].pick] > 0
             num_checks = int(self.check is not None)
             some, others = bool(edited.any()), bool(num_checks and not edited.all())
             num_ops = some * (1 + num_checks) + others * num_checks
-            known = Shared.kept(self.shared.counts, columns, (some + others, num_ops, some))
+            known = some + others, num_ops, some
+            if len(self.counts) >= MOST_COUNTS:
+                self.counts.clear()
+            self.counts[columns] = known
         num_programs, num_ops, some = known
         return num_programs, num_ops, [self._only_key] * some, set()
 

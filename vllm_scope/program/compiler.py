@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError
-from vllm_scope.program.compiled import Column, Compiled, CompiledEdit, Shared
+from vllm_scope.program.compiled import Column, Compiled, CompiledEdit
 from vllm_scope.program.held import Held
 from vllm_scope.program.operations import (
     MOST_GATES,
@@ -32,7 +32,13 @@ from vllm_scope.program.operations import (
     state_op,
 )
 from vllm_scope.program.picks import Pick
-from vllm_scope.program.ranges import ColumnRange, RangeKey, remembered
+from vllm_scope.program.ranges import (
+    ColumnRange,
+    ColumnsKey,
+    RangeKey,
+    remembered,
+    remembered_columns,
+)
 from vllm_scope.request.heads import Head, Summed
 from vllm_scope.request.resolved import Resolved, ResolvedEdit, ResolvedGate
 from vllm_scope.request.selectors import Ids, Selector, Tokens
@@ -320,12 +326,7 @@ class RequestProgram:
 
         if not compiled.remembers:
             return made()
-        known = compiled.shared.ranges
-        found = known.get((self.num_prompt, first, count))
-        if found is None:
-            key = RangeKey(compiled.picks, compiled.used, self.num_prompt, first, count)
-            found = Shared.kept(known, key[2:], remembered(key, made))
-        return found
+        return remembered(RangeKey(compiled.picks_key, self.num_prompt, first, count), made)
 
     @property
     def parts(self) -> tuple[tuple[int, RequestProgram], ...]:
@@ -376,15 +377,17 @@ class RequestProgram:
         Raises:
             SpecError: more programs than one request may have.
         """
-        known, key = self._compiled.shared.columns, (self.num_prompt, num_positions, drafts)
-        made = known.get(key)
-        if made is None:
+
+        def made() -> tuple[bytes, ...]:
             found = dict.fromkeys(self._distinct_columns(num_positions))
-            made = tuple(found | dict.fromkeys(self.superset_columns() if drafts else ()))
-            # They depend on the length of the prompt alone.
-            if (self._compiled.remembers or self._compiled.uniform) and not self.begun:
-                Shared.kept(known, key, made)
-        return made
+            return tuple(found | dict.fromkeys(self.superset_columns() if drafts else ()))
+
+        compiled = self._compiled
+        if self.begun or not compiled.remembers:
+            return made()
+        size = compiled.has_vectors, compiled.ops_of_picks.tobytes()
+        key = ColumnsKey(compiled.picks_key, size, self.num_prompt, num_positions, drafts)
+        return remembered_columns(key, made)
 
     def superset_columns(self) -> list[bytes]:
         """The columns of `generated_superset`, before any verdict, and after those of first

@@ -1,6 +1,6 @@
 """Which values a spec's picks have in a range of positions, once for all specs with equal picks.
 
-Owns:  ColumnRange, and the cache of the ColumnRanges that this process has made.
+Owns:  ColumnRange, and the caches of the ColumnRanges and columns that this process has made.
 Runs:  in workers, in EngineCore and in the front-end. numpy, no torch.
 From:  compiled (the picks).   To: compiler.
 
@@ -42,17 +42,50 @@ class ColumnRange(NamedTuple):
     distinct: dict[bytes, NDArray[np.int32]]
 
 
+class PicksKey:
+    """Equal for equal picks. To hash them takes long, so specs of one outline share it."""
+
+    __slots__ = ("_hash", "picks", "used")
+
+    def __init__(self, picks: tuple[Pick, ...], used: tuple[int, ...]) -> None:
+        self.picks, self.used = picks, used
+        self._hash = hash((picks, used))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        same = isinstance(other, PicksKey) and self._hash == other._hash
+        return same and (self.picks, self.used) == (other.picks, other.used)
+
+
 class RangeKey(NamedTuple):
     """What a range depends on, beside the prompt's token ids."""
 
-    picks: tuple[Pick, ...]
-    used: tuple[int, ...]
+    picks: PicksKey
     num_prompt: int
     first: int
     num_positions: int
 
 
+class ColumnsKey(NamedTuple):
+    """What the columns of a request depend on; as RequestProgram.columns.
+
+    Attributes:
+        size: on what their check depends (Compiled.check_size).
+    """
+
+    picks: PicksKey
+    size: tuple[bool, bytes]
+    num_prompt: int
+    num_positions: int
+    drafts: bool
+
+
 _known: Remembered[RangeKey, ColumnRange] = Remembered(REMEMBERED_BYTES)
+_columns: Remembered[ColumnsKey, tuple[bytes, ...]] = Remembered(REMEMBERED_BYTES)
 
 
 def remembered(key: RangeKey, make: Callable[[], ColumnRange]) -> ColumnRange:
@@ -62,6 +95,16 @@ def remembered(key: RangeKey, make: Callable[[], ColumnRange]) -> ColumnRange:
         found = make()
         size = _KEY_BYTES + MOST_ITEMS * ITEM_BYTES + 2 * found.columns.nbytes + found.which.nbytes
         _known.put(key, found, size)
+    return found
+
+
+def remembered_columns(key: ColumnsKey, make: Callable[[], tuple[bytes, ...]]) -> tuple[bytes, ...]:
+    """The same of all columns of a request."""
+    found = _columns.get(key)
+    if found is None:
+        found = make()
+        size = _KEY_BYTES + MOST_ITEMS * ITEM_BYTES + sum(map(len, found))
+        _columns.put(key, found, size)
     return found
 
 

@@ -22,6 +22,7 @@ import msgspec
 
 from vllm_scope.request.actions import (
     Ablate,
+    Action,
     Add,
     Clamp,
     EncoderRows,
@@ -138,7 +139,7 @@ def pack(actions: tuple[object, ...]) -> tuple[Packed, dict[bytes, Array]]:
     return Packed.of(body, list(apart.arrays), apart.layers), apart.arrays
 
 
-def have_one_body(one: object, other: object) -> bool:
+def have_one_body(one: Action, other: Action) -> bool:
     """True if two edits, each of one layer and with a vector or rows of its own, differ in these
     alone."""
     if type(one) is not type(other) or not isinstance(one, _PLACED):
@@ -231,6 +232,6 @@ def _put_together(value: Any, kept: _Kept) -> Any:
     found = object.__new__(_CLASSES[number])
     found.__dict__.update(zip(_FIELDS[number], rest, strict=True))
     if isinstance(found, _PLACED):
-        layers = found.layers
+        layers: Any = found.layers
         found.__dict__["layer"] = layers[0] if len(layers) == 1 else layers
     return found

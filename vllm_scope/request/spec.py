@@ -130,11 +130,12 @@ class Spec:
     def with_edits(self, edits: tuple[Edit, ...]) -> Spec:
         """A spec of other edits alone. If this one is of one edit, and they differ from it in the
         layer and the vector alone, it takes little work."""
-        alike = len(self.actions) == len(self.edits) == len(edits) == 1
-        if not alike or self.policy is not None or not have_one_body(self.edits[0], edits[0]):
+        single = len(self.actions) == len(self.edits) == len(edits) == 1 and self.policy is None
+        layers = edits[0].layer_numbers if single else None
+        if layers is None or not have_one_body(self.edits[0], edits[0]):
             return Spec(edits=edits)
         vector = getattr(edits[0], edits[0].fields[0])
-        packed = Packed.of(self.packed.body, [vector.digest], [edits[0].layers])
+        packed = Packed.of(self.packed.body, [vector.digest], [layers])
         found = object.__new__(Spec)
         found.__dict__.update({name: getattr(self, name) for name in _names()}, edits=edits)
         found.__dict__.update(modules=(), packed=packed, _packed=(packed, {vector.digest: vector}))

@@ -275,15 +275,19 @@ class Planner:
             )
         ]  # fmt: skip
         failures: list[tuple[str, ScopeError]] = []
-        for i in np.flatnonzero(~in_columns):
+        planned, ids = [], []
+        for i in np.flatnonzero(~in_columns).tolist():
             try:
-                ids = self._ids(
+                ids.append(self._ids(
                     int(index[i]), int(first_position[i]), int(count[i]), batch.optimistic
-                )
-                row, position = int(first_row[i]), int(first_position[i])
-                parts.append(PlannedTokens.of_one(int(index[i]), ids, row, position))
+                ))  # fmt: skip
+                planned.append(i)
             except ScopeError as error:
                 failures.append((batch.req_ids[int(reading[i])], error))
+        if planned:
+            parts.append(PlannedTokens.of_tokens(
+                index[planned], ids, first_row[planned], first_position[planned]
+            ))  # fmt: skip
         found = plan_of(parts, requests, self._tables, batch.optimistic)
         if found is not None and self._walks:
             found = replace(found, walks=self._walks.rows(index, first_row, count))

@@ -76,11 +76,25 @@ class PlannedTokens(NamedTuple):
         return PlannedTokens(row, position, index, ids)
 
     @staticmethod
-    def of_one(index: int, ids: NDArray[np.int32], row: int, position: int) -> PlannedTokens:
-        """A request's tokens, of consecutive rows and positions. Those without a program are left
-        out."""
-        at = np.flatnonzero(ids != NO_PROGRAM)
-        return PlannedTokens(row + at, position + at, np.full(len(at), index, np.int64), ids[at])
+    def of_tokens(
+        index: Ints, ids: Sequence[NDArray[np.int32]], row: Ints, position: Ints
+    ) -> PlannedTokens:
+        """The tokens of some requests, of consecutive rows and positions. Those without a program
+        are left out.
+
+        Args:
+            ids: of each request at least one, the programs of its tokens.
+            row, position: of the first token of each.
+        """
+        count = np.fromiter(map(len, ids), np.int64, len(ids))
+        every = np.concatenate(ids)
+        within = np.arange(len(every)) - np.repeat(np.cumsum(count) - count, count)
+        found = PlannedTokens(
+            np.repeat(row, count) + within, np.repeat(position, count) + within,
+            np.repeat(index, count), every,
+        )  # fmt: skip
+        has = every != NO_PROGRAM
+        return found if has.all() else PlannedTokens(*(one[has] for one in found))
 
 
 def plan_of(
