@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from dataclasses import field as field_of
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -301,15 +300,12 @@ def set_on(engine: LLMEngine, bodies: object) -> None:
 def _make_ready(engine: LLMEngine, connection: Connection) -> None:
     """Make the spec of a request that asks for nothing else now: the first such request would wait
     for it, and those that come with it."""
-    if connection.reason is not None or not monitors_of(engine.vllm_config):
+    monitors = monitors_of(engine.vllm_config)
+    if connection.reason is not None or not monitors:
         return
-    plain: Any = SimpleNamespace(extra_args=None)
+    text = translators.text_of(tuple(monitor.probe for monitor in monitors))
     with suppress(SpecError):  # the requests will be told
-        params = translators.translated(
-            plain, engine.vllm_config, connection.sites, connection.saes
-        )
-        asked = connection.resolve(Spec.from_json(params.extra_args["scope"]))
-        connection.check(asked, [0], 1)
+        connection.check(connection.resolve(Spec.from_json(text)), [0], 1)
 
 
 # What they found

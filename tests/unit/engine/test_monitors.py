@@ -257,6 +257,9 @@ def test_a_webhook_tells_what_became_of_each_verdict(monkeypatch, address):
 def test_the_spec_that_requests_get_is_ready_when_monitors_are_set(monkeypatch):
     monkeypatch.setattr(monitors, "needs_connection", lambda engine: False)
     monkeypatch.setattr(monitors.ahead, "send", lambda engine, some: None)
+    monkeypatch.setattr(translators, "_entries", {})  # no others
+    monkeypatch.setattr(translators, "_everywhere", ())
+    monkeypatch.setattr(translators, "_keys", frozenset())
     monitors.register()
     engine = engine_of(1)
     limits = Limits((16,), 0, 100, 100, 100, 100)

@@ -213,6 +213,12 @@ def _joined(text: object, translations: list[Translation]) -> tuple[str, dict[st
     return made, paths
 
 
+def text_of(actions: tuple[Action, ...]) -> str:
+    """The spec of a request that gets these actions and has none itself; the same text as
+    `translated` makes of the same objects."""
+    return _joined(None, [Translation(actions)])[0]
+
+
 def decorators_of(params: object) -> Decorators:
     """The decorators and paths of a request; empty without translations."""
     found = (getattr(params, "extra_args", None) or {}).get(DECORATORS)
