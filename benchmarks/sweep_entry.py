@@ -12,13 +12,13 @@ Python's collections of garbage (the heap that was there before is frozen, as vL
 from __future__ import annotations
 
 import cProfile
-import gc
 import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from pickle import dumps, loads
@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.entry import Road
+from vllm_scope.engine.frontend.heap import frozen_heap
 
 NUM_PROMPT, AT_ONCE = 24, 64
 
@@ -124,14 +125,10 @@ def main() -> None:
         cells = Cells(road, timed, "--apart" in sys.argv)
         cells.step(AT_ONCE)
         timed.times.clear()
-        gc.collect()
-        gc.freeze()
         profile = cProfile.Profile() if "--profile" in sys.argv else None
+        with frozen_heap(), profile or nullcontext():
+            steps = [cells.step(AT_ONCE) for _ in range(cells.plan.num_cells // AT_ONCE - 1)]
         if profile is not None:
-            profile.enable()
-        steps = [cells.step(AT_ONCE) for _ in range(cells.plan.num_cells // AT_ONCE - 1)]
-        if profile is not None:
-            profile.disable()
             profile.dump_stats("sweep_entry.prof")
         for stage, times in timed.times.items():
             print(f"{stage:44} {statistics.median(times):9.1f} {statistics.mean(times):9.1f}")

@@ -380,7 +380,7 @@ class Drain:
             return
         done = threading.Event()
         self.later(done.set)
-        self._hurry()
+        self.hurry()
         if not done.wait(ANSWER_S):
             logger.error("vllm-scope: rows wait for a sink; a lens may read later weights for them")
         if self._cuda:

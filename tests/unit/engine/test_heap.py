@@ -6,6 +6,7 @@ import gc
 
 import pytest
 
+from tests import collector
 from vllm_scope.engine.frontend.heap import frozen_heap
 
 
@@ -24,10 +25,7 @@ def test_the_heap_is_frozen_inside_also_if_the_computation_fails():
 
 
 def test_a_heap_that_was_frozen_before_stays_so():
-    gc.freeze()
-    try:
+    with collector.frozen_heap():
         with frozen_heap():
             assert gc.get_freeze_count()
         assert gc.get_freeze_count()
-    finally:
-        gc.unfreeze()
