@@ -57,8 +57,9 @@ class PicksKey:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        same = isinstance(other, PicksKey) and self._hash == other._hash
-        return same and (self.picks, self.used) == (other.picks, other.used)
+        if not isinstance(other, PicksKey) or self._hash != other._hash:
+            return False
+        return (self.picks, self.used) == (other.picks, other.used)
 
 
 class RangeKey(NamedTuple):

@@ -108,7 +108,7 @@ def tap_rows(
         slots_per_token: slots of each token at this tap if the step is drained tap by tap
             (`tokens` then has the token's number instead of its slot), else 0.
     """
-    number, acts = tap[NUMBER].item(), tap[ACTS].item()
+    number, acts = int(tap[NUMBER]), int(tap[ACTS])
     if not acts:
         return
     # The tables are small: torch takes ten times as long as numpy.
