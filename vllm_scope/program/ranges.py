@@ -55,9 +55,9 @@ class PicksKey:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        same = isinstance(other, PicksKey) and self._hash == other._hash
+        if self is other or not isinstance(other, PicksKey):
+            return self is other
+        same = self._hash == other._hash
         return same and (self.picks, self.used) == (other.picks, other.used)
 
 
