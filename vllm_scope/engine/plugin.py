@@ -26,7 +26,7 @@ from vllm_scope.sinks.options import without_secrets
 logger = logging.getLogger("vllm.vllm_scope")
 
 _registered = False
-#: What the running code asks of the sites of an engine that it starts.
+#: A check of the sites of the engine that the running code starts; called before it starts.
 _check_sites: ContextVar[Callable[[Sites], object] | None] = ContextVar(
     "vllm_scope_check_sites", default=None
 )

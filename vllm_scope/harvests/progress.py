@@ -40,7 +40,8 @@ class Progress(AbstractContextManager["Progress"]):
         self._show(self._done + skipped)
 
     def finish(self) -> None:
-        """Count all documents as done: those without tokens are in no context."""
+        """Count all documents as done. A document without tokens is in no context, so no context
+        counted it."""
         self._show(self._total)
 
     def _show(self, done: int) -> None:

@@ -18,8 +18,7 @@ from vllm_scope.request.remembered import Remembered
 
 #: An Array's digest, shape and data.
 _Travelling = tuple[bytes, tuple[int, ...], bytes]
-#: A spec without its vectors is compressed if it is longer: that of many named probes is text that
-#: repeats itself.
+#: Longer content of a ticket is compressed. With many named probes, most of it is repeated text.
 _LONG = 1 << 10
 #: Bound on the specs of this process that are kept as they travel, and as they arrived.
 _KEPT_BYTES = 16 << 20
@@ -93,7 +92,7 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         digest: of the spec.
         num_modules: of those that it names.
-        content: `modules` and `spec` of the ticket, in msgpack, maybe compressed.
+        content: `modules` and `spec` of the ticket in msgpack; compressed by zlib if it is long.
     """
 
     recipient: Recipient

@@ -26,7 +26,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: float64 copies of rows that are made at once.
 COPY_BYTES = 32 << 20
-#: Rows of one product, of 16-bit numbers on a GPU.
+#: Most rows that one matrix product takes, if their numbers have 16 bits and are on a GPU.
 MOST_AT_ONCE = 8192
 #: Rows that a GPU adds in one column of a group. Columns of all rows would keep few of its threads
 #: busy.

@@ -14,11 +14,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Let the garbage collector pass over the objects that are there now.
+    """Exclude the objects that exist now from garbage collections inside.
 
-    It would look at all of them again and again, because each request makes hundreds of new ones:
-    a tenth of this process's time, if EngineCore is in another process. Old garbage
-    is freed after the computation: to collect it now would keep the engine waiting for 0.3 s.
+    A collection would look at all of them again and again, because each request makes hundreds of
+    new ones: a tenth of this process's time, if EngineCore is in another process. Old garbage is
+    freed after the computation: to collect it now would keep the engine waiting for 0.3 s.
     """
     if gc.get_freeze_count():  # the caller did so, or vLLM, whose EngineCore is in this process
         yield

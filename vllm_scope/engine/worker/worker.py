@@ -177,8 +177,8 @@ class ScopeWorker:
         )  # fmt: skip
 
     def settle(self) -> None:
-        """Wait for the rows of the weights of now. Every worker calls it before they are changed:
-        a lens would read the new ones."""
+        """Wait until the lens has been applied to all rows that the current weights computed. Each
+        worker calls this before its weights change, because the lens reads the weights."""
         if self._delivery is not None:
             self._delivery.drain.settle()
 

@@ -470,7 +470,8 @@ class Tables:
         self.num_delivered[program_id] = words.num_delivered
 
     def _settle_ops(self) -> None:
-        """Write the ops of programs that came one by one: together, they take half as long."""
+        """Write the ops of all programs that were added since the last call. One write of all takes
+        half as long as one for each."""
         if self._pending_ops:
             places = np.fromiter(self._pending_ops, np.int64, len(self._pending_ops))
             self._host_ops[places] = np.array(list(self._pending_ops.values()), np.int32)
