@@ -4,9 +4,10 @@ Owns:  DeviceSums.
 Runs:  as worker.summing.   To: batch.sums.
 
 Promise: sums are float64. Products of 16-bit rows on a GPU are exact in float32, and are added in
-float32 for at most MOST_AT_ONCE rows before they are added to the float64 sums; all other products
-are float64. Only the blocks of x x^T on and above the diagonal are computed. All that is kept lies
-in the room that was given. Sums change in inference mode alone, in which vLLM computes its steps.
+float32 for at most MOST_AT_ONCE rows before they are added to the float64 sums (worker.squares);
+all other products are float64. Only the blocks of x x^T on and above the diagonal are computed. All
+that is kept lies in the room that was given. Sums change in inference mode alone, in which vLLM
+computes its steps.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: float64 copies of rows that are made at once.
 COPY_BYTES = 32 << 20
-#: Most rows that one matrix product takes, if their numbers have 16 bits and are on a GPU.
+#: Most rows whose products are added in float32, if their numbers have 16 bits and are on a GPU.
 MOST_AT_ONCE = 8192
 #: Rows that a GPU adds in one column of a group. Columns of all rows would keep few of its threads
 #: busy.
@@ -147,15 +148,16 @@ class DeviceSums:
 
     def _add_products(self, rows: Tensor) -> None:
         assert self._xx is not None
-        for part in rows.split(MOST_AT_ONCE if self._exact else self._num_copied):
-            some = part if self._exact else part.double()
+        if self._exact:
+            from vllm_scope.worker.squares import add_squares  # needs Triton
+
+            for part in rows.split(MOST_AT_ONCE):
+                add_squares(part, self._xx)
+            return
+        for part in rows.split(self._num_copied):
+            some = part.double()
             for block in upper_blocks(self._width):
-                left, right = some[:, block[0]].t(), some[:, block[1]]
-                into = self._xx[block]
-                if self._exact:
-                    into += torch.mm(left, right, out_dtype=torch.float32)
-                else:
-                    into.addmm_(left, right)
+                self._xx[block].addmm_(some[:, block[0]].t(), some[:, block[1]])
 
     @torch.inference_mode()
     def read(self) -> Packed:

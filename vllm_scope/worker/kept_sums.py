@@ -48,6 +48,11 @@ class KeptSums:
         self._end = self._num_bytes = 0
         #: Rows that could not be added to any sums.
         self._missing: Counter[Key] = Counter()
+        if most_bytes and device.type == "cuda" and dtype.itemsize == 2:
+            from vllm_scope.worker import squares  # needs Triton
+
+            for size in set(widths.row_bytes) - {0}:
+                squares.load(dtype, size // dtype.itemsize)
 
     def of(self, key: Key, action: ResolvedMoments) -> DeviceSums | None:
         """The sums of an action; None if there is no room, or if they are of another kind."""

@@ -486,7 +486,8 @@ def test_a_step_says_at_which_taps_some_row_does_anything():
     tables = _tables()
 
     def acting() -> list[int]:
-        return [BOUNDARIES[tap] for tap in range(len(BOUNDARIES)) if tables.acts_at(tap)]
+        acts = [False] * len(BOUNDARIES) if tables.acting is None else tables.acting
+        return [boundary for boundary, one in zip(BOUNDARIES, acts, strict=True) if one]
 
     def told() -> list[int]:
         """The same, of the device."""

@@ -16,6 +16,7 @@ from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import ModelRunner, SchedulerOutput, VllmConfig, Worker
 from vllm_scope.engine.worker.worker import ScopeWorker
 from vllm_scope.errors import reason_of
+from vllm_scope.graph.tap import graphs
 
 #: vLLM's calls before which the weights are those of the rows so far, and those that end with
 #: other weights; all workers get them.
@@ -50,7 +51,8 @@ def _attach(worker: Worker, config: ScopeConfig) -> None:
         return out
 
     def warm(*args: object, **kwargs: object) -> object:
-        out = warm_up(*args, **kwargs)
+        with graphs.captured():
+            out = warm_up(*args, **kwargs)
         scope.check_canary()
         if scope.steps is not None:
             clearing.warm_up(worker.model_runner)

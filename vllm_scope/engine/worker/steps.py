@@ -134,8 +134,13 @@ class Steps:
             return self._region.start
         return None
 
+    @property
+    def acting(self) -> NDArray[np.bool_] | None:
+        return self._tables.acting
+
     def begin_tap(self, tap: int) -> tuple[int, int] | None:
-        if not self._tables.acts_at(tap):
+        acting = self._tables.acting
+        if acting is None or not acting[tap]:
             return None
         plan = self._step
         self._tap_region = None

@@ -2,8 +2,8 @@
 
 Owns:  the registration, and the route from a tap to the worker's state of the step.
 Runs:  traced at load; on the GPU mostly replayed inside CUDA graphs, where this Python does
-       not run. Where it runs (eager pieces, the CPU), it may skip the launch in an idle step
-       and drain tap by tap.
+       not run (graphs.py leaves out the taps that do nothing). Where it runs (eager pieces, the
+       CPU), it may skip the launch in an idle step and drain tap by tap.
 
 `tap` mutates the arena and the rows. The schema says so, and the compiler makes no copies: traced
 tensor code (index_copy_) made three arena-sized temporaries a step (measured, torch 2.13). The
@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vllm_scope.graph.tap import definition
+from vllm_scope.graph.tap import definition, graphs
 
 
-class StepRoute(Protocol):
+class StepRoute(graphs.Route, Protocol):
     """The worker's state of the current step, for taps that run in Python."""
 
     #: True while a step in which some row does something is computed.
@@ -67,6 +67,8 @@ def _tap(hidden: Tensor, residual: Tensor | None, arena: Tensor, *tables: Tensor
     if found is None or capturing:
         # A captured graph has the plain layout. At replay the tables say which rows act.
         _launch(hidden, residual, arena, *tables, 0, 0)
+        if found is not None and capturing:
+            graphs.note(*found)
         return
     route, number = found
     if route.active and (place := route.begin_tap(number)) is not None:

@@ -593,9 +593,11 @@ class Tables:
         self._tap_staging.upload(buffer, len(acts))
         self.num_uploads += 1
 
-    def acts_at(self, tap: int) -> bool:
-        """True if some row of the step that was loaded last does anything at a tap."""
-        return self._loaded is not None and bool(self._acts[tap])
+    @property
+    def acting(self) -> NDArray[np.bool_] | None:
+        """[num_taps], True for taps at which some row of the step that was loaded last does
+        anything; None if none does at any. A new array whenever it changes."""
+        return None if self._loaded is None else self._acts
 
     def clear_step(self) -> None:
         """Give no row a program. Does nothing if that is so already."""

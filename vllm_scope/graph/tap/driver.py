@@ -1,0 +1,129 @@
+"""What torch does not offer of CUDA graphs: their nodes, and a graph without some of them.
+
+Owns:  the calls of the CUDA driver (libcuda, 12.3 or later).
+Runs:  in workers on NVIDIA GPUs, on the thread that captures and replays.
+
+Handles are addresses (int). An error of the driver is a DriverError.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+_Handle = ctypes.c_void_p
+_KERNEL_NODE = 0
+#: As torch instantiates its graphs.
+_FREE_ON_LAUNCH = ctypes.c_ulonglong(1)
+
+
+class DriverError(RuntimeError):
+    """The driver refused a call, or has no such call."""
+
+
+class _EdgeData(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_ubyte * 8)]
+
+
+def is_there() -> bool:
+    """True if this machine has a driver that can do it all."""
+    try:
+        library = _library()
+        return all(hasattr(library, name) for name in _NAMES)
+    except OSError:
+        return False
+
+
+_NAMES = (
+    "cuStreamGetCaptureInfo_v2", "cuGraphClone", "cuGraphNodeFindInClone", "cuGraphDestroyNode",
+    "cuGraphNodeGetType", "cuGraphNodeGetDependencies_v2", "cuGraphNodeGetDependentNodes_v2",
+    "cuGraphAddDependencies_v2", "cuGraphInstantiateWithFlags", "cuGraphDestroy", "cuGraphLaunch",
+    "cuGraphExecDestroy",
+)  # fmt: skip
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *arguments: Any) -> None:
+    code = getattr(_library(), name)(*arguments)
+    if code:
+        raise DriverError(f"{name} returned CUDA error {code}.")
+
+
+def last_kernel(stream: int) -> int | None:
+    """The kernel that was captured last on a stream; None if something else was."""
+    status, number, count = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_size_t()
+    graph, nodes = _Handle(), ctypes.POINTER(_Handle)()
+    _call(
+        "cuStreamGetCaptureInfo_v2", _Handle(stream), ctypes.byref(status), ctypes.byref(number),
+        ctypes.byref(graph), ctypes.byref(nodes), ctypes.byref(count),
+    )  # fmt: skip
+    if count.value != 1:
+        return None
+    kind = ctypes.c_int()
+    _call("cuGraphNodeGetType", _Handle(nodes[0]), ctypes.byref(kind))
+    return nodes[0] if kind.value == _KERNEL_NODE else None
+
+
+def without(graph: int, nodes: Sequence[int]) -> int:
+    """Instantiate a graph without some of its nodes. What comes after a node then waits for what
+    came before it.
+
+    Args:
+        graph: it stays as it is.
+        nodes: of `graph`.
+
+    Returns:
+        An executable graph, for `launch` and `destroy`. It uses the same memory as `graph`'s.
+    """
+    copy = _Handle()
+    _call("cuGraphClone", ctypes.byref(copy), _Handle(graph))
+    try:
+        for node in nodes:
+            here = _Handle()
+            _call("cuGraphNodeFindInClone", ctypes.byref(here), _Handle(node), copy)
+            _take_out(copy, here)
+        found = _Handle()
+        _call("cuGraphInstantiateWithFlags", ctypes.byref(found), copy, _FREE_ON_LAUNCH)
+    finally:
+        _call("cuGraphDestroy", copy)
+    assert found.value is not None
+    return found.value
+
+
+def _take_out(graph: _Handle, node: _Handle) -> None:
+    before = _around("cuGraphNodeGetDependencies_v2", node)
+    after = _around("cuGraphNodeGetDependentNodes_v2", node)
+    _call("cuGraphDestroyNode", node)
+    for one in before:
+        have = set(_around("cuGraphNodeGetDependentNodes_v2", _Handle(one)))
+        for other in set(after) - have:
+            # Without edge data: the later one waits for the end of the earlier one.
+            _call(
+                "cuGraphAddDependencies_v2", graph, ctypes.byref(_Handle(one)),
+                ctypes.byref(_Handle(other)), None, ctypes.c_size_t(1),
+            )  # fmt: skip
+
+
+def _around(name: str, node: _Handle) -> list[int]:
+    count = ctypes.c_size_t()
+    _call(name, node, None, None, ctypes.byref(count))
+    if not count.value:
+        return []
+    nodes, edges = (_Handle * count.value)(), (_EdgeData * count.value)()
+    _call(name, node, nodes, edges, ctypes.byref(count))
+    return [one for one in nodes if one is not None]
+
+
+def launch(executable: int, stream: int) -> None:
+    """Launch an executable graph on a stream."""
+    _call("cuGraphLaunch", _Handle(executable), _Handle(stream))
+
+
+def destroy(executable: int) -> None:
+    _call("cuGraphExecDestroy", _Handle(executable))

@@ -1,0 +1,76 @@
+"""Sums of x x^T of 16-bit rows, added to float64 sums in one pass.
+
+Owns:  `add_squares`, a Triton kernel, and `load`.
+Runs:  as worker.device_sums, on GPUs.
+
+Promise: products of 16-bit numbers are exact in float32. A matrix unit adds the products of at most
+CHAIN rows, because it cuts its sums off instead of rounding them: sums of 5,000 rows would all be
+too small by 2e-5. What it added is added in float32, rounded, for all rows of a call, and then to
+the float64 sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_scope.batch.sums import BLOCK
+
+#: Rows whose products a matrix unit adds.
+CHAIN = 512
+#: Sums that one program makes on each side, and rows that it takes at once.
+TILE, DEPTH = 128, 64
+_OPTIONS: dict[str, Any] = {
+    "chain": CHAIN, "depth": DEPTH, "tile": TILE, "tiles_of_block": BLOCK // TILE,
+    "num_warps": 8, "num_stages": 3,
+}  # fmt: skip
+
+
+def add_squares(rows: Tensor, sums: Tensor) -> None:
+    """Add x x^T of these rows to the blocks of sums on and above the diagonal (`upper_blocks`).
+
+    Args:
+        rows: [num_rows, width], bfloat16 or float16, on a GPU. Its columns lie side by side.
+        sums: float64 [width, width], contiguous. Written in place.
+    """
+    num_rows, width = rows.shape
+    tiles = triton.cdiv(width, TILE)
+    if num_rows:
+        _kernel[tiles, tiles](rows, sums, num_rows, width, rows.stride(0), **_OPTIONS)
+
+
+def load(dtype: torch.dtype, width: int) -> None:
+    """Compile the kernel for rows of `width` numbers, so that no step waits for it."""
+    _kernel.warmup(dtype, torch.float64, 1, width, width, grid=(1,), **_OPTIONS)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _kernel(  # type: ignore[no-untyped-def]
+    rows, sums, num_rows, width, row_stride,
+    chain: tl.constexpr, depth: tl.constexpr, tile: tl.constexpr, tiles_of_block: tl.constexpr,
+):  # fmt: skip
+    above, beside = tl.program_id(1), tl.program_id(0)
+    if beside < above // tiles_of_block * tiles_of_block:
+        return
+    left = above * tile + tl.arange(0, tile)
+    right = beside * tile + tl.arange(0, tile)
+    is_left, is_right = left < width, right < width
+    some = tl.arange(0, depth)
+    total = tl.zeros((tile, tile), dtype=tl.float32)
+    for first in range(0, num_rows, chain):
+        part = tl.zeros((tile, tile), dtype=tl.float32)
+        for at in range(first, min(first + chain, num_rows), depth):
+            row = at + some
+            there = (row < num_rows)[:, None]
+            start = rows + row.to(tl.int64)[:, None] * row_stride
+            x = tl.load(start + left[None, :], there & is_left[None, :], 0.0)
+            y = tl.load(start + right[None, :], there & is_right[None, :], 0.0)
+            part = tl.dot(tl.trans(x), y, part)
+        total += part
+    into = sums + left.to(tl.int64)[:, None] * width + right[None, :]
+    written = is_left[:, None] & is_right[None, :]
+    tl.store(into, tl.load(into, written, 0.0) + total.to(tl.float64), written)
