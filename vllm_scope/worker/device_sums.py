@@ -5,7 +5,7 @@ Runs:  as worker.summing.   To: batch.sums.
 
 Promise: sums are float64. Products of 16-bit rows on a GPU are exact in float32, and are added in
 float32 for at most MOST_AT_ONCE rows before they are added to the float64 sums (worker.squares);
-all other products are float64. Only the blocks of x x^T on and above the diagonal are computed. All
+all other products are float64. Of x x^T, not all that lies below the diagonal is computed. All
 that is kept lies in the room that was given. Sums change in inference mode alone, in which vLLM
 computes its steps.
 """

@@ -18,20 +18,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_scope.batch.sums import BLOCK
-
 #: Rows whose products a matrix unit adds.
 CHAIN = 512
 #: Sums that one program makes on each side, and rows that it takes at once.
 TILE, DEPTH = 128, 64
 _OPTIONS: dict[str, Any] = {
-    "chain": CHAIN, "depth": DEPTH, "tile": TILE, "tiles_of_block": BLOCK // TILE,
-    "num_warps": 8, "num_stages": 3,
+    "chain": CHAIN, "depth": DEPTH, "tile": TILE, "num_warps": 8, "num_stages": 4,
 }  # fmt: skip
 
 
 def add_squares(rows: Tensor, sums: Tensor) -> None:
-    """Add x x^T of these rows to the blocks of sums on and above the diagonal (`upper_blocks`).
+    """Add x x^T of these rows to the sums on and above the diagonal, and to some below it.
 
     Args:
         rows: [num_rows, width], bfloat16 or float16, on a GPU. Its columns lie side by side.
@@ -51,10 +48,10 @@ def load(dtype: torch.dtype, width: int) -> None:
 @triton.jit(do_not_specialize=["num_rows"])
 def _kernel(  # type: ignore[no-untyped-def]
     rows, sums, num_rows, width, row_stride,
-    chain: tl.constexpr, depth: tl.constexpr, tile: tl.constexpr, tiles_of_block: tl.constexpr,
+    chain: tl.constexpr, depth: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     above, beside = tl.program_id(1), tl.program_id(0)
-    if beside < above // tiles_of_block * tiles_of_block:
+    if beside < above:
         return
     left = above * tile + tl.arange(0, tile)
     right = beside * tile + tl.arange(0, tile)
