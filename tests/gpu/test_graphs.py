@@ -30,13 +30,13 @@ params = partial(asking.params, max_tokens=24)
 def launched(monkeypatch):
     """The graphs without some taps that are launched; each is made at its second replay."""
     monkeypatch.setattr(graphs, "PAYS", 2)
-    found, launch = [], driver.launch
+    found, launch = [], driver.Executable.launch
 
     def launching(executable, stream):
         found.append(executable)
         launch(executable, stream)
 
-    monkeypatch.setattr(driver, "launch", launching)
+    monkeypatch.setattr(driver.Executable, "launch", launching)
     return found
 
 

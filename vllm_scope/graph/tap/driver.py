@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -56,21 +57,47 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def last_kernel(stream: int) -> int | None:
-    """The kernel that was captured last on a stream; None if something else was."""
+    """The kernel that was captured last on a stream; None if something else was, or if the driver
+    does not tell."""
     status, number, count = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_size_t()
     graph, nodes = _Handle(), ctypes.POINTER(_Handle)()
-    _call(
-        "cuStreamGetCaptureInfo_v2", _Handle(stream), ctypes.byref(status), ctypes.byref(number),
-        ctypes.byref(graph), ctypes.byref(nodes), ctypes.byref(count),
-    )  # fmt: skip
-    if count.value != 1:
-        return None
     kind = ctypes.c_int()
-    _call("cuGraphNodeGetType", _Handle(nodes[0]), ctypes.byref(kind))
+    try:
+        _call(
+            "cuStreamGetCaptureInfo_v2", _Handle(stream), ctypes.byref(status),
+            ctypes.byref(number), ctypes.byref(graph), ctypes.byref(nodes), ctypes.byref(count),
+        )  # fmt: skip
+        if count.value != 1:
+            return None
+        _call("cuGraphNodeGetType", _Handle(nodes[0]), ctypes.byref(kind))
+    except DriverError:
+        return None
     return nodes[0] if kind.value == _KERNEL_NODE else None
 
 
-def without(graph: int, nodes: Sequence[int]) -> int:
+class Executable:
+    """An executable graph."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle: _Handle | None = _Handle(handle)
+        self._launch = _library().cuGraphLaunch
+
+    def launch(self, stream: int) -> None:
+        if code := self._launch(self._handle, _Handle(stream)):
+            raise DriverError(f"cuGraphLaunch returned CUDA error {code}.")
+
+    def destroy(self) -> None:
+        """Call this once it does not run any more."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            _call("cuGraphExecDestroy", handle)
+
+    def __del__(self) -> None:
+        with suppress(DriverError):  # CUDA may be gone when the process ends
+            self.destroy()
+
+
+def without(graph: int, nodes: Sequence[int]) -> Executable:
     """Instantiate a graph without some of its nodes. What comes after a node then waits for what
     came before it.
 
@@ -79,7 +106,7 @@ def without(graph: int, nodes: Sequence[int]) -> int:
         nodes: of `graph`.
 
     Returns:
-        An executable graph, for `launch` and `destroy`. It uses the same memory as `graph`'s.
+        What uses the same memory as `graph`.
     """
     copy = _Handle()
     _call("cuGraphClone", ctypes.byref(copy), _Handle(graph))
@@ -93,7 +120,7 @@ def without(graph: int, nodes: Sequence[int]) -> int:
     finally:
         _call("cuGraphDestroy", copy)
     assert found.value is not None
-    return found.value
+    return Executable(found.value)
 
 
 def _take_out(graph: _Handle, node: _Handle) -> None:
@@ -118,12 +145,3 @@ def _around(name: str, node: _Handle) -> list[int]:
     nodes, edges = (_Handle * count.value)(), (_EdgeData * count.value)()
     _call(name, node, nodes, edges, ctypes.byref(count))
     return [one for one in nodes if one is not None]
-
-
-def launch(executable: int, stream: int) -> None:
-    """Launch an executable graph on a stream."""
-    _call("cuGraphLaunch", _Handle(executable), _Handle(stream))
-
-
-def destroy(executable: int) -> None:
-    _call("cuGraphExecDestroy", _Handle(executable))

@@ -5,8 +5,8 @@ Runs:  in workers on NVIDIA GPUs, on the main thread.
 From:  op.   To: driver.
 
 Promise: what a replay computes is the same, whichever taps are left out: they would have returned
-at once. A GPU takes about 1 us to begin each of them (measured on an H100), which is 0.4 ms a step
-if all sites of 32 layers have taps.
+at once. A GPU takes 1.0 to 1.7 us to begin each of them (measured on an H100), which is 0.4 ms or
+more of a step if all sites of 32 layers have taps.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from vllm_scope.graph.tap import driver
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: A graph without some taps is made once replays have begun so many of them in vain: it takes
-#: about as long to make as they took.
-PAYS = 2048
+#: A graph without some taps is made at the replay with which as many have begun these taps in vain:
+#: it takes about as long to make as they took, 24 us for each tap that is left out (H100).
+PAYS = 32
+#: None is made where less memory of the device is free. One takes 4 KiB for each of its nodes.
+LEAST_FREE = 1 << 30
 #: Such graphs of one captured graph; the one that was not used for longest goes first.
 MOST = 4
 #: Taps of a graph with fewer are not left out: a piece of a prefill's forward.
@@ -60,12 +62,13 @@ class Variants:
 
     Args:
         taps: numbers of the captured graph's taps.
-        make: makes a graph that has only some of them, given as [len(taps)] bools.
+        make: makes a graph that has only some of them, given as [len(taps)] bools; None if it
+            cannot.
         drop: frees one.
     """
 
     def __init__(
-        self, taps: list[int], make: Callable[[NDArray[np.bool_]], Any],
+        self, taps: list[int], make: Callable[[NDArray[np.bool_]], Any | None],
         drop: Callable[[Any], None],
     ) -> None:  # fmt: skip
         self._taps = np.array(taps, np.int64)
@@ -82,6 +85,9 @@ class Variants:
         if acting is self._last:
             return self._found
         here = self._none if acting is None else acting[self._taps]
+        if here.all():
+            self._last, self._found = acting, None
+            return None
         key = here.tobytes()
         kept = self._kept.pop(key, None) or self._paid(key, here)
         if kept is not None:
@@ -93,15 +99,16 @@ class Variants:
 
     def _paid(self, key: bytes, here: NDArray[np.bool_]) -> Kept | None:
         """Make a graph for these taps if it pays by now."""
-        spent = self._in_vain.pop(key, 0) + int(len(here) - here.sum())
-        if spent < PAYS:
+        times = self._in_vain.pop(key, 0) + 1
+        if times < PAYS:
             if len(self._in_vain) >= 16 * MOST:
                 del self._in_vain[next(iter(self._in_vain))]
-            self._in_vain[key] = spent
+            self._in_vain[key] = times
             return None
         if len(self._kept) >= MOST:
             self._drop(self._kept.pop(next(iter(self._kept))).made)
-        return Kept(here, self._make(here))
+        made = self._make(here)
+        return None if made is None else Kept(here, made)
 
     def _least(self, here: NDArray[np.bool_]) -> Any:
         """Of those that have at least these taps, the one with the fewest; None for the whole."""
@@ -127,8 +134,10 @@ class TappedGraph(torch.cuda.CUDAGraph):
         self._route: Route | None = None
         self._variants: Variants | None = None
         self._uses_random: bool | None = None
-        TappedGraph.capturing = self
+        self._refused = False
+        self._device = torch.cuda.current_device()
         super().capture_begin(*args, **kwargs)
+        TappedGraph.capturing = self
 
     def capture_end(self) -> None:
         TappedGraph.capturing = None
@@ -139,8 +148,7 @@ class TappedGraph(torch.cuda.CUDAGraph):
 
     def note(self, route: Route, tap: int) -> None:
         """Remember the kernel that was captured last as a tap's."""
-        stream = torch.cuda.current_stream().cuda_stream
-        node = driver.last_kernel(stream)
+        node = driver.last_kernel(torch._C._cuda_getCurrentRawStream(self._device))
         if self._nodes is None or node is None or tap in self._nodes:
             self._nodes = None
             return
@@ -153,33 +161,36 @@ class TappedGraph(torch.cuda.CUDAGraph):
         if self._uses_random is None:
             self._replay_first()
             return
-        try:
-            found = self._variants.of(self._route.acting)
-        except driver.DriverError as error:
-            logger.warning("vllm-scope: taps stay in a CUDA graph: %s", error)
-            self._variants = None
-            found = None
+        found = self._variants.of(self._route.acting)
         if found is None:
             super().replay()
         else:
-            driver.launch(found, torch.cuda.current_stream().cuda_stream)
+            # As `torch.cuda.current_stream`, which takes 3 us.
+            found.launch(torch._C._cuda_getCurrentRawStream(self._device))
 
     def _replay_first(self) -> None:
         """Replay the whole graph, and find out whether it draws random numbers: torch then writes
         where they begin before each replay, which a graph of ours would lack."""
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator = torch.cuda.default_generators[self._device]
         before = generator.get_offset()
         super().replay()
         self._uses_random = generator.get_offset() != before
         if self._uses_random:
             self._variants = None
 
-    def _with(self, acting: NDArray[np.bool_]) -> int:
+    def _with(self, acting: NDArray[np.bool_]) -> driver.Executable | None:
         assert self._nodes is not None
+        if self._refused or torch.cuda.mem_get_info(self._device)[0] < LEAST_FREE:
+            return None
         left_out = [
             node for node, acts in zip(self._nodes.values(), acting, strict=True) if not acts
         ]
-        return driver.without(self.raw_cuda_graph(), left_out)
+        try:
+            return driver.without(self.raw_cuda_graph(), left_out)
+        except driver.DriverError as error:
+            logger.warning("vllm-scope: idle taps stay in a CUDA graph: %s", error)
+            self._refused = True
+            return None
 
     def reset(self) -> None:
         if self._variants is not None:
@@ -187,9 +198,9 @@ class TappedGraph(torch.cuda.CUDAGraph):
         super().reset()
 
 
-def _drop(executable: int) -> None:
+def _drop(executable: driver.Executable) -> None:
     torch.cuda.synchronize()  # it may still run
-    driver.destroy(executable)
+    executable.destroy()
 
 
 def note(route: Route, tap: int) -> None:
