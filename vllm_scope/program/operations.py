@@ -392,8 +392,10 @@ def _add_op(edit: ResolvedEdit) -> Op:
         if limit is not None:
             scale = min(max(scale, -limit), limit)
         return Op(OP_ADD_NORM, 0, _unit(edit.values), scale)
+    if limit is None:
+        return Op(OP_ADD, 0, edit.values, scale)
     length = float(np.linalg.norm(edit.values.numpy.astype(np.float64)))
-    if limit is None or not length:
+    if not length:
         return Op(OP_ADD, 0, edit.values, scale)
     most = float(np.finfo(np.float32).max)
     return Op(OP_ADD_BOUND, 0, _unit(edit.values), min(max(scale * length, -most), most), limit)

@@ -279,8 +279,8 @@ class Resolved:
 
     @cached_property
     def shared(self) -> dict[Hashable, Any]:
-        """What others keep for it that depends on neither layers nor vectors of its edits. Specs of
-        one outline have the same dict."""
+        """What others keep for it that depends on neither layers nor vectors nor numbers of its
+        edits. Specs of one outline (request.outline) have the same dict."""
         return {}
 
     @cached_property
@@ -444,7 +444,7 @@ class Resolved:
 
     def going_to(self, to: str) -> Resolved:
         """What delivers to one destination; the same object at each call."""
-        known: dict[str, Resolved] = self.__dict__.setdefault("_going_to", {})
+        known: dict[str, Resolved] = self.shared.setdefault("going_to", {})
         if to not in known:
             reads = tuple(read for read in self.reads if read.to == to)
             probes = tuple(probe for probe in self.probes if probe.to == to)
