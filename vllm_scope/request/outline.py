@@ -30,6 +30,9 @@ _ALIKE: Final = (
     "scores_alone", "score_bytes", "num_states", "stopping", "firsts", "watched", "scaled",
     "destinations", "shared",
 )  # fmt: skip
+#: Measured bytes of an outline and of each of its edits, beside those of its first spec, with all
+#: that is kept for specs of it.
+_OUTLINE_BYTES, _EDIT_BYTES = 8192, 4096
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,11 @@ class Outline:
             edits.append(_made(ResolvedEdit, content))
         found: Resolved = _made(Resolved, self._whole | {"edits": tuple(edits)})
         return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimated memory."""
+        return self.first.num_bytes + _OUTLINE_BYTES + _EDIT_BYTES * len(self.first.edits)
 
     @cached_property
     def _shapes(self) -> list[tuple[int, ...]]:

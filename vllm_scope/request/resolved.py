@@ -257,10 +257,12 @@ class ResolvedEdit:
         return hashlib.blake2b(head.encode() + self.values.digest, digest_size=16).digest()
 
     @cached_property
-    def stateless(self) -> ResolvedEdit:
-        """What it does to tokens of the prompt: the edit with a gate that remembers nothing."""
+    def stateless(self) -> ResolvedEdit | None:
+        """What it does to tokens of the prompt, if that is not what it does to others: the edit
+        with a gate that remembers nothing."""
+        # Not `self`, which would then hold itself, and its vectors, until Python collects cycles.
         if self.gate is None or self.gate.state is None:
-            return self
+            return None
         return replace(self, gate=replace(self.gate, state=None))
 
 
@@ -305,7 +307,7 @@ class Resolved:
             2 * sum(vectors.values())
             + sum(net.num_bytes for net in nets.values())
             + _STREAM_BYTES * num_streams
-            + _ACTION_BYTES * (len(actions) + len(nets))
+            + _ACTION_BYTES * (len(actions) + len(nets) + len(set(map(id, gates))))
             + ITEM_BYTES * items
         )
 

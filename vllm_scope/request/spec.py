@@ -357,7 +357,7 @@ class Meanings:
                 known = (spec or Spec.unpack(packed, arrays)).resolve(self._sites, modules)
                 outline = None if version else Outline.of(packed, known, self._sites)
                 if outline is not None:
-                    self._outlines.put(packed.body, outline, _SPEC_BYTES + known.num_bytes)
+                    self._outlines.put(packed.body, outline, outline.num_bytes)
             self._keep(key, known)
         return known
 

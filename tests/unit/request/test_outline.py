@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from dataclasses import fields, replace
 
 import numpy as np
@@ -11,6 +13,7 @@ from tests.unit.programs import programs_of
 from vllm_scope import Ablate, Add, Clamp, Gate, Latch, Read, Replace, Spec, SpecError
 from vllm_scope.program.block_keys import BlockKeys
 from vllm_scope.program.compiler import RequestProgram
+from vllm_scope.request import spec
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.outline import Outline
 from vllm_scope.request.resolved import Resolved
@@ -185,6 +188,37 @@ def test_edits_with_equal_vectors_are_no_outline_of_edits_with_different_ones():
     first, found = _meanings(one, other)
     assert not _is_fitted(first, found)
     assert found == other.resolve(SITES)
+
+
+def test_outlines_and_their_specs_take_at_most_the_bytes_that_are_counted(monkeypatch):
+    """Each spec here edits other tokens, so that it has an outline of its own."""
+    monkeypatch.setattr(spec, "REMEMBERED_BYTES", 1 << 18)
+    monkeypatch.setattr(spec, "OUTLINE_BYTES", 1 << 20)
+    meanings, rows = Meanings(SITES), _row(0, 600)
+
+    def use(i: int) -> None:
+        gate = Gate(rows[i], 0, threshold=i + 0.5)
+        one = Spec(edits=(Add(rows[-i], layer=1, tokens=[i % 20, i // 20], gate=gate),))
+        asked = meanings.of(one.packed, one.arrays, {})
+        program = RequestProgram.compile(asked, SITES, HERE, len(IDS), IDS)
+        assert program.held(program.columns(90)).cost.vectors
+        keys = BlockKeys(asked.edits, len(IDS), IDS, b"", asked.shared)
+        assert any(keys.key(start, start + 8) for start in range(0, 24, 8))
+
+    use(300)
+    tracemalloc.start()
+    for i in range(300):
+        use(i)
+        assert meanings.num_bytes <= (1 << 20) + (1 << 18)
+    counted = meanings.num_bytes
+    gc.collect()
+    before, _ = tracemalloc.get_traced_memory()
+    meanings.clear()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert meanings.num_bytes == 0
+    # They are freed at once: no reference leads from one of them to itself.
+    assert counted / 2 < before - after < counted
 
 
 def test_an_outline_names_every_field_of_a_resolved_spec():
