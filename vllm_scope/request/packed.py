@@ -181,6 +181,9 @@ def unpack(packed: Packed, arrays: Mapping[bytes, Array]) -> tuple[Any, ...]:
 
 
 def _taken_apart(value: object, apart: _Apart) -> object:
+    cls = type(value)
+    if cls in _PLAIN_TYPES:  # as most values are
+        return value
     if isinstance(value, Place):
         return [_PLACE, *value]
     if isinstance(value, tuple):
@@ -198,20 +201,18 @@ def _taken_apart(value: object, apart: _Apart) -> object:
         return [_TUPLE, *(_taken_apart(one, apart) for one in value)]
     if isinstance(value, Array):
         return [_ARRAY, apart.index_of(value)]
-    number = _NUMBER_OF.get(type(value))
+    number = _NUMBER_OF.get(cls)
     if number is None:
         return value
-    if not isinstance(value, _NUMBERED):
-        parts = (_taken_apart(getattr(value, name), apart) for name in _FIELDS[number])
-        return [number, *parts]
+    numbered, placed = cls in _NUMBERED, cls in _PLACED
     found: list[object] = [number]
     for name in _FIELDS[number]:
         part = getattr(value, name)
-        if type(part) is float:
+        if numbered and type(part) is float:
             part = [_NUMBER, apart.of_number(part)]
-        elif name == "layers" and type(part) is tuple and type(value) is not Gate:
+        elif placed and name == "layers" and type(part) is tuple:
             part = [_LAYERS, apart.of_layers(part)]
-        else:
+        elif type(part) not in _PLAIN_TYPES:
             part = _taken_apart(part, apart)
         found.append(part)
     return found

@@ -34,7 +34,7 @@ from vllm_scope.request.actions import (
 from vllm_scope.request.actions.probing import MONITOR
 from vllm_scope.request.actions.sparse import MAX_INDICES
 from vllm_scope.request.arrays import Array
-from vllm_scope.request.bounded_json import decode, num_items
+from vllm_scope.request.bounded_json import decode_counted
 from vllm_scope.request.cascade import check_cascades
 from vllm_scope.request.outline import Outline
 from vllm_scope.request.packed import Packed, have_one_body, pack, unpack
@@ -190,12 +190,12 @@ class Spec:
                 "Register large vectors as a steering module and name it, or replace fewer rows."
             )
         if len(text) > LONGEST_REMEMBERED:
-            return Spec._parse(text)
+            return Spec._parse(text)[0]
         found = _parsed.get(text)
         if found is None:
-            found = Spec._parse(text)
+            found, num_items = Spec._parse(text)
             # Three times the text: for the text, the vectors, and the packed form without vectors.
-            size = _SPEC_BYTES + 3 * len(text) + ITEM_BYTES * num_items(text)
+            size = _SPEC_BYTES + 3 * len(text) + ITEM_BYTES * num_items
             _parsed.put(text, found, size)
         return found
 
@@ -264,8 +264,9 @@ class Spec:
         return found
 
     @staticmethod
-    def _parse(text: str) -> Spec:
-        body = decode(text, "extra_args['scope']")
+    def _parse(text: str) -> tuple[Spec, int]:
+        """The spec of a text, and about the number of items in the text."""
+        body, num_items = decode_counted(text, "extra_args['scope']")
         if not isinstance(body, dict) or not set(body) <= {*MOST, "policy"}:
             raise SpecError(
                 "extra_args['scope'] must be an object with the fields reads, probes, edits, "
@@ -275,7 +276,7 @@ class Spec:
             name: tuple(_parse_list(cls, body, name)) for name, cls in ACTIONS.items()
         }
         policy = Policy.from_json(body["policy"]) if "policy" in body else None
-        return Spec(policy=policy, **actions)
+        return Spec(policy=policy, **actions), num_items
 
     def resolve(self, sites: Sites, modules: Mapping[str, Vectors] | None = None) -> Resolved:
         """The spec as streams and vectors of this engine.
