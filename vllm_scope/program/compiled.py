@@ -135,8 +135,8 @@ class Compiled:
         phase_columns: the same of their columns.
         built: bytes of a column -> its program, while `programs` keeps it.
         counts: columns -> how many programs and operations they take, and the indices of the edits
-            that some of them have, for the few edits of `_few`. Specs of one outline
-            (request.outline) share it.
+            that one of them has. Empty unless `_few`. Specs of one outline (request.outline) share
+            it.
     """
 
     picks: tuple[Pick, ...]
@@ -317,8 +317,9 @@ class Compiled:
 
     @cached_property
     def _few(self) -> bool:
-        """True if it is few edits by one row each: its programs are then counted without a list of
-        operations. So is each cell of a sweep."""
+        """True for a spec of at most MOST_COUNTED_EDITS edits, each by one row, and of nothing
+        else. Its programs are counted without a list of operations. A cell of a sweep is such a
+        spec."""
         return not self.reads and len(self.edits) <= MOST_COUNTED_EDITS and all(
             edit.num_ops == 1 + len(edit.gate)
             and (edit.values is None or edit.values.shape[0] == 1)
@@ -328,6 +329,7 @@ class Compiled:
     def _counted(self, columns: tuple[bytes, ...]) -> tuple[int, int, tuple[int, ...]]:
         """An entry of `counts`."""
         picks = [edit.pick for edit in self.edits]
+        # Tokens with the same edits have the same program.
         has = (as_columns(columns)[picks] > 0).T.tolist()
         checks, num_programs, num_ops = int(self.check is not None), 0, 0
         for one in dict.fromkeys(map(tuple, has)):

@@ -18,7 +18,7 @@ from vllm_scope.errors import SpecError
 MOST_NODES = 1 << 14
 #: Items in the lists of one text: 64 vectors of 4,096 numbers.
 MOST_ITEMS = 1 << 18
-#: Every byte but those of which each begins a list, an object, a field, or another item.
+#: Every byte but four: those that begin a list, an object, a field's value, or one more item.
 _NOT_COUNTED = bytes(set(range(256)) - set(b"[{:,"))
 PACKED = "Send vectors as base64 ({dtype, shape, data}), or name a steering module."
 

@@ -39,8 +39,8 @@ _OUTLINE_BYTES, _EDIT_BYTES = 8192, 4096
 class Outline:
     """A spec of edits that was resolved, and how others are made of it.
 
-    A body names Arrays and numbers by their indices, equal ones by one index. So the index of a
-    value of the first spec is that of the same field in all specs with this body.
+    A body names Arrays and numbers by their indices. Equal ones have one index. So if two fields of
+    the first spec are equal, they are equal in all specs with this body.
 
     Attributes:
         packed: the first spec's.
@@ -52,8 +52,8 @@ class Outline:
 
     @staticmethod
     def of(packed: Packed, asked: Resolved, sites: Sites) -> Outline | None:
-        """None unless the spec is of edits alone, each of one layer and with a vector or rows of
-        its own, and taps tell nothing."""
+        """None unless the spec is of edits alone, which tell no gate's value and no dose. Each has
+        one layer, and a vector or rows of its own."""
         edits = asked.edits
         arrays = {edit.values.digest for edit in edits}
         arrays |= {edit.gate.vector.digest for edit in edits if edit.gate is not None}
@@ -94,7 +94,7 @@ class Outline:
 
     @cached_property
     def _shapes(self) -> list[tuple[int, ...]]:
-        """Of the Arrays, in the order of their indices."""
+        """The shapes of the Arrays, in the order of their indices."""
         gates = [edit.gate for edit in self.first.edits if edit.gate is not None]
         arrays = [*(edit.values for edit in self.first.edits), *(gate.vector for gate in gates)]
         shapes = {one.digest: one.shape for one in arrays}
@@ -102,7 +102,7 @@ class Outline:
 
     @cached_property
     def _forms(self) -> list[tuple[_Form, _Form | None]]:
-        """Of each edit, and of its gate."""
+        """The form of each edit and of its gate."""
         edits = self.first.edits
         gates = [None if one.gate is None else _Form.of(one.gate, self.packed) for one in edits]
         return [(_Form.of(one, self.packed), gate) for one, gate in zip(edits, gates, strict=True)]
@@ -140,7 +140,8 @@ class _Form:
     Attributes:
         content: all fields.
         arrays: (field, index of its Array).
-        numbers: (field, index of its number), or (field, indices of its numbers).
+        numbers: (field, index of its number).
+        several: (field, indices of its numbers).
     """
 
     content: dict[str, Any]

@@ -189,6 +189,7 @@ class Connection:
         most_changes = 0
         if asked.policy is not None:
             most_changes = checked(asked.policy, self.policies).most_changes
+        # If a request takes the most of its outline, its check is that of the others.
         known = asked.shared.get("_has_room"), asked.__dict__.get("_has_room")
         if not alike or all(limits is not self.limits for limits in known):
             most = most_changes if asked.scaled else 0
