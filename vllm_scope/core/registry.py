@@ -214,7 +214,7 @@ class Registry:
         arrays = _Held(ticket.own_arrays(), self.ahead.arrays)
         # Not the modules themselves: a spec may name a thousand.
         version = (self._num_changes,) if ticket.modules else ()
-        return self._meanings.of_packed(ticket.spec, arrays, self._vectors, version)
+        return self._meanings.of(ticket.spec, arrays, self._vectors, version)
 
 
 class _Held(ChainMap[bytes, Array]):

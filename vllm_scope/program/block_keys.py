@@ -34,7 +34,7 @@ def _parts(edit: ResolvedEdit, num_prompt: int) -> Iterator[tuple[Pick, bytes]]:
     A gate with a state does to tokens of the prompt what it does without one. What it does to a
     generated token depends on all of them before, so also on where they begin.
     """
-    if edit.gate is None or edit.stateless is edit:
+    if edit.stateless is None:
         yield Pick(edit.tokens, "edit", edit.positions), edit.digest
         return
     from_here = hashlib.blake2b(edit.digest + num_prompt.to_bytes(8, "little"), digest_size=16)

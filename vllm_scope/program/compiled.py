@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -28,7 +28,6 @@ from vllm_scope.program.operations import (
     OpsOf,
     Program,
     build_program,
-    edit_ops,
     row_key,
 )
 from vllm_scope.program.picks import Pick
@@ -38,7 +37,6 @@ from vllm_scope.request.arrays import Array
 from vllm_scope.request.heads import Bank, Head
 from vllm_scope.request.nets import Net
 from vllm_scope.request.remembered import Remembered
-from vllm_scope.request.resolved import ResolvedEdit
 from vllm_scope.request.sites import LEVELS
 
 #: Limits of one request: distinct programs, and operations of all its programs together. If the
@@ -51,8 +49,8 @@ MOST_PROGRAMS_WITH_VECTORS, MOST_OPS_WITH_VECTORS = 512, 1 << 13
 REMEMBERED_BYTES = 64 << 20
 _PROGRAM_BYTES, _OP_BYTES = 2048, 256
 
-#: Entries of Compiled.counts.
-MOST_COUNTS = 8
+#: Entries of Compiled.counts, and the edits and columns of each.
+MOST_COUNTS, MOST_COUNTED_EDITS, MOST_COUNTED = 8, 8, 64
 
 #: [num_picks], the values of a token's picks (Pick.values).
 Column = NDArray[np.int32]
@@ -136,8 +134,9 @@ class Compiled:
             all of its tokens. Filled only if all picks are uniform.
         phase_columns: the same of their columns.
         built: bytes of a column -> its program, while `programs` keeps it.
-        counts: columns -> how many programs and operations they take, and whether any edits, if the
-            spec is one edit by one row. Specs of one outline (request.outline) share it.
+        counts: columns -> how many programs and operations they take, and the indices of the edits
+            that one of them has. Empty unless `_few`. Specs of one outline (request.outline) share
+            it.
     """
 
     picks: tuple[Pick, ...]
@@ -149,28 +148,13 @@ class Compiled:
     of_phase: dict[tuple[bool, frozenset[str]], Program | None] = field(default_factory=dict)
     phase_columns: dict[tuple[bool, frozenset[str]], Column] = field(default_factory=dict)
     built: dict[bytes, Program | None] = field(default_factory=dict)
-    counts: dict[tuple[bytes, ...], tuple[int, int, bool]] = field(default_factory=dict)
+    counts: dict[tuple[bytes, ...], tuple[int, int, tuple[int, ...]]] = field(default_factory=dict)
 
-    def fitted(self, edits: Sequence[ResolvedEdit], here: Container[int]) -> Compiled | None:
-        """The same of a spec that differs from this one's in the streams and vectors of its edits
-        alone; None if these are not all here.
-
-        Args:
-            edits: without gates.
-            here: boundaries.
-        """
-        if self.reads or len(self.edits) != len(edits):
-            return None
-        made = []
-        for one, edit in zip(self.edits, edits, strict=True):
-            boundary, group = edit.stream.boundary, edit.stream.group
-            if one.gate or boundary not in here:
-                return None
-            values = edit.values if edit.positions else None
-            ops_of = edit_ops(edit, {}, -1)
-            made.append(CompiledEdit(one.pick, (boundary, group), ops_of, one.num_ops, (), values))
+    def with_edits(self, edits: tuple[CompiledEdit, ...]) -> Compiled:
+        """The same of a spec that differs from this one's in the layers, vectors and numbers of its
+        edits alone, and reads nothing."""
         found = Compiled(
-            self.picks, (), tuple(made), self.check, self.rows, self.banks,
+            self.picks, (), edits, self.check, self.rows, self.banks,
             phase_columns=self.phase_columns, counts=self.counts,
         )  # fmt: skip
         found.__dict__.update(self._alike)
@@ -181,7 +165,7 @@ class Compiled:
         """Cached properties that depend on the picks alone."""
         names = (
             "used", "uses", "firsts", "delivering", "remembers", "uniform", "ops_of_picks",
-            "_marks", "picks_key",
+            "_marks", "picks_key", "_few",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
@@ -320,33 +304,59 @@ class Compiled:
 
     def count(self, columns: tuple[bytes, ...]) -> tuple[int, int, list[bytes], set[Head]]:
         """As OpList.count."""
-        if self._only_key is None:
+        if not self._few or len(columns) > MOST_COUNTED:
             return self.op_list.count(as_columns(columns))
         known = self.counts.get(columns)
         if known is None:
-            edited = as_columns(columns)[self.edits[0].pick] > 0
-            num_checks = int(self.check is not None)
-            some, others = bool(edited.any()), bool(num_checks and not edited.all())
-            num_ops = some * (1 + num_checks) + others * num_checks
-            known = some + others, num_ops, some
             if len(self.counts) >= MOST_COUNTS:
                 self.counts.clear()
-            self.counts[columns] = known
+            known = self.counts[columns] = self._counted(columns)
         num_programs, num_ops, some = known
-        return num_programs, num_ops, [self._only_key] * some, set()
+        keys = dict.fromkeys(key for i in some for key in self._keys[i])
+        return num_programs, num_ops, list(keys), set()
 
     @cached_property
-    def _only_key(self) -> bytes | None:
-        """The key of the only vector, if the spec is one edit by one row: its programs are then
-        counted without a list of operations. So is each cell of a sweep."""
-        if self.reads or len(self.edits) != 1 or self.edits[0].gate:
-            return None
-        edit = self.edits[0]
-        if edit.values is not None:
-            return row_key(edit.values, 0) if edit.values.shape[0] == 1 else None
-        ops = edit.ops_of(1)
-        vector = ops[0].vector
-        return vector.digest if len(ops) == 1 and vector is not None else None
+    def _few(self) -> bool:
+        """True for a spec of at most MOST_COUNTED_EDITS edits, each by one row, and of nothing
+        else. Its programs are counted without a list of operations. A cell of a sweep is such a
+        spec."""
+        return not self.reads and len(self.edits) <= MOST_COUNTED_EDITS and all(
+            edit.num_ops == 1 + len(edit.gate)
+            and (edit.values is None or edit.values.shape[0] == 1)
+            for edit in self.edits
+        )  # fmt: skip
+
+    def _counted(self, columns: tuple[bytes, ...]) -> tuple[int, int, tuple[int, ...]]:
+        """An entry of `counts`."""
+        picks = [edit.pick for edit in self.edits]
+        # Tokens with the same edits have the same program.
+        has = (as_columns(columns)[picks] > 0).T.tolist()
+        checks, num_programs, num_ops = int(self.check is not None), 0, 0
+        for one in dict.fromkeys(map(tuple, has)):
+            some = [edit for edit, here in zip(self.edits, one, strict=True) if here]
+            each = len(some) + len({op for edit in some for op in edit.gate}) + checks
+            num_programs, num_ops = num_programs + (each > 0), num_ops + each
+        edited = (i for i, each in enumerate(zip(*has, strict=True)) if any(each))
+        return num_programs, num_ops, tuple(edited)
+
+    @cached_property
+    def takes_most(self) -> bool:
+        """True if no spec of this one's outline takes more of the device tables."""
+        # Vectors of different lengths may have one direction, which then counts once.
+        keys = [key for some in self._keys for key in some] if self._few else []
+        return self._few and len(set(keys)) == len(keys)
+
+    @cached_property
+    def _keys(self) -> list[list[bytes]]:
+        """The keys of the vectors of each edit and its gate, if they are `_few`."""
+        found = []
+        for edit in self.edits:
+            ops = [op for _, op in edit.gate]
+            values = edit.values
+            own = [] if values is None else [row_key(values, 0)]
+            ops += edit.ops_of(1) if values is None else ()
+            found.append([*own, *(op.vector.digest for op in ops if op.vector is not None)])
+        return found
 
     def _delivered(
         self, column: Column

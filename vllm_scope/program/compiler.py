@@ -11,7 +11,7 @@ prefill and recompute read and edit the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal, NamedTuple
@@ -131,21 +131,45 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
         first = some[0]
         at = pick(first.tokens, "edit", first.positions)
         places = [edit.stream for edit in some if edit.stream.boundary in here]
-        if not places:
-            continue
-        known = None if first.gate is None else gates[first.gate.digest]
-        ops_of = edit_ops(first, made, -1 if known is None else known.op.register)
-        num_ops = 1 if first.reads is None else 2 * first.reads.shape[0]
-        values = first.values if first.positions else None
-        for place in places:
-            gate = () if known is None else known.before(place)
-            where = place.boundary, place.group
-            edits.append(CompiledEdit(at, where, ops_of, len(gate) + num_ops, gate, values))
+        edits += _compiled_edits(at, first, places, gates, made)
     check = sites.last_of_stream if asked.edits else None
     return Compiled(
         tuple(picks), tuple((at, tuple(points), head) for (at, head), points in reads.items()),
         tuple(edits), check if check in here else None, rows, asked.banks,
     )  # fmt: skip
+
+
+def _compiled_edits(
+    pick: int, edit: ResolvedEdit, places: list[Place], gates: Mapping[bytes, _GateOps],
+    made: dict[Hashable, tuple[Op, ...]],
+) -> list[CompiledEdit]:  # fmt: skip
+    """An edit at some places; `made` as in edit_ops."""
+    if not places:
+        return []
+    gate = None if edit.gate is None else gates[edit.gate.digest]
+    ops_of = edit_ops(edit, made, -1 if gate is None else gate.op.register)
+    num_ops = 1 if edit.reads is None else 2 * edit.reads.shape[0]
+    values = edit.values if edit.positions else None
+    found = []
+    for place in places:
+        before = () if gate is None else gate.before(place)
+        at = place.boundary, place.group
+        found.append(CompiledEdit(pick, at, ops_of, len(before) + num_ops, before, values))
+    return found
+
+
+def _fitted(first: Compiled, asked: Resolved, here: frozenset[int]) -> Compiled | None:
+    """`_compile` of a spec that differs from the first one's in the layers, vectors and numbers of
+    its edits alone; None if these are not all here."""
+    places = [edit.stream for edit in asked.edits]
+    if first.reads or len(first.edits) != len(places):
+        return None
+    if not here.issuperset(place.boundary for place in places):
+        return None
+    gates, found = _gate_ops(asked), []
+    for one, edit, place in zip(first.edits, asked.edits, places, strict=True):
+        found += _compiled_edits(one.pick, edit, [place], gates, {})
+    return first.with_edits(tuple(found))
 
 
 def _action_of(edit: ResolvedEdit) -> tuple[object, ...]:
@@ -241,7 +265,7 @@ class RequestProgram:
         compiled = known.get(key)
         if compiled is None:
             of_outline: Compiled | None = asked.shared.get(key)
-            compiled = None if of_outline is None else of_outline.fitted(asked.edits, here)
+            compiled = None if of_outline is None else _fitted(of_outline, asked, here)
             if compiled is None:
                 compiled = asked.shared[key] = _compile(asked, sites, here, drains)
             known[key] = compiled
@@ -262,6 +286,11 @@ class RequestProgram:
     def checks(self) -> bool:
         """True if its tokens may be reported as faulty: it edits or checks rows here."""
         return bool(self._compiled.edits) or self._compiled.check is not None
+
+    @property
+    def takes_most(self) -> bool:
+        """As of Compiled."""
+        return self._compiled.takes_most
 
     @property
     def empty(self) -> bool:

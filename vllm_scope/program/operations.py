@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from operator import itemgetter
 from types import MappingProxyType
@@ -281,7 +281,8 @@ def edit_ops(edit: ResolvedEdit, made: dict[Hashable, tuple[Op, ...]], register:
             if edit.reads is not None:
                 ops = _feature_ops(edit, edit.reads, register)
             else:
-                ops = (replace(_edit_op(edit), register=register, told=edit.dose),)
+                code, vector, a, b = _edit_numbers(edit)
+                ops = (Op(code, 0, vector, a, b, register=register, told=edit.dose),)
             made[content] = ops
         known[register] = ops
     return lambda row: ops
@@ -372,9 +373,10 @@ def _unit(vector: Array, times: float = 1.0) -> Array:
     return Array(vector.shape, (direction * np.float32(times)).tobytes())
 
 
-def _edit_op(edit: ResolvedEdit) -> Op:
+def _edit_numbers(edit: ResolvedEdit) -> tuple[int, Array, float, float]:
+    """The code, the vector, and the numbers a and b of an edit's operation."""
     if edit.kind == "add":
-        return _add_op(edit)
+        return _add_numbers(edit)
     if edit.kind == "clamp":
         lo, hi, strength = edit.numbers
         # With k d in place of d the operation adds (clip(k p, k lo, k hi) - k p) k d: k * k times
@@ -382,18 +384,21 @@ def _edit_op(edit: ResolvedEdit) -> Op:
         k = math.sqrt(strength)
         if k == 0:
             lo, hi, k = -math.inf, math.inf, 1  # 0 times infinity would be NaN
-        return Op(OP_CLAMP, 0, _unit(edit.values, k), k * lo, k * hi)
-    return Op(OP_ABLATE, 0, _unit(edit.values))
+        return OP_CLAMP, _unit(edit.values, k), k * lo, k * hi
+    return OP_ABLATE, _unit(edit.values), 0.0, 0.0
 
 
-def _add_op(edit: ResolvedEdit) -> Op:
+def _add_numbers(edit: ResolvedEdit) -> tuple[int, Array, float, float]:
     (scale,), limit = edit.numbers, edit.limit
     if edit.norm_match:
         if limit is not None:
             scale = min(max(scale, -limit), limit)
-        return Op(OP_ADD_NORM, 0, _unit(edit.values), scale)
+        return OP_ADD_NORM, _unit(edit.values), scale, 0.0
+    if limit is None:
+        return OP_ADD, edit.values, scale, 0.0
     length = float(np.linalg.norm(edit.values.numpy.astype(np.float64)))
-    if limit is None or not length:
-        return Op(OP_ADD, 0, edit.values, scale)
+    if not length:
+        return OP_ADD, edit.values, scale, 0.0
     most = float(np.finfo(np.float32).max)
-    return Op(OP_ADD_BOUND, 0, _unit(edit.values), min(max(scale * length, -most), most), limit)
+    bound = min(max(scale * length, -most), most)
+    return OP_ADD_BOUND, _unit(edit.values), bound, limit

@@ -103,10 +103,14 @@ def _checked(found: NDArray[Any], where: str) -> Array:
         raise SpecError(f"{where} has {found.size:,} numbers; at most {MAX_NUMBERS:,}.")
     with np.errstate(over="ignore"):
         numbers = np.ascontiguousarray(found, "<f4")
+    _check_finite(numbers, where)
+    return Array(tuple(int(n) for n in found.shape), numbers.tobytes())
+
+
+def _check_finite(numbers: NDArray[np.float32], where: str) -> None:
     if not np.isfinite(numbers).all():
         bad = np.argwhere(~np.isfinite(numbers))[0].tolist()
         raise SpecError(f"{where} is NaN or infinite at {bad}; its numbers must be finite.")
-    return Array(tuple(int(n) for n in found.shape), numbers.tobytes())
 
 
 def _from_json(body: dict[Any, Any], where: str) -> Array:
@@ -137,6 +141,9 @@ def _from_json(body: dict[Any, Any], where: str) -> Array:
             f"{where}.data has {len(data)} bytes; {dtype} of shape {shape} takes {size}."
         )
     found = np.frombuffer(data, DTYPES[dtype]).reshape(shape)
+    if dtype == "float32":
+        _check_finite(found, where)
+        return Array(tuple(shape), data)
     if dtype == "bfloat16":
         found = of_bfloat16(found)
     return _checked(found, where)

@@ -1,9 +1,10 @@
-"""Specs that differ in the layers and the vectors of their edits alone, such as cells of a sweep.
+"""Specs that differ in the layers, vectors and numbers of their edits alone: cells of a sweep, and
+requests that each have an edit of their own.
 
 Owns:  Outline.
-Runs:  in EngineCore, when a request enters. numpy, no torch.
+Runs:  in the front-end and in EngineCore, when a request enters. numpy, no torch.
 From:  packed (their bodies are equal).   To: spec (Meanings); what depends on neither layers nor
-       vectors is then made once for all of them (Resolved.shared).
+       vectors nor numbers is then made once for all of them (Resolved.shared).
 
 Promise: a spec that is fitted equals what Spec.resolve makes of it, and is refused if that refuses
 it.
@@ -11,73 +12,100 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Final
 
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.packed import Packed
-from vllm_scope.request.resolved import Resolved, ResolvedEdit
+from vllm_scope.request.resolve_edits import check_order
+from vllm_scope.request.resolved import Resolved, ResolvedEdit, ResolvedGate
 from vllm_scope.request.sites import Place, Sites
 
-#: Cached properties of a Resolved that depend on neither layers nor vectors.
+#: Cached properties of a Resolved that depend on neither layers nor vectors nor numbers.
 _ALIKE: Final = (
-    "num_bytes", "uniform", "read_selectors", "_always", "scores_alone", "score_bytes",
-    "num_states", "stopping", "firsts", "watched", "scaled", "destinations", "shared",
+    "num_bytes", "uniform", "banked", "delivering", "taking", "read_selectors", "_always",
+    "scores_alone", "score_bytes", "num_states", "stopping", "firsts", "watched", "scaled",
+    "destinations", "shared",
 )  # fmt: skip
+#: Measured bytes of an outline and of each of its edits, beside those of its first spec, with all
+#: that is kept for specs of it.
+_OUTLINE_BYTES, _EDIT_BYTES = 8192, 4096
 
 
 @dataclass(frozen=True)
 class Outline:
     """A spec of edits that was resolved, and how others are made of it.
 
+    A body names Arrays and numbers by their indices. Equal ones have one index. So if two fields of
+    the first spec are equal, they are equal in all specs with this body.
+
     Attributes:
-        array_of: of each edit, the index of its vector among the arrays of a Packed.
+        packed: the first spec's.
     """
 
     first: Resolved
-    array_of: tuple[int, ...]
+    packed: Packed
     sites: Sites
 
     @staticmethod
     def of(packed: Packed, asked: Resolved, sites: Sites) -> Outline | None:
-        """None unless the spec is of edits without gates, each of one layer, with a vector or rows
-        of its own."""
+        """None unless the spec is of edits alone, which tell no gate's value and no dose. Each has
+        one layer, and a vector or rows of its own."""
         edits = asked.edits
-        array_of = [edit.values.digest for edit in edits]
+        arrays = {edit.values.digest for edit in edits}
+        arrays |= {edit.gate.vector.digest for edit in edits if edit.gate is not None}
         alone = not (asked.taking or asked.policy is not None)
-        plain = all(e.gate is None and e.dose is None and e.reads is None for e in edits)
-        if not (edits and alone and plain and set(array_of) <= set(packed.arrays)):
+        plain = all(edit.dose is None and edit.reads is None for edit in edits)
+        if not (edits and alone and plain and arrays == set(packed.arrays)):
             return None
         if [(edit.stream.layer,) for edit in edits] != [tuple(one) for one in packed.layers]:
             return None
-        return Outline(asked, tuple(map(packed.arrays.index, array_of)), sites)
+        return Outline(asked, packed, sites)
 
     def fitted(self, packed: Packed, arrays: Mapping[bytes, Array]) -> Resolved | None:
-        """Another spec with the same body; None if it has vectors of other shapes.
+        """Another spec with the same body; None if it has vectors of other shapes, or an edit of
+        several layers.
 
         Raises:
-            SpecError: it edits where the engine has no tap.
+            SpecError: it edits where the engine has no tap, or before its gate.
             KeyError: an Array is not among `arrays`.
         """
+        given = [arrays[digest] for digest in packed.arrays]
+        if [one.shape for one in given] != self._shapes or set(map(len, packed.layers)) != {1}:
+            return None
+        numbers = (*packed.numbers, *_BOUNDS)
         edits = []
-        for i, (at, content) in enumerate(zip(self.array_of, self._contents, strict=True)):
-            values = arrays[packed.arrays[at]]
-            if values.shape != content["values"].shape:
-                return None
-            one = object.__new__(ResolvedEdit)
-            one.__dict__.update(content, stream=self._place(i, packed.layers[i]), values=values)
-            edits.append(one)
-        found = object.__new__(Resolved)
-        found.__dict__.update(self._whole, edits=tuple(edits))
+        for i, (form, gate) in enumerate(self._forms):
+            content = form.filled(given, numbers)
+            content["stream"] = self._place(i, packed.layers[i])
+            if gate is not None:
+                content["gate"] = _made(ResolvedGate, gate.filled(given, numbers))
+            edits.append(_made(ResolvedEdit, content))
+        found: Resolved = _made(Resolved, self._whole | {"edits": tuple(edits)})
         return found
 
+    @property
+    def num_bytes(self) -> int:
+        """Estimated memory."""
+        return self.first.num_bytes + _OUTLINE_BYTES + _EDIT_BYTES * len(self.first.edits)
+
     @cached_property
-    def _contents(self) -> list[dict[str, Any]]:
-        """The fields of each edit."""
-        names = [each.name for each in fields(ResolvedEdit)]
-        return [{name: getattr(edit, name) for name in names} for edit in self.first.edits]
+    def _shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the Arrays, in the order of their indices."""
+        gates = [edit.gate for edit in self.first.edits if edit.gate is not None]
+        arrays = [*(edit.values for edit in self.first.edits), *(gate.vector for gate in gates)]
+        shapes = {one.digest: one.shape for one in arrays}
+        return [shapes[digest] for digest in self.packed.arrays]
+
+    @cached_property
+    def _forms(self) -> list[tuple[_Form, _Form | None]]:
+        """The form of each edit and of its gate."""
+        edits = self.first.edits
+        gates = [None if one.gate is None else _Form.of(one.gate, self.packed) for one in edits]
+        return [(_Form.of(one, self.packed), gate) for one, gate in zip(edits, gates, strict=True)]
 
     @cached_property
     def _whole(self) -> dict[str, Any]:
@@ -93,7 +121,62 @@ class Outline:
         """Where an edit is at its layer."""
         known = self._places.get((number, layers))
         if known is None:
-            site = self.first.edits[number].stream.site
-            (known,) = self.sites.find(site, layers, f"edits[{number}]")
+            edit, where = self.first.edits[number], f"edits[{number}]"
+            (known,) = self.sites.find(edit.stream.site, layers, where)
+            if edit.gate is not None:
+                check_order(edit.gate, known, f"{where}.gate")
             self._places[number, layers] = known
         return known
+
+
+#: Numbers of a ResolvedEdit that no spec has: for a bound that was not given.
+_BOUNDS: Final = (math.inf, -math.inf)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """An edit or a gate, and which of its fields differ from spec to spec.
+
+    Attributes:
+        content: all fields.
+        arrays: (field, index of its Array).
+        numbers: (field, index of its number).
+        several: (field, indices of its numbers).
+    """
+
+    content: dict[str, Any]
+    arrays: list[tuple[str, int]]
+    numbers: list[tuple[str, int]]
+    several: list[tuple[str, tuple[int, ...]]]
+
+    @staticmethod
+    def of(one: ResolvedEdit | ResolvedGate, packed: Packed) -> _Form:
+        index = {repr(x): i for i, x in enumerate((*packed.numbers, *_BOUNDS))}
+        content = {each.name: getattr(one, each.name) for each in fields(one)}
+        arrays, numbers, several = [], [], []
+        for name, value in content.items():
+            if isinstance(value, Array):
+                arrays.append((name, packed.arrays.index(value.digest)))
+            elif isinstance(value, float):
+                numbers.append((name, index[repr(value)]))
+            elif name == "numbers":
+                several.append((name, tuple(index[repr(x)] for x in value)))
+        return _Form(content, arrays, numbers, several)
+
+    def filled(self, arrays: Sequence[Array], numbers: Sequence[float]) -> dict[str, Any]:
+        """The fields in another spec."""
+        found = self.content.copy()
+        for name, at in self.arrays:
+            found[name] = arrays[at]
+        for name, at in self.numbers:
+            found[name] = numbers[at]
+        for name, some in self.several:
+            found[name] = tuple([numbers[at] for at in some])
+        return found
+
+
+def _made(cls: type[Any], content: dict[str, Any]) -> Any:
+    """A frozen object of these fields, which are not checked again."""
+    found = object.__new__(cls)
+    found.__dict__.update(content)
+    return found

@@ -5,8 +5,9 @@ Runs:  in front-ends and EngineCore (`pack`), in EngineCore and workers (`unpack
 From:  spec, resolve (whose actions are packed).   To: ticket, core.news.
 
 Promise: equal actions have equal digests. Vectors are kept apart from the rest, so that a
-worker gets a vector only if it does not hold it (core.news). So are the layers of edits: cells of a
-sweep mostly differ in both alone, and then have equal bodies (outline). `unpack` does not check the
+worker gets a vector only if it does not hold it (core.news). So are the layers of edits, and the
+numbers of edits and gates: cells of a sweep, and requests that each have an edit of their own,
+mostly differ in these alone, and then have equal bodies (outline). `unpack` does not check the
 actions again: they were checked when they were made, and packed bytes never come from a caller.
 """
 
@@ -72,14 +73,16 @@ _CLASSES: tuple[type[Any], ...] = (
 _NUMBER_OF = {cls: number for number, cls in enumerate(_CLASSES)}
 #: Edits, of which `layer` follows from `layers`, and `layers` are kept apart.
 _PLACED = (Add, Ablate, Clamp, Replace)
+#: Actions whose numbers are kept apart.
+_NUMBERED = (*_PLACED, Gate)
 _FIELDS = [
     tuple(each.name for each in fields(cls) if cls not in _PLACED or each.name != "layer")
     for cls in _CLASSES
 ]
 #: Stand in place of a class's number: for a tuple of objects, a tuple of plain values, an Array (by
 #: its index), a Place, edits that differ in their streams only, the layers of an edit (by their
-#: index).
-_TUPLE, _PLAIN, _ARRAY, _PLACE, _EDITS, _LAYERS = -1, -2, -3, -4, -5, -6
+#: index), a number (by its index).
+_TUPLE, _PLAIN, _ARRAY, _PLACE, _EDITS, _LAYERS, _NUMBER = -1, -2, -3, -4, -5, -6, -7
 _PLAIN_TYPES = {int, float, str, bool, type(None)}
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -91,30 +94,36 @@ class Packed(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         digest: of everything, vectors included.
-        body: msgpack, without vectors and the layers of edits.
-        arrays: digests of the Arrays that the body names by their indices.
+        body: msgpack, without vectors, the layers of edits, and the numbers of edits and gates.
+        arrays: digests of the Arrays that the body names by their indices, each once.
         layers: of its edits with layers, in their order.
+        numbers: those that the body names by their indices, each once; 0.0 and -0.0 are two.
     """
 
     digest: bytes
     body: bytes
     arrays: list[bytes]
     layers: list[tuple[int, ...]] = []
+    numbers: list[float] = []
 
     @staticmethod
-    def of(body: bytes, arrays: list[bytes], layers: list[tuple[int, ...]]) -> Packed:
+    def of(
+        body: bytes, arrays: list[bytes], layers: list[tuple[int, ...]], numbers: list[float]
+    ) -> Packed:
         digest = hashlib.blake2b(body, digest_size=16)
-        digest.update(_encode((arrays, layers)))
-        return Packed(digest.digest(), body, arrays, layers)
+        digest.update(_encode((arrays, layers, numbers)))
+        return Packed(digest.digest(), body, arrays, layers, numbers)
 
 
 @dataclass(frozen=True)
 class _Apart:
-    """What is kept apart from a body: its Arrays by digest, and the layers of its edits."""
+    """What is kept apart from a body: its Arrays by digest, the layers of its edits, and the
+    indices of numbers by their texts."""
 
     arrays: dict[bytes, Array] = field(default_factory=dict)
     indices: dict[bytes, int] = field(default_factory=dict)
     layers: list[tuple[int, ...]] = field(default_factory=list)
+    numbers: dict[str, int] = field(default_factory=dict)
 
     def index_of(self, array: Array) -> int:
         self.arrays[array.digest] = array
@@ -124,25 +133,30 @@ class _Apart:
         self.layers.append(layers)
         return len(self.layers) - 1
 
+    def of_number(self, number: float) -> int:
+        return self.numbers.setdefault(repr(number), len(self.numbers))
+
 
 class _Kept(NamedTuple):
     """The same where a body is put together."""
 
     arrays: list[Array]
     layers: list[tuple[int, ...]]
+    numbers: list[float]
 
 
 def pack(actions: tuple[object, ...]) -> tuple[Packed, dict[bytes, Array]]:
     """The actions without their Arrays, and the Arrays by digest."""
     apart = _Apart()
     body = _encode(_taken_apart(actions, apart))
-    return Packed.of(body, list(apart.arrays), apart.layers), apart.arrays
+    numbers = list(map(float, apart.numbers))
+    return Packed.of(body, list(apart.arrays), apart.layers, numbers), apart.arrays
 
 
 def have_one_body(one: Action, other: Action) -> bool:
-    """True if two edits, each of one layer and with a vector or rows of its own, differ in these
-    alone."""
-    if type(one) is not type(other) or not isinstance(one, _PLACED):
+    """True if two edits without gates, each of one layer and with a vector or rows of its own,
+    differ in these alone."""
+    if type(one) is not type(other) or not isinstance(one, _PLACED) or one.gate is not None:
         return False
     vector = one.fields[0]
     own = all(
@@ -161,12 +175,15 @@ def unpack(packed: Packed, arrays: Mapping[bytes, Array]) -> tuple[Any, ...]:
     Raises:
         KeyError: an Array is not among `arrays`.
     """
-    kept = _Kept([arrays[digest] for digest in packed.arrays], packed.layers)
+    kept = _Kept([arrays[digest] for digest in packed.arrays], packed.layers, packed.numbers)
     found: tuple[Any, ...] = _put_together(_decode(packed.body), kept)
     return found
 
 
 def _taken_apart(value: object, apart: _Apart) -> object:
+    cls = type(value)
+    if cls in _PLAIN_TYPES:  # as most values are
+        return value
     if isinstance(value, Place):
         return [_PLACE, *value]
     if isinstance(value, tuple):
@@ -184,13 +201,21 @@ def _taken_apart(value: object, apart: _Apart) -> object:
         return [_TUPLE, *(_taken_apart(one, apart) for one in value)]
     if isinstance(value, Array):
         return [_ARRAY, apart.index_of(value)]
-    number = _NUMBER_OF.get(type(value))
+    number = _NUMBER_OF.get(cls)
     if number is None:
         return value
-    parts = [number, *(_taken_apart(getattr(value, name), apart) for name in _FIELDS[number])]
-    if isinstance(value, _PLACED) and isinstance(value.layers, tuple):
-        parts[1 + _FIELDS[number].index("layers")] = [_LAYERS, apart.of_layers(value.layers)]
-    return parts
+    numbered, placed = cls in _NUMBERED, cls in _PLACED
+    found: list[object] = [number]
+    for name in _FIELDS[number]:
+        part = getattr(value, name)
+        if numbered and type(part) is float:
+            part = [_NUMBER, apart.of_number(part)]
+        elif placed and name == "layers" and type(part) is tuple:
+            part = [_LAYERS, apart.of_layers(part)]
+        elif type(part) not in _PLAIN_TYPES:
+            part = _taken_apart(part, apart)
+        found.append(part)
+    return found
 
 
 _EDIT_FIELDS = tuple(each.name for each in fields(ResolvedEdit) if each.name != "stream")
@@ -226,6 +251,8 @@ def _put_together(value: Any, kept: _Kept) -> Any:
         return kept.arrays[value[1]]
     if number == _LAYERS:
         return kept.layers[value[1]]
+    if number == _NUMBER:
+        return kept.numbers[value[1]]
     rest = [_put_together(one, kept) if type(one) is list else one for one in value[1:]]
     if number == _TUPLE:
         return tuple(rest)

@@ -63,7 +63,7 @@ def resolve_edits(
         for one in _resolve_edit(edit, sites, modules, where):
             one = replace(one, number=i, gate=gate)
             if gate is not None:
-                _check_order(gate, one.stream, f"{where}.gate")
+                check_order(gate, one.stream, f"{where}.gate")
             if edit.dose is not None:
                 told.add(edit.dose, one.stream, _of_dose(one), one.tokens)
             found.append(one)
@@ -155,7 +155,7 @@ def _resolve_gate(gate: Gate, sites: Sites, where: str) -> ResolvedGate:
     )  # fmt: skip
 
 
-def _check_order(gate: ResolvedGate, edited: Place, where: str) -> None:
+def check_order(gate: ResolvedGate, edited: Place, where: str) -> None:
     if _on_stream(gate.place) > _on_stream(edited):
         raise SpecError(
             f"{where} reads {gate.place.site!r} {gate.place.layer}, which comes after the edited "

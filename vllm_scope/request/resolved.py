@@ -257,10 +257,12 @@ class ResolvedEdit:
         return hashlib.blake2b(head.encode() + self.values.digest, digest_size=16).digest()
 
     @cached_property
-    def stateless(self) -> ResolvedEdit:
-        """What it does to tokens of the prompt: the edit with a gate that remembers nothing."""
+    def stateless(self) -> ResolvedEdit | None:
+        """What it does to tokens of the prompt, if that is not what it does to others: the edit
+        with a gate that remembers nothing."""
+        # Not `self`, which would then hold itself, and its vectors, until Python collects cycles.
         if self.gate is None or self.gate.state is None:
-            return self
+            return None
         return replace(self, gate=replace(self.gate, state=None))
 
 
@@ -279,8 +281,8 @@ class Resolved:
 
     @cached_property
     def shared(self) -> dict[Hashable, Any]:
-        """What others keep for it that depends on neither layers nor vectors of its edits. Specs of
-        one outline have the same dict."""
+        """What others keep for it that depends on neither layers nor vectors nor numbers of its
+        edits. Specs of one outline (request.outline) have the same dict."""
         return {}
 
     @cached_property
@@ -305,7 +307,7 @@ class Resolved:
             2 * sum(vectors.values())
             + sum(net.num_bytes for net in nets.values())
             + _STREAM_BYTES * num_streams
-            + _ACTION_BYTES * (len(actions) + len(nets))
+            + _ACTION_BYTES * (len(actions) + len(nets) + len(set(map(id, gates))))
             + ITEM_BYTES * items
         )
 
@@ -444,7 +446,7 @@ class Resolved:
 
     def going_to(self, to: str) -> Resolved:
         """What delivers to one destination; the same object at each call."""
-        known: dict[str, Resolved] = self.__dict__.setdefault("_going_to", {})
+        known: dict[str, Resolved] = self.shared.setdefault("going_to", {})
         if to not in known:
             reads = tuple(read for read in self.reads if read.to == to)
             probes = tuple(probe for probe in self.probes if probe.to == to)

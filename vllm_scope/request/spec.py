@@ -12,7 +12,7 @@ engine: its layers, its hidden size, its steering modules.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ from vllm_scope.request.actions import (
 from vllm_scope.request.actions.probing import MONITOR
 from vllm_scope.request.actions.sparse import MAX_INDICES
 from vllm_scope.request.arrays import Array
-from vllm_scope.request.bounded_json import decode, num_items
+from vllm_scope.request.bounded_json import decode_counted
 from vllm_scope.request.cascade import check_cascades
 from vllm_scope.request.outline import Outline
 from vllm_scope.request.packed import Packed, have_one_body, pack, unpack
@@ -135,7 +135,7 @@ class Spec:
         if layers is None or not have_one_body(self.edits[0], edits[0]):
             return Spec(edits=edits)
         vector = getattr(edits[0], edits[0].fields[0])
-        packed = Packed.of(self.packed.body, [vector.digest], [layers])
+        packed = Packed.of(self.packed.body, [vector.digest], [layers], self.packed.numbers)
         found = object.__new__(Spec)
         found.__dict__.update({name: getattr(self, name) for name in _names()}, edits=edits)
         found.__dict__.update(modules=(), packed=packed, _packed=(packed, {vector.digest: vector}))
@@ -190,12 +190,12 @@ class Spec:
                 "Register large vectors as a steering module and name it, or replace fewer rows."
             )
         if len(text) > LONGEST_REMEMBERED:
-            return Spec._parse(text)
+            return Spec._parse(text)[0]
         found = _parsed.get(text)
         if found is None:
-            found = Spec._parse(text)
+            found, num_items = Spec._parse(text)
             # Three times the text: for the text, the vectors, and the packed form without vectors.
-            size = _SPEC_BYTES + 3 * len(text) + ITEM_BYTES * num_items(text)
+            size = _SPEC_BYTES + 3 * len(text) + ITEM_BYTES * num_items
             _parsed.put(text, found, size)
         return found
 
@@ -264,8 +264,9 @@ class Spec:
         return found
 
     @staticmethod
-    def _parse(text: str) -> Spec:
-        body = decode(text, "extra_args['scope']")
+    def _parse(text: str) -> tuple[Spec, int]:
+        """The spec of a text, and about the number of items in the text."""
+        body, num_items = decode_counted(text, "extra_args['scope']")
         if not isinstance(body, dict) or not set(body) <= {*MOST, "policy"}:
             raise SpecError(
                 "extra_args['scope'] must be an object with the fields reads, probes, edits, "
@@ -275,7 +276,7 @@ class Spec:
             name: tuple(_parse_list(cls, body, name)) for name, cls in ACTIONS.items()
         }
         policy = Policy.from_json(body["policy"]) if "policy" in body else None
-        return Spec(policy=policy, **actions)
+        return Spec(policy=policy, **actions), num_items
 
     def resolve(self, sites: Sites, modules: Mapping[str, Vectors] | None = None) -> Resolved:
         """The spec as streams and vectors of this engine.
@@ -334,27 +335,16 @@ class Meanings:
         self._outlines.clear()
 
     def of(
-        self, digest: bytes, spec_of: Callable[[], Spec], modules: Mapping[str, Vectors],
-        version: tuple[Hashable, ...] = (),
+        self, packed: Packed, arrays: Mapping[bytes, Array], modules: Mapping[str, Vectors],
+        version: tuple[Hashable, ...] = (), spec: Spec | None = None,
     ) -> Resolved:  # fmt: skip
-        """The resolved spec, from the cache if the cache has it.
+        """The resolved spec, from the cache if the cache has it. If an earlier spec had its
+        outline, it is made of that one.
 
         Args:
-            digest: the spec's (`Spec.packed`).
-            spec_of: returns the spec; called only if the cache does not have it resolved.
+            arrays: its vectors, by digest.
             version: changes when a module name in the spec gets another module.
-        """
-        known = self._known.get((digest, version))
-        if known is None:
-            known = self._keep((digest, version), spec_of().resolve(self._sites, modules))
-        return known
-
-    def of_packed(
-        self, packed: Packed, arrays: Mapping[bytes, Array], modules: Mapping[str, Vectors],
-        version: tuple[Hashable, ...] = (),
-    ) -> Resolved:  # fmt: skip
-        """The same of a spec that a front-end packed. If an earlier one had its outline, it is made
-        of that one.
+            spec: the same, if the caller has it; else it is unpacked.
 
         Raises:
             KeyError: an Array is not among `arrays`. SpecError: as Spec.resolve.
@@ -365,17 +355,16 @@ class Meanings:
             outline = self._outlines.get(packed.body)
             known = None if outline is None else outline.fitted(packed, arrays)
             if known is None:
-                known = Spec.unpack(packed, arrays).resolve(self._sites, modules)
+                known = (spec or Spec.unpack(packed, arrays)).resolve(self._sites, modules)
                 outline = None if version else Outline.of(packed, known, self._sites)
                 if outline is not None:
-                    self._outlines.put(packed.body, outline, _SPEC_BYTES + known.num_bytes)
+                    self._outlines.put(packed.body, outline, outline.num_bytes)
             self._keep(key, known)
         return known
 
-    def _keep(self, key: tuple[bytes, tuple[Hashable, ...]], found: Resolved) -> Resolved:
+    def _keep(self, key: tuple[bytes, tuple[Hashable, ...]], found: Resolved) -> None:
         if found.num_bytes <= LARGEST_REMEMBERED:
             self._known.put(key, found, found.num_bytes)
-        return found
 
 
 def check_stopping(probes: Sequence[Probe]) -> None:

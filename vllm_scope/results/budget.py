@@ -180,6 +180,8 @@ def bytes_of_prompt(own: Resolved, whole: Resolved, sites: Sites, prompt_ids: Se
         own: the reads and probes that go to memory.
         whole: the request; its edits decide which reads see the same row.
     """
+    if not own.delivering:
+        return 0
     if not own.uniform:
         return _bytes_of(own, whole, sites, np.asarray(prompt_ids, np.int64))
     # All tokens of the prompt deliver alike. Many requests share these objects.

@@ -21,6 +21,7 @@ from vllm_scope import (
     Ema,
     Gate,
     Hysteresis,
+    Latch,
     Pid,
     Probe,
     Replace,
@@ -130,25 +131,34 @@ def test_programs_made_at_once_are_those_built_one_by_one(
     assert tables.hold(held) is not program_ids
 
 
-ONE_EDIT = {
+GATED = Gate([1.0, 2.0, 3.0, 4.0], 0)
+FEW_EDITS = {
     "a-replaced-row": Replace([V], positions=[1], layer=0),
     "replaced-rows": Replace([V, V], positions=[1, -1], layer=0),
     "an-added-vector": Add(V, layer=1, tokens=[0]),
     "an-ablated-direction": Ablate(V, layer=1, tokens=[0, 2]),
     "a-clamped-direction": Clamp(V, layer=1, lo=0.0, tokens="generated"),
     "two-layers": Add(V, layers=[0, 1], tokens=[0]),
+    "a-gated-vector": Add(V, layer=1, gate=GATED),
+    "two-layers-of-a-gate": Add(V, layers=[1, 0], tokens=[0], gate=GATED),
+    "a-gate-with-a-state": Add(V, layer=1, gate=Gate(V, 0, state=Latch())),
 }
+MORE = Ablate(V, layer=0, tokens=[0]), Add(V, layer=1, gate=Gate(V, 0, threshold=2.0))
 
 
 @pytest.mark.parametrize("here", [EVERYWHERE, (0, 1), (2,)], ids=["all", "first", "between"])
-@pytest.mark.parametrize("edit", ONE_EDIT.values(), ids=ONE_EDIT)
-def test_one_edit_is_counted_as_its_list_of_operations(edit, here):
+@pytest.mark.parametrize("edit", FEW_EDITS.values(), ids=FEW_EDITS)
+@pytest.mark.parametrize("more", [(), MORE], ids=["alone", "with-more"])
+def test_few_edits_are_counted_as_their_list_of_operations(edit, more, here):
     """With and without the check of each token; columns where no token or all tokens are edited."""
-    asked = Spec(edits=(edit,)).resolve(SITES)
+    asked = Spec(edits=(edit, *more)).resolve(SITES)
     program = RequestProgram.compile(asked, SITES, frozenset(here), 4, [1, 2, 3, 4])
     compiled = program._compiled
-    every = np.arange(2, dtype=np.int32)[None].repeat(len(compiled.picks), 0)
-    for columns in (every, every[:, :1], every[:, 1:], every[:, [0, 1, 1]]):
+    num_picks = len(compiled.picks)
+    every = np.array(list(product(range(2), repeat=num_picks)), np.int32).T
+    alike = every[:, [0, -1]]
+    for columns in (every, alike, alike[:, :1], alike[:, 1:], every[:, [0, 1, 1]]):
         given = tuple(column.tobytes() for column in columns.T)
         for _ in range(2):  # the second time it is remembered
-            assert compiled.count(given) == compiled.op_list.count(columns)
+            counted, expected = compiled.count(given), compiled.op_list.count(columns)
+            assert (*counted[:2], sorted(counted[2])) == (*expected[:2], sorted(expected[2]))

@@ -1,16 +1,20 @@
-"""Specs that differ in the layers and vectors of their edits alone."""
+"""Specs that differ in the layers, vectors and numbers of their edits alone."""
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
 from tests.unit.programs import programs_of
-from vllm_scope import Ablate, Add, Clamp, Gate, Read, Replace, Spec, SpecError
+from vllm_scope import Ablate, Add, Clamp, Gate, Latch, Read, Replace, Spec, SpecError
 from vllm_scope.program.block_keys import BlockKeys
 from vllm_scope.program.compiler import RequestProgram
+from vllm_scope.request import spec
+from vllm_scope.request.arrays import Array
 from vllm_scope.request.outline import Outline
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Sites
@@ -26,6 +30,10 @@ def _row(seed: int, *shape: int) -> np.ndarray:
 
 
 def _cells(seed: int, layer: int) -> dict[str, tuple]:
+    """By kind. The numbers of one seed are distinct, like those of every other seed."""
+    half, third = seed + 0.5, seed + 0.3
+    gate = Gate(_row(seed + 7), 0, threshold=third, bias=half)
+    vector = Array.parse(_row(seed), "")
     return {
         "replaced": (Replace(_row(seed, 1), positions=[3], layer=layer),),
         "replaced-from-the-end": (Replace(_row(seed, 2), positions=[-1, 2], layer=layer),),
@@ -37,12 +45,47 @@ def _cells(seed: int, layer: int) -> dict[str, tuple]:
         ),
         "clamped": (Clamp(_row(seed), layer=layer, lo=0.5, tokens="last_prompt"),),
         "embedding": (Add(_row(seed), site="embed", tokens=[0]),),
+        "scaled": (Add(_row(seed), layer=layer, scale=half, max_relative_norm=third),),
+        "between": (Clamp(_row(seed), layer=layer, lo=third, hi=half, strength=0.7),),
+        "from-below": (Clamp(_row(seed), layer=layer, hi=-half),),
+        "gated": (Add(_row(seed), layer=layer, scale=third, gate=gate),),
+        "gated-by-a-sigmoid": (
+            Ablate(
+                _row(seed),
+                layer=layer,
+                tokens="generated",
+                gate=Gate(_row(seed + 7), site="embed", kind="sigmoid", sharpness=half),
+            ),
+        ),
+        "gated-by-a-cosine": (
+            Replace(
+                _row(seed, 1),
+                positions=[3],
+                layer=layer,
+                gate=Gate(_row(seed + 7), 0, kind="cosine", threshold=third, above=False),
+            ),
+        ),
+        "gated-with-a-state": (
+            Add(
+                _row(seed),
+                layer=layer,
+                gate=Gate(_row(seed + 7), site="embed", threshold=half, state=Latch()),
+            ),
+        ),
+        "two-of-one-gate": (
+            Add(_row(seed), layer=layer, gate=gate),
+            Ablate(_row(seed + 9), layer=3, gate=gate),
+        ),
+        "two-gates-of-one-vector": (
+            Add(vector, layer=layer, gate=Gate(gate.vector, 0, threshold=half)),
+            Add(vector, layer=3, gate=Gate(gate.vector, 0, threshold=third)),
+        ),
     }
 
 
 def _meanings(*specs: Spec) -> list[Resolved]:
     meanings = Meanings(SITES)
-    return [meanings.of_packed(spec.packed, spec.arrays, {}) for spec in specs]
+    return [meanings.of(spec.packed, spec.arrays, {}) for spec in specs]
 
 
 def _is_fitted(first: Resolved, other: Resolved) -> bool:
@@ -50,7 +93,7 @@ def _is_fitted(first: Resolved, other: Resolved) -> bool:
 
 
 @pytest.mark.parametrize("kind", _cells(0, 1))
-def test_a_spec_is_made_of_another_one_that_differs_in_layer_and_vector(kind):
+def test_a_spec_is_made_of_another_one_that_differs_in_layer_vector_and_number(kind):
     one, other = Spec(edits=_cells(0, 1)[kind]), Spec(edits=_cells(100, 3)[kind])
     first, found = _meanings(one, other)
     expected = other.resolve(SITES)
@@ -82,15 +125,27 @@ def test_its_programs_costs_and_keys_are_those_of_a_spec_without_an_outline(kind
     assert made[0] == made[1]
 
 
+def test_a_layer_before_the_gate_is_refused_as_without_an_outline():
+    meanings = Meanings(SITES)
+    gate = Gate([1.0] * 8, 2)
+    one, other = (Spec(edits=(Add([1.0] * 8, layer=layer, gate=gate),)) for layer in (3, 1))
+    meanings.of(one.packed, one.arrays, {})
+    with pytest.raises(SpecError) as expected:
+        other.resolve(SITES)
+    with pytest.raises(SpecError) as error:
+        meanings.of(other.packed, other.arrays, {})
+    assert str(error.value) == str(expected.value)
+
+
 def test_a_layer_that_is_not_tapped_is_refused_as_without_an_outline():
     sites = Sites(4, 8, "float32", (0, 2, 4))
     meanings = Meanings(sites)
     one, other = (Spec(edits=(Add([1.0] * 8, layer=layer),)) for layer in (0, 3))
-    meanings.of_packed(one.packed, one.arrays, {})
+    meanings.of(one.packed, one.arrays, {})
     with pytest.raises(SpecError) as expected:
         other.resolve(sites)
     with pytest.raises(SpecError) as error:
-        meanings.of_packed(other.packed, other.arrays, {})
+        meanings.of(other.packed, other.arrays, {})
     assert str(error.value) == str(expected.value)
 
 
@@ -105,14 +160,26 @@ def test_vectors_of_another_size_are_refused():
     [
         Spec(edits=(Add([1.0] * 8, layers=[0, 1]),)),
         Spec(edits=(Add(_row(0, 2), layers=[0, 1]),)),
-        Spec(edits=(Add([1.0] * 8, layer=0, gate=Gate([1.0] * 8, layer=0)),)),
+        Spec(edits=(Add([1.0] * 8, layer=0, gate=Gate([1.0] * 8, layer=0, name="g")),)),
         Spec(edits=(Add([1.0] * 8, layer=0, dose="d"),)),
         Spec((Read("resid_post", layer=0),), edits=(Add([1.0] * 8, layer=0),)),
     ],
-    ids=["two-layers", "a-row-for-each", "a-gate", "a-dose", "a-read"],
+    ids=["two-layers", "a-row-for-each", "a-gate-that-is-told", "a-dose", "a-read"],
 )
 def test_other_specs_have_no_outline(spec):
     assert Outline.of(spec.packed, spec.resolve(SITES), SITES) is None
+
+
+@pytest.mark.parametrize("numbers", [(1.0, 2.0), (0.0, -0.0)], ids=["two", "two-zeros"])
+def test_gates_with_equal_numbers_are_no_outline_of_gates_with_different_ones(numbers):
+    def spec(*thresholds: float) -> Spec:
+        gates = (Gate([1.0] * 8, 0, threshold=one, bias=3.0, sharpness=4.0) for one in thresholds)
+        return Spec(edits=tuple(Add([1.0] * 8, layer=1, scale=5.0, gate=gate) for gate in gates))
+
+    first, found = _meanings(spec(1.0, 1.0), spec(*numbers))
+    assert not _is_fitted(first, found)
+    assert len({edit.gate.digest for edit in found.edits}) == 2
+    assert found == spec(*numbers).resolve(SITES)
 
 
 def test_edits_with_equal_vectors_are_no_outline_of_edits_with_different_ones():
@@ -121,6 +188,37 @@ def test_edits_with_equal_vectors_are_no_outline_of_edits_with_different_ones():
     first, found = _meanings(one, other)
     assert not _is_fitted(first, found)
     assert found == other.resolve(SITES)
+
+
+def test_outlines_and_their_specs_take_at_most_the_bytes_that_are_counted(monkeypatch):
+    """Each spec here edits other tokens, so that it has an outline of its own."""
+    monkeypatch.setattr(spec, "REMEMBERED_BYTES", 1 << 18)
+    monkeypatch.setattr(spec, "OUTLINE_BYTES", 1 << 20)
+    meanings, rows = Meanings(SITES), _row(0, 600)
+
+    def use(i: int) -> None:
+        gate = Gate(rows[i], 0, threshold=i + 0.5)
+        one = Spec(edits=(Add(rows[-i], layer=1, tokens=[i % 20, i // 20], gate=gate),))
+        asked = meanings.of(one.packed, one.arrays, {})
+        program = RequestProgram.compile(asked, SITES, HERE, len(IDS), IDS)
+        assert program.held(program.columns(90)).cost.vectors
+        keys = BlockKeys(asked.edits, len(IDS), IDS, b"", asked.shared)
+        assert any(keys.key(start, start + 8) for start in range(0, 24, 8))
+
+    use(300)
+    tracemalloc.start()
+    for i in range(300):
+        use(i)
+        assert meanings.num_bytes <= (1 << 20) + (1 << 18)
+    counted = meanings.num_bytes
+    gc.collect()
+    before, _ = tracemalloc.get_traced_memory()
+    meanings.clear()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert meanings.num_bytes == 0
+    # They are freed at once: no reference leads from one of them to itself.
+    assert counted / 2 < before - after < counted
 
 
 def test_an_outline_names_every_field_of_a_resolved_spec():

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tracemalloc
 import weakref
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -31,6 +30,7 @@ from vllm_scope import (
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.request import spec
 from vllm_scope.request.arrays import Array
+from vllm_scope.request.packed import Packed
 from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.resolved import ResolvedRead
 from vllm_scope.request.selectors import MAX_ITEMS, Positions, Span, Word
@@ -418,16 +418,12 @@ def test_a_text_that_is_too_long_to_look_up_is_not_remembered(monkeypatch):
     assert len(spec._parsed) == 0
 
 
-def _as_engine_core_gets_it(text: str) -> tuple[bytes, Callable[[], Spec]]:
-    """The digest of a spec, and the way to the spec without its text."""
+def _as_engine_core_gets_it(text: str) -> tuple[Packed, dict[bytes, Array]]:
     one = Spec.from_json(text)
-    contents = {digest: (array.shape, array.data) for digest, array in one.arrays.items()}
-
-    def spec_of() -> Spec:
-        arrays = {digest: Array.known(*each, digest) for digest, each in contents.items()}
-        return Spec.unpack(one.packed, arrays)
-
-    return one.packed.digest, spec_of
+    arrays = {
+        digest: Array.known(array.shape, array.data, digest) for digest, array in one.arrays.items()
+    }
+    return one.packed, arrays
 
 
 #: Short texts with edits at all layers, and with many positions.
@@ -444,8 +440,8 @@ def test_what_specs_mean_and_compile_to_is_remembered_up_to_so_many_bytes(texts,
     sites = Sites(32, 1, "float32", tuple(range(65)))
     here, ids = frozenset(sites.boundaries), np.ones(4, np.int64)
     meanings, came = Meanings(sites), [_as_engine_core_gets_it(text) for text in texts]
-    for i, (digest, spec_of) in enumerate(came):
-        RequestProgram.compile(meanings.of(digest, spec_of, {}), sites, here, 4, ids)
+    for i, each in enumerate(came):
+        RequestProgram.compile(meanings.of(*each, {}), sites, here, 4, ids)
         if i == 0:  # what the first one loads is no spec's
             meanings.forget()
             tracemalloc.start()
@@ -494,7 +490,7 @@ def test_a_spec_of_very_many_vectors_has_no_meaning_that_stays(monkeypatch):
     meanings = Meanings(Sites(128, 2048, "float32", tuple(range(257))))
     inline = Add(np.ones((127, 2048), np.float32), layers=list(range(127)))
     one = Spec(edits=(inline,))
-    assert len(meanings.of(one.packed.digest, lambda: one, {}).edits) == 127
+    assert len(meanings.of(one.packed, one.arrays, {}).edits) == 127
     assert meanings.num_bytes == 0
 
 

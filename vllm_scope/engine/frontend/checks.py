@@ -120,11 +120,14 @@ def check_lenses(asked: Resolved, ids: Ids, max_tokens: int, most: int) -> None:
 
 def check_room(
     asked: Resolved, ids: Ids, max_tokens: int, sites: Sites, limits: Limits, most_changes: int
-) -> None:
+) -> bool:
     """Raises SpecError for a request that this engine could never hold.
 
     Args:
         most_changes: how often its policy may change scales.
+
+    Returns:
+        True if no request of the same outline (request.outline) takes more.
     """
     encodes = any(read.encoding for read in asked.reads)
     if asked.edits or asked.banked or asked.moments or len(asked.reads) > 1 or encodes:
@@ -154,3 +157,5 @@ def check_room(
                 f"the request takes {cost}; this engine has {limits.capacity}. Edit or probe fewer "
                 "places, or raise additional_config['scope'].vectors_mib."
             )
+        return program.takes_most
+    return False

@@ -157,7 +157,7 @@ class Connection:
         """What a spec means here; stand-ins take the place of modules' vectors."""
         # `learn_modules` forgets what names modules.
         version = ("modules",) if spec.modules else ()
-        return self._meanings.of(spec.packed.digest, lambda: spec, self.modules, version)
+        return self._meanings.of(spec.packed, spec.arrays, self.modules, version, spec)
 
     def check(self, asked: Resolved, ids: Ids, max_tokens: int) -> None:
         """Check a request before it enters.
@@ -189,11 +189,13 @@ class Connection:
         most_changes = 0
         if asked.policy is not None:
             most_changes = checked(asked.policy, self.policies).most_changes
-        if not alike or asked.__dict__.get("_has_room") is not self.limits:
+        # If a request takes the most of its outline, its check is that of the others.
+        known = asked.shared.get("_has_room"), asked.__dict__.get("_has_room")
+        if not alike or all(limits is not self.limits for limits in known):
             most = most_changes if asked.scaled else 0
-            check_room(asked, ids, max_tokens, self.sites, self.limits, most)
+            for_all = check_room(asked, ids, max_tokens, self.sites, self.limits, most)
             if alike:
-                asked.__dict__["_has_room"] = self.limits
+                (asked.shared if for_all else asked.__dict__)["_has_room"] = self.limits
         check_sinks(asked, self.sinks)
         if asked.watched and self.num_stages > 1:
             one = asked.watched[0]
