@@ -55,12 +55,15 @@ class Outline:
         return Outline(asked, tuple(map(packed.arrays.index, array_of)), sites)
 
     def fitted(self, packed: Packed, arrays: Mapping[bytes, Array]) -> Resolved | None:
-        """Another spec with the same body; None if it has vectors of other shapes.
+        """Another spec with the same body; None if it has vectors of other shapes, or an edit of
+        several layers.
 
         Raises:
             SpecError: it edits where the engine has no tap.
             KeyError: an Array is not among `arrays`.
         """
+        if set(map(len, packed.layers)) != {1}:
+            return None
         edits = []
         for i, (at, content) in enumerate(zip(self.array_of, self._contents, strict=True)):
             values = arrays[packed.arrays[at]]

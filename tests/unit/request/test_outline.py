@@ -9,12 +9,14 @@ import pytest
 
 from tests.unit.programs import programs_of
 from vllm_scope import Ablate, Add, Clamp, Gate, Read, Replace, Spec, SpecError
+from vllm_scope.core.registry import Registry
 from vllm_scope.program.block_keys import BlockKeys
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.request.outline import Outline
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.spec import Meanings
+from vllm_scope.request.ticket import Recipient, Ticket, travelling
 
 SITES = Sites(4, 8, "float32", (0, 2, 4, 6, 8))
 HERE = frozenset(SITES.boundaries)
@@ -92,6 +94,25 @@ def test_a_layer_that_is_not_tapped_is_refused_as_without_an_outline():
     with pytest.raises(SpecError) as error:
         meanings.of_packed(other.packed, other.arrays, {})
     assert str(error.value) == str(expected.value)
+
+
+_OF_ONE_LAYER = Spec(edits=(Add(_row(0), layer=1, tokens="generated", scale=4.0),))
+_OF_SEVERAL = Spec(edits=(Add(_row(9), layers=[0, 1, 2], tokens="generated", scale=4.0),))
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [(_OF_ONE_LAYER, _OF_SEVERAL), (_OF_SEVERAL, _OF_ONE_LAYER)],
+    ids=["one-layer-first", "several-first"],
+)
+def test_a_spec_of_several_layers_is_resolved_alone_though_its_body_is_that_of_one_layer(specs):
+    assert _OF_ONE_LAYER.packed.body == _OF_SEVERAL.packed.body
+    registry, expected = Registry(SITES), [spec.resolve(SITES) for spec in specs]
+    assert _meanings(*specs, *specs) == expected * 2
+    for spec, alone in zip(specs * 2, expected * 2, strict=True):
+        arrays = travelling(spec.arrays.values())
+        ticket = Ticket(Recipient(1, "f"), None, (), spec.packed, arrays)
+        assert registry.resolve(ticket)[0] == alone
 
 
 def test_vectors_of_another_size_are_refused():
