@@ -140,9 +140,9 @@ def pack(actions: tuple[object, ...]) -> tuple[Packed, dict[bytes, Array]]:
 
 
 def have_one_body(one: Action, other: Action) -> bool:
-    """True if two edits, each of one layer and with a vector or rows of its own, differ in these
-    alone."""
-    if type(one) is not type(other) or not isinstance(one, _PLACED):
+    """True if two edits without gates, each of one layer and with a vector or rows of its own,
+    differ in these alone."""
+    if type(one) is not type(other) or not isinstance(one, _PLACED) or one.gate is not None:
         return False
     vector = one.fields[0]
     own = all(

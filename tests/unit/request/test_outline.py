@@ -181,3 +181,11 @@ def test_a_spec_of_another_edit_is_packed_anew(other):
     found = Spec(edits=(Add([1.0] * 8, layer=0),)).with_edits((other,))
     assert (found, found.packed) == (Spec(edits=(other,)), Spec(edits=(other,)).packed)
     assert found.modules == Spec(edits=(other,)).modules
+
+
+def test_a_spec_of_the_last_ones_gate_is_packed_with_the_gates_vector():
+    gate = Gate([3.0] * 8, layer=0)
+    edits = [Add([size] * 8, layer=1, gate=gate) for size in (1.0, 2.0)]
+    found, expected = Spec(edits=(edits[0],)).with_edits((edits[1],)), Spec(edits=(edits[1],))
+    assert (found.packed, found.arrays) == (expected.packed, expected.arrays)
+    assert Spec.unpack(found.packed, found.arrays) == expected
