@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from tests.unit.programs import programs_of
+from tests.unit.programs import forget_ranges, programs_of
 from vllm_scope import Ablate, Add, Clamp, Gate, Read, Replace, Spec, SpecError
 from vllm_scope.core.registry import Registry
 from vllm_scope.program.block_keys import BlockKeys
@@ -69,19 +69,40 @@ def test_its_programs_costs_and_keys_are_those_of_a_spec_without_an_outline(kind
     one, other = Spec(edits=_cells(0, 1)[kind]), Spec(edits=_cells(100, layer)[kind])
     first, found = _meanings(one, other)
     alone = other.resolve(SITES)
+    forget_ranges()
     RequestProgram.compile(first, SITES, HERE, len(IDS), IDS).columns(90)
     made = []
     for asked in (found, alone):
+        if asked is alone:
+            forget_ranges()
         program = RequestProgram.compile(asked, SITES, HERE, len(IDS), IDS)
         columns = program.columns(90)
         held = program.held(columns, "key")
-        keys = BlockKeys(asked.edits, len(IDS), IDS)
         made.append((
             columns, programs_of(program, columns), held.programs, held.cost, held.vectors,
-            [keys.key(start, start + 8) for start in range(0, 24, 8)],
             [program.distinct_at(first, 8)[1].tolist() for first in range(0, 24, 8)],
         ))  # fmt: skip
     assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("kind", [*_cells(0, 1), "from-the-end"])
+def test_its_block_keys_are_those_of_a_spec_without_an_outline_for_each_length_of_a_prompt(kind):
+    def edits(seed: int, layer: int) -> tuple:
+        added = Add(_row(seed), layer=layer, tokens=[-2, 5])
+        return (added,) if kind == "from-the-end" else _cells(seed, layer)[kind]
+
+    specs = [Spec(edits=edits(seed, layer)) for seed, layer in ((0, 1), (100, 3))]
+    lengths = (24, 21, 13, 24)
+    for asked in _meanings(*specs):
+        for length in lengths:
+            keys, alone = (
+                BlockKeys(asked.edits, length, IDS[:length], shared=shared)
+                for shared in (asked.shared, None)
+            )
+            for start in range(0, 32, 8):
+                expected = alone.key(start, start + 8)
+                # Made now, and taken from what is kept.
+                assert [keys.key(start, start + 8) for _ in range(2)] == [expected] * 2
 
 
 def test_a_layer_that_is_not_tapped_is_refused_as_without_an_outline():
