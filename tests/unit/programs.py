@@ -7,6 +7,7 @@ from itertools import groupby
 
 from vllm_scope.graph.tap.definition import NEXT, NUM_COLUMNS, VECTOR
 from vllm_scope.graph.tap.tables import Tables
+from vllm_scope.program import ranges
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.operations import Cost, Program, num_vectors
 from vllm_scope.request.arrays import Array
@@ -40,6 +41,12 @@ def programs_of(program: RequestProgram, columns: Iterable[bytes]) -> list[Progr
     """The distinct programs of some columns, which may come from another process."""
     each = program.held(columns).programs
     return list(dict.fromkeys(one for one in each if one is not None))
+
+
+def forget_ranges() -> None:
+    """Columns are made anew, as in a process that has seen no request."""
+    ranges._known.clear()
+    ranges._columns.clear()
 
 
 def all_programs(program: RequestProgram, num_positions: int) -> list[Program]:

@@ -1,6 +1,6 @@
 """The keys under which vLLM finds the KV of edited tokens.
 
-Owns:  BlockKeys.
+Owns:  BlockKeys, and the cache of what this process knows of blocks.
 Runs:  in EngineCore, when vLLM hashes a request's blocks. numpy, no torch.
 From:  request.resolve (the edits).   To: engine.core.entry.
 
@@ -12,20 +12,25 @@ began at the same position.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.program.picks import Pick
-from vllm_scope.program.ranges import can_remember
+from vllm_scope.program.ranges import PicksKey, can_remember
+from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.resolved import ResolvedEdit
 from vllm_scope.request.selectors import Ids, Tokens, Word
 
-#: Of edits that other requests have too: how many they may be, the prompts' lengths for which
-#: their tokens are known, and the blocks of each.
-MOST_EDITS, MOST_LENGTHS, MOST_BLOCKS = 8, 4, 64
+#: Of more edits nothing is kept for other requests.
+MOST_EDITS = 8
+#: Bounds of what this process keeps of blocks: in all, and of some picks at one length of a prompt.
+REMEMBERED_BYTES, MOST_BYTES = 16 << 20, 1 << 20
+#: Measured bytes of a _Blocks beside its picks, and of a block beside its text.
+_BLOCKS_BYTES, _BLOCK_BYTES = 1024, 640
 
 
 def _parts(edit: ResolvedEdit, num_prompt: int) -> Iterator[tuple[Pick, bytes]]:
@@ -44,39 +49,91 @@ def _parts(edit: ResolvedEdit, num_prompt: int) -> Iterator[tuple[Pick, bytes]]:
             yield Pick(Word(phase), "edit"), digest
 
 
-class _Edited:
-    """Which tokens of a prompt some picks have, block by block.
+class _Block(NamedTuple):
+    """What is picked of a block.
 
     Attributes:
-        shared: True if that depends on the length of the prompt alone, not on its tokens, and the
-            picks are few, so that it may be kept.
+        here: [num_edits], True for an edit that has tokens of the block.
+        text: equal if these edits have the same tokens of the block; empty if there are none.
     """
 
-    def __init__(self, given: list[Pick], num_prompt: int, prompt_ids: Ids) -> None:
+    here: NDArray[np.bool_]
+    text: bytes
+
+
+class _BlocksKey(NamedTuple):
+    """What the blocks of a request depend on, if its picks look at no token id."""
+
+    picks: PicksKey
+    num_prompt: int
+
+
+class _Blocks:
+    """What is picked of some blocks of requests with equal picks and prompts of one length. Used by
+    several threads."""
+
+    def __init__(self, key: _BlocksKey) -> None:
+        self._key, self._num_bytes = key, _BLOCKS_BYTES + key.picks.num_bytes
+        self._known: dict[tuple[int, int], _Block] = {}
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def of(key: _BlocksKey) -> _Blocks:
+        found = _known.get(key)
+        if found is None:
+            found = _Blocks(key)
+            _known.put(key, found, found._num_bytes)
+        return found
+
+    def get(self, start: int, stop: int) -> _Block | None:
+        return self._known.get((start, stop))
+
+    def put(self, start: int, stop: int, block: _Block) -> None:
+        """Keep a block, if there is room."""
+        with self._lock:
+            size = self._num_bytes + _BLOCK_BYTES + len(block.text)
+            # If the cache has dropped this object, it does not count what is added.
+            if size <= MOST_BYTES and _known.get(self._key) is self:
+                self._known[start, stop], self._num_bytes = block, size
+                _known.put(self._key, self, size)
+
+
+_known: Remembered[_BlocksKey, _Blocks] = Remembered(REMEMBERED_BYTES)
+
+
+class _Edited:
+    """Which tokens of a block some picks have.
+
+    Attributes:
+        uniform: True if that depends on the phase alone.
+        sees_ids: True if it depends on the prompt's token ids too.
+        shared: True if it does not, and the picks are few. Blocks are then kept for other requests.
+    """
+
+    def __init__(self, given: tuple[Pick, ...]) -> None:
         picks: dict[Pick, int] = {}
         self._pick_of = np.array([picks.setdefault(pick, len(picks)) for pick in given], np.int64)
         self._picks = tuple(picks)
         self.uniform = all(pick.uniform for pick in self._picks)
-        self.shared = len(given) <= MOST_EDITS and (self.uniform or can_remember(self._picks))
-        self._num_prompt = num_prompt
-        ids = np.zeros(num_prompt, np.int64) if self.uniform or self.shared else prompt_ids
-        self._ids = np.asarray(ids, np.int64)
-        self._known: dict[tuple[int, int], tuple[hashlib.blake2b, NDArray[np.bool_]] | None] = {}
+        self.sees_ids = any(pick.selector.sees_ids for pick in self._picks)
+        self.shared = len(given) <= MOST_EDITS and can_remember(self._picks)
+        self._key = PicksKey(given, ()) if self.shared else None
 
-    def at(self, start: int, stop: int) -> tuple[hashlib.blake2b, NDArray[np.bool_]] | None:
-        """Of positions `start` to `stop` - 1: the hash of what is picked, which digests of edits
-        follow, and which edits they are; None if nothing is picked."""
-        if not self.shared:
-            return self._at(start, stop)
-        if (start, stop) not in self._known:
-            if len(self._known) >= MOST_BLOCKS:
-                self._known.clear()
-            self._known[start, stop] = self._at(start, stop)
-        return self._known[start, stop]
+    def blocks(self, num_prompt: int) -> _Blocks | None:
+        """What other requests with prompts of this length have made; None if nothing is kept."""
+        return None if self._key is None else _Blocks.of(_BlocksKey(self._key, num_prompt))
 
-    def _at(self, start: int, stop: int) -> tuple[hashlib.blake2b, NDArray[np.bool_]] | None:
+    def at(self, start: int, stop: int, num_prompt: int, prompt_ids: Ids) -> _Block:
+        """What is picked of positions `start` to `stop` - 1.
+
+        Args:
+            prompt_ids: may be empty unless `sees_ids`.
+        """
         positions = np.arange(start, stop, dtype=np.int64)
-        tokens = Tokens.running(positions, self._num_prompt, self._ids)
+        if self.sees_ids:
+            tokens = Tokens.running(positions, num_prompt, prompt_ids)
+        else:
+            tokens = Tokens(positions, num_prompt, np.full(len(positions), -1, np.int64), None)
         #: The distinct sets of tokens that are picked here -> their numbers, from 1.
         numbers: dict[bytes, int] = {}
         of_picks = np.zeros(len(self._picks), "<u4")
@@ -84,14 +141,13 @@ class _Edited:
             values = pick.values(tokens)
             if values.any():
                 of_picks[i] = numbers.setdefault(values.tobytes(), len(numbers) + 1)
-        if not numbers:
-            return None
         of_edits = of_picks[self._pick_of]
         here = of_edits > 0
-        digest = hashlib.blake2b(repr((len(numbers), int(here.sum()))).encode(), digest_size=16)
-        digest.update(b"".join(numbers))
-        digest.update(of_edits[here].tobytes())
-        return digest, here
+        here.flags.writeable = False
+        if not numbers:
+            return _Block(here, b"")
+        counts = repr((len(numbers), int(here.sum()))).encode()
+        return _Block(here, b"".join((counts, *numbers, of_edits[here].tobytes())))
 
 
 class BlockKeys:
@@ -100,7 +156,8 @@ class BlockKeys:
     Args:
         own: bytes that no other request has, if a policy sets scales of generated tokens: blocks
             that have such tokens are nobody else's. Empty without such a policy.
-        shared: Resolved.shared of the edits, if the keys may be made with its help.
+        shared: Resolved.shared of the edits, if the keys may be made with its help and with that of
+            other requests.
     """
 
     def __init__(
@@ -109,15 +166,14 @@ class BlockKeys:
     ) -> None:  # fmt: skip
         self._own, self._num_prompt = own, num_prompt
         parts = [part for edit in edits for part in _parts(edit, num_prompt)]
-        known: dict[int, _Edited] = {} if shared is None else shared.setdefault("edited", {})
-        edited = known.get(num_prompt)
+        edited: _Edited | None = None if shared is None else shared.get("edited")
         if edited is None:
-            edited = _Edited([pick for pick, _ in parts], num_prompt, prompt_ids)
-            if edited.shared:
-                if len(known) >= MOST_LENGTHS:
-                    known.clear()
-                known[num_prompt] = edited
+            edited = _Edited(tuple(pick for pick, _ in parts))
+            if edited.shared and shared is not None:
+                shared["edited"] = edited
         self._edited = edited
+        self._blocks = None if shared is None else edited.blocks(num_prompt)
+        self._prompt_ids: Ids = np.asarray(prompt_ids, np.int64) if edited.sees_ids else ()
         digests = b"".join(digest for _, digest in parts)
         self._digests = np.frombuffer(digests, np.uint8).reshape(len(parts), -1)
         #: (length, generated) of a block of one phase -> its key, if the edits depend on the phase
@@ -139,9 +195,12 @@ class BlockKeys:
         return self._of_phase[block]
 
     def _key(self, start: int, stop: int) -> bytes | None:
-        found = self._edited.at(start, stop)
+        found = None if self._blocks is None else self._blocks.get(start, stop)
         if found is None:
+            found = self._edited.at(start, stop, self._num_prompt, self._prompt_ids)
+            if self._blocks is not None:
+                self._blocks.put(start, stop, found)
+        if not found.text:
             return None
-        digest, here = found[0].copy(), found[1]
-        digest.update(self._digests[here].tobytes())
-        return digest.digest()
+        digests = self._digests[found.here].tobytes()
+        return hashlib.blake2b(found.text + digests, digest_size=16).digest()

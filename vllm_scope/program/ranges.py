@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from vllm_scope.program.picks import Pick
 from vllm_scope.request.remembered import Remembered
-from vllm_scope.request.selectors import ITEM_BYTES, items_of
+from vllm_scope.request.selectors import ITEM_BYTES, items_of, num_bytes_of
 
 #: Picks with more positions together are not kept: to hash them would take longer than to make the
 #: columns.
@@ -26,6 +26,8 @@ MOST_ITEMS: Final = 64
 #: Bound of what this process keeps.
 REMEMBERED_BYTES: Final = 16 << 20
 _KEY_BYTES = 1024
+#: Measured bytes of a pick beside its selector and its positions.
+_PICK_BYTES = 256
 
 
 class ColumnRange(NamedTuple):
@@ -43,12 +45,20 @@ class ColumnRange(NamedTuple):
 
 
 class PicksKey:
-    """Equal for equal picks. To hash them takes long, so specs of one outline share it."""
+    """Equal for equal picks. To hash them takes long, so specs of one outline share it.
 
-    __slots__ = ("_hash", "picks", "used")
+    Attributes:
+        num_bytes: estimated memory of the picks, which a cache holds with the key.
+    """
+
+    __slots__ = ("_hash", "num_bytes", "picks", "used")
 
     def __init__(self, picks: tuple[Pick, ...], used: tuple[int, ...]) -> None:
         self.picks, self.used = picks, used
+        self.num_bytes = sum(
+            _PICK_BYTES + ITEM_BYTES * len(pick.positions) + num_bytes_of(pick.selector)
+            for pick in picks
+        )
         self._hash = hash((picks, used))
 
     def __hash__(self) -> int:
@@ -94,7 +104,7 @@ def remembered(key: RangeKey, make: Callable[[], ColumnRange]) -> ColumnRange:
     found = _known.get(key)
     if found is None:
         found = make()
-        size = _KEY_BYTES + MOST_ITEMS * ITEM_BYTES + 2 * found.columns.nbytes + found.which.nbytes
+        size = _KEY_BYTES + key.picks.num_bytes + 2 * found.columns.nbytes + found.which.nbytes
         _known.put(key, found, size)
     return found
 
@@ -104,7 +114,7 @@ def remembered_columns(key: ColumnsKey, make: Callable[[], tuple[bytes, ...]]) -
     found = _columns.get(key)
     if found is None:
         found = make()
-        size = _KEY_BYTES + MOST_ITEMS * ITEM_BYTES + sum(map(len, found))
+        size = _KEY_BYTES + key.picks.num_bytes + sum(map(len, found))
         _columns.put(key, found, size)
     return found
 

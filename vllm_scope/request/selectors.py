@@ -46,6 +46,8 @@ WORDS = ("all", "prompt", "generated", "last_prompt", "last")
 Ids = Sequence[int] | NDArray[np.int64]
 #: Memory of a position or id: a Python int, in a selector, and in the selector's arrays.
 ITEM_BYTES = 96
+#: Measured bytes of a part of a selector beside its items, with the selector that joins it.
+_PART_BYTES = 512
 #: Larger than any position, and exact in int64.
 FAR = 1 << 40
 
@@ -401,6 +403,11 @@ def items_of(selector: Selector) -> int:
     """Positions and ids that a selector names."""
     leaves = _leaves(selector)
     return sum(len(getattr(one, "positions", getattr(one, "ids", ()))) for one in leaves)
+
+
+def num_bytes_of(selector: Selector) -> int:
+    """Estimated memory of a selector."""
+    return _PART_BYTES * len(_leaves(selector)) + ITEM_BYTES * items_of(selector)
 
 
 def check_size(selector: Selector, where: str) -> None:

@@ -128,8 +128,8 @@ class Spec:
                 )
 
     def with_edits(self, edits: tuple[Edit, ...]) -> Spec:
-        """A spec of other edits alone. If this one is of one edit, and they differ from it in the
-        layer and the vector alone, it takes little work."""
+        """A spec of other edits alone. If this one is of one edit without a gate, and they differ
+        from it in the layer and the vector alone, it takes little work."""
         single = len(self.actions) == len(self.edits) == len(edits) == 1 and self.policy is None
         layers = edits[0].layer_numbers if single else None
         if layers is None or not have_one_body(self.edits[0], edits[0]):

@@ -201,10 +201,13 @@ class ScoreTable:
             numbers[:, i, cell.first : cell.first + count]
             for i, cell in zip(at, one.cells, strict=True)
         ]
-        # As `summed` adds. numpy takes a third of torch's time for so few numbers.
-        total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-        for more in parts[2:]:
-            total += more
+        total = parts[0]
+        if len(parts) > 1:
+            # As `summed` adds. numpy takes a third of torch's time for so few numbers.
+            with np.errstate(over="ignore", invalid="ignore"):
+                total = parts[0] + parts[1]
+                for more in parts[2:]:
+                    total += more
         return torch.from_numpy(total), chosen.positions
 
     def _table_of(self, bank: Bank, of: Snapshot) -> _Table | None:

@@ -132,7 +132,8 @@ class MemorySink:
                 self._senders[frontend].send_finish(key, self._stage, error, manifests or {})
 
     def finish_all(self, ends: Sequence[tuple[int, str | None]]) -> None:
-        """`finish` of several requests, (key, error) each; one message for each front-end."""
+        """`finish` of several requests, (key, error) each; one message for each front-end. If one
+        cannot be sent, the others are."""
         found: dict[str, list[tuple[int, str | None]]] = {}
         with self._lock:
             for key, error in ends:
@@ -142,7 +143,13 @@ class MemorySink:
                     end = key, None if error is None else plain(error)
                     found.setdefault(frontend, []).append(end)
             for frontend, some in found.items():
-                self._senders[frontend].send_ends(some, self._stage)
+                try:
+                    self._senders[frontend].send_ends(some, self._stage)
+                except Exception:
+                    logger.exception(
+                        "vllm-scope: the ends of %d requests could not be sent to front-end %s",
+                        len(some), frontend,
+                    )  # fmt: skip
 
     def tell(self, key: int, decided: Decided) -> None:
         """Send what a request's policy decided. On the thread that makes a step's output."""

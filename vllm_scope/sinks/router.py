@@ -15,6 +15,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -181,10 +182,11 @@ class Router:
                 routed.waiting = {to for to in routed.deliveries if not to.startswith(GLOBAL)}
                 if not routed.waiting:
                     self._forget(key)
-        if routed is None or not routed.waiting:
-            self._memory.finish(key, error)
-        if routed is not None:
-            for thread, delivery in routed.deliveries.values():
+        try:
+            if routed is None or not routed.waiting:
+                self._memory.finish(key, error)
+        finally:
+            for thread, delivery in () if routed is None else routed.deliveries.values():
                 delivery.error = delivery.error or error
                 thread.end(delivery, ended)
 
@@ -194,12 +196,13 @@ class Router:
             for (key, _), is_alone in zip(ends, alone, strict=True):
                 if is_alone:
                     self._expected.pop(key, None)
-        self._memory.finish_all([end for end, one in zip(ends, alone, strict=True) if one])
-        for (key, error), is_alone in zip(ends, alone, strict=True):
-            if is_alone:
-                continue
+        told = [end for end, is_alone in zip(ends, alone, strict=True) if is_alone]
+        others = [end for end, is_alone in zip(ends, alone, strict=True) if not is_alone]
+        for call in (
+            partial(self._memory.finish_all, told), *(partial(self.finish, *end) for end in others)
+        ):  # fmt: skip
             try:
-                self.finish(key, error)
+                call()
             except Exception:  # the others end
                 logger.exception("vllm-scope: the end of a request could not be told")
 

@@ -184,12 +184,8 @@ class Packer:
             ) from None
         self._held[key] = large
 
-    def release(self, key: int) -> None:
-        """Forget a request, after its last rows."""
-        self.release_all((key,))
-
     def release_all(self, keys: Iterable[int]) -> None:
-        """`release` of several requests."""
+        """Forget requests, after their last rows."""
         every: list[Bank] = []
         for key in keys:
             self._held.pop(key, None)

@@ -6,6 +6,7 @@ and drain), with a stream whose values say whose they are in place of a model.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from types import SimpleNamespace
@@ -39,9 +40,11 @@ from tests.unit.stepping import (
 from tests.unit.strategies import VOCAB, is_selected, specs
 from vllm_scope import Add, CapacityError, Read, Spec
 from vllm_scope.batch.labels import StepBatch
+from vllm_scope.engine.worker.delivery import NOBODY
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.request.sites import LEVELS, boundary_of_point
 from vllm_scope.request.ticket import Recipient
+from vllm_scope.sinks import RequestInfo
 from vllm_scope.worker.plan import Planner
 
 #: Selectors of phases alone, whose decode rows are planned as columns.
@@ -252,6 +255,26 @@ def test_a_request_that_awaits_nothing_is_edited_and_tells_nothing():
         worker.steps.end()
         worker.finish_requests(["a", "b"])
     assert sink.finished == [(1, None)]
+
+
+@pytest.mark.parametrize("awaits", [True, False])
+def test_a_global_sink_gets_a_requests_names_whether_its_caller_awaits_rows_or_not(awaits):
+    reads = Spec((Read("resid_post", layer=0),)).resolve(SITES).reads
+    everywhere = tuple(dataclasses.replace(read, to="global:log") for read in reads)
+    with running_worker(EVERYWHERE, 100) as (worker, sink):
+        infos: list[RequestInfo] = []
+        worker._delivery.router = SimpleNamespace(add_request=lambda info, _: infos.append(info))
+        for child in (0, 1):
+            edits = Spec(edits=(Add([1.0, 0, 0, 0], layer=0),))
+            sent = Request(f"{child}_a", 10 + child, edits, 2, [1] * 3).sent()
+            sent.asked = sent.asked.joined(reads=everywhere)
+            sent.recipient = Recipient(10 + child, "f", "a", "uid", child, "me", awaits=awaits)
+            add(worker, sent)
+        worker.finish_requests(["0_a", "1_a"])
+    named = [(info.request_id, info.uid, info.child, info.owner) for info in infos]
+    assert named == [("a", "uid", 0, "me"), ("a", "uid", 1, "me")]
+    assert [info.key for info in infos] == ([10, 11] if awaits else [NOBODY - 1, NOBODY - 2])
+    assert [key for key, _ in sink.finished] == [info.key for info in infos]
 
 
 def test_edits_alone_upload_once_while_the_batch_stays_the_same():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import tracemalloc
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,11 +15,14 @@ from hypothesis import strategies as st
 
 from tests.unit.programs import runs
 from tests.unit.strategies import VOCAB, edits
-from vllm_scope import Ablate, Add, Except, Replace, Spec, TokenIds
+from vllm_scope import Ablate, Add, Except, Positions, Replace, Spec, TokenIds, Union
+from vllm_scope.program import block_keys
 from vllm_scope.program.block_keys import BlockKeys
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.operations import OP_CHECK, Program
 from vllm_scope.request.arrays import Array
+from vllm_scope.request.remembered import Remembered
+from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Sites
 
 BLOCK = 4
@@ -197,3 +203,73 @@ def test_a_block_key_costs_the_distinct_selectors_and_not_the_edits():
         assert keys.key(start, start + 16) is not None
         took.append(time.thread_time() - started)
     assert sorted(took)[len(took) // 2] < 1e-3
+
+
+def _memory_of_blocks(specs: Iterable[Resolved], lengths: tuple[int, ...], blocks: range) -> int:
+    """Bytes that stay when requests of these specs have ended."""
+    gc.collect()
+    tracemalloc.start()
+    for asked in specs:
+        for num_prompt in lengths:
+            ids = np.ones(num_prompt, np.int64)
+            keys = BlockKeys(asked.edits, num_prompt, ids, shared=asked.shared)
+            for block in blocks:
+                keys.key(16 * block, 16 * block + 16)
+    del asked, keys
+    gc.collect()
+    found, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return found
+
+
+def test_what_is_kept_of_blocks_for_other_requests_is_bounded_for_the_whole_process(monkeypatch):
+    known = Remembered(1 << 18)
+    monkeypatch.setattr(block_keys, "_known", known)
+    each = [Spec(edits=(Add(V, layer=0, tokens=[1 + i]),)).resolve(SITES) for i in range(40)]
+    assert _memory_of_blocks(each, (1024, 1040, 1056, 1072), range(64)) < 1 << 19
+    assert 0 < known.num_bytes <= 1 << 18
+
+
+def test_blocks_for_which_there_is_no_room_have_the_same_keys(monkeypatch):
+    known = Remembered(1)  # holds the last value
+    monkeypatch.setattr(block_keys, "_known", known)
+    monkeypatch.setattr(block_keys, "MOST_BYTES", 6000)
+    asked = Spec(edits=(Add(V, layer=0, tokens=slice(0, 200, 3)),)).resolve(SITES)
+    ids = np.ones(64, np.int64)
+    pairs = [
+        [BlockKeys(asked.edits, length, ids[:length], shared=s) for s in (asked.shared, None)]
+        for length in (61, 62)
+    ]
+    for start in range(0, 128, 16):
+        for keys, alone in pairs:
+            for _ in range(2):
+                assert keys.key(start, start + 16) == alone.key(start, start + 16)
+    assert 3000 < known.num_bytes <= 6000
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        pytest.param(lambda i, j: [300 + i], id="equal-picks"),
+        pytest.param(lambda i, j: [300 + i + 1000 * j], id="one-position-each"),
+        pytest.param(lambda i, j: [16 + k + i * j for k in range(8)], id="eight-positions-each"),
+        pytest.param(
+            lambda i, j: Union(*(slice(1000 + i, 9999 + j, 1 + k) for k in range(36))), id="slices"
+        ),
+        pytest.param(
+            lambda i, j: Except(Positions(1000 + i) | slice(3, 2000 + j), slice(1, 9999, 7)),
+            id="nested",
+        ),
+    ],
+)
+@pytest.mark.parametrize("blocks", [range(1, 2), range(60, 64)], ids=["one-block", "four"])
+def test_what_is_kept_of_blocks_takes_no_more_than_is_counted(tokens, blocks, monkeypatch):
+    known = Remembered(1 << 30)
+    monkeypatch.setattr(block_keys, "_known", known)
+
+    def specs() -> Iterator[Resolved]:
+        for i in range(50):
+            edits = (Add(V, layer=0, tokens=tokens(i, j)) for j in range(block_keys.MOST_EDITS))
+            yield Spec(edits=tuple(edits)).resolve(SITES)
+
+    assert 0 < _memory_of_blocks(specs(), (2048,), blocks) < known.num_bytes

@@ -9,8 +9,9 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from tests.unit.programs import programs_of
+from tests.unit.programs import forget_ranges, programs_of
 from vllm_scope import Ablate, Add, Clamp, Gate, Latch, Read, Replace, Spec, SpecError
+from vllm_scope.core.registry import Registry
 from vllm_scope.program.block_keys import BlockKeys
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.request import spec
@@ -19,6 +20,7 @@ from vllm_scope.request.outline import Outline
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.spec import Meanings
+from vllm_scope.request.ticket import Recipient, Ticket, travelling
 
 SITES = Sites(4, 8, "float32", (0, 2, 4, 6, 8))
 HERE = frozenset(SITES.boundaries)
@@ -110,16 +112,17 @@ def test_its_programs_costs_and_keys_are_those_of_a_spec_without_an_outline(kind
     one, other = Spec(edits=_cells(0, 1)[kind]), Spec(edits=_cells(100, layer)[kind])
     first, found = _meanings(one, other)
     alone = other.resolve(SITES)
+    forget_ranges()
     RequestProgram.compile(first, SITES, HERE, len(IDS), IDS).columns(90)
     made = []
     for asked in (found, alone):
+        if asked is alone:
+            forget_ranges()
         program = RequestProgram.compile(asked, SITES, HERE, len(IDS), IDS)
         columns = program.columns(90)
         held = program.held(columns, "key")
-        keys = BlockKeys(asked.edits, len(IDS), IDS)
         made.append((
             columns, programs_of(program, columns), held.programs, held.cost, held.vectors,
-            [keys.key(start, start + 8) for start in range(0, 24, 8)],
             [program.distinct_at(first, 8)[1].tolist() for first in range(0, 24, 8)],
         ))  # fmt: skip
     assert made[0] == made[1]
@@ -137,6 +140,26 @@ def test_a_layer_before_the_gate_is_refused_as_without_an_outline():
     assert str(error.value) == str(expected.value)
 
 
+@pytest.mark.parametrize("kind", [*_cells(0, 1), "from-the-end"])
+def test_its_block_keys_are_those_of_a_spec_without_an_outline_for_each_length_of_a_prompt(kind):
+    def edits(seed: int, layer: int) -> tuple:
+        added = Add(_row(seed), layer=layer, tokens=[-2, 5])
+        return (added,) if kind == "from-the-end" else _cells(seed, layer)[kind]
+
+    specs = [Spec(edits=edits(seed, layer)) for seed, layer in ((0, 1), (100, 3))]
+    lengths = (24, 21, 13, 24)
+    for asked in _meanings(*specs):
+        for length in lengths:
+            keys, alone = (
+                BlockKeys(asked.edits, length, IDS[:length], shared=shared)
+                for shared in (asked.shared, None)
+            )
+            for start in range(0, 32, 8):
+                expected = alone.key(start, start + 8)
+                # Made now, and taken from what is kept.
+                assert [keys.key(start, start + 8) for _ in range(2)] == [expected] * 2
+
+
 def test_a_layer_that_is_not_tapped_is_refused_as_without_an_outline():
     sites = Sites(4, 8, "float32", (0, 2, 4))
     meanings = Meanings(sites)
@@ -147,6 +170,25 @@ def test_a_layer_that_is_not_tapped_is_refused_as_without_an_outline():
     with pytest.raises(SpecError) as error:
         meanings.of(other.packed, other.arrays, {})
     assert str(error.value) == str(expected.value)
+
+
+_OF_ONE_LAYER = Spec(edits=(Add(_row(0), layer=1, tokens="generated", scale=4.0),))
+_OF_SEVERAL = Spec(edits=(Add(_row(9), layers=[0, 1, 2], tokens="generated", scale=4.0),))
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [(_OF_ONE_LAYER, _OF_SEVERAL), (_OF_SEVERAL, _OF_ONE_LAYER)],
+    ids=["one-layer-first", "several-first"],
+)
+def test_a_spec_of_several_layers_is_resolved_alone_though_its_body_is_that_of_one_layer(specs):
+    assert _OF_ONE_LAYER.packed.body == _OF_SEVERAL.packed.body
+    registry, expected = Registry(SITES), [one.resolve(SITES) for one in specs]
+    assert _meanings(*specs, *specs) == expected * 2
+    for one, alone in zip(specs * 2, expected * 2, strict=True):
+        arrays = travelling(one.arrays.values())
+        ticket = Ticket(Recipient(1, "f"), None, (), one.packed, arrays)
+        assert registry.resolve(ticket)[0] == alone
 
 
 def test_vectors_of_another_size_are_refused():
@@ -258,3 +300,11 @@ def test_a_spec_of_another_edit_is_packed_anew(other):
     found = Spec(edits=(Add([1.0] * 8, layer=0),)).with_edits((other,))
     assert (found, found.packed) == (Spec(edits=(other,)), Spec(edits=(other,)).packed)
     assert found.modules == Spec(edits=(other,)).modules
+
+
+def test_a_spec_of_the_last_ones_gate_is_packed_with_the_gates_vector():
+    gate = Gate([3.0] * 8, layer=0)
+    edits = [Add([size] * 8, layer=1, gate=gate) for size in (1.0, 2.0)]
+    found, expected = Spec(edits=(edits[0],)).with_edits((edits[1],)), Spec(edits=(edits[1],))
+    assert (found.packed, found.arrays) == (expected.packed, expected.arrays)
+    assert Spec.unpack(found.packed, found.arrays) == expected

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.unit import roads
 from tests.unit.delivered import banks_of
 from tests.unit.oracle import aggregates_of, scores_of
 from tests.unit.roads import SITES, Road, numbers_of
@@ -331,3 +333,25 @@ def test_probes_of_unlike_tokens_have_their_own_positions_of_one_bank(road):
     few = result.scores["few"].tolist()
     assert result.aggregates["few"].tolist() == pytest.approx([few[0], math.fsum(few) / 2])
     assert (result.expected, result.delivered) == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("sent", "score"),
+    [
+        pytest.param([3e38, 3e38, 3e38], math.inf, id="overflow"),
+        pytest.param([math.inf, -math.inf, 1.0], math.nan, id="no-number"),
+    ],
+)
+def test_a_sum_over_layers_that_is_no_finite_number_is_a_score_and_no_warning(
+    road, monkeypatch, sent, score
+):
+    monkeypatch.setattr(
+        roads, "number_of", lambda point, *_: sent[boundary_of_point(point) // 2 - 1]
+    )
+    pending = road.open(ALL)
+    send(road, pending, range(NUM_POSITIONS), BOUNDARIES, whole=True)
+    road.finish(pending)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = pending.snapshot([5] * 4, "stop").scores["all"]
+    np.testing.assert_array_equal(found, np.full(NUM_POSITIONS, score))

@@ -172,6 +172,22 @@ def test_ends_that_come_together_reach_each_front_end_after_the_rows(sink, ring,
     assert sink.num_requests == 0
 
 
+def test_ends_that_cannot_be_sent_to_a_front_end_take_none_of_the_others(
+    sink, two, monkeypatch, caplog
+):
+    def send(*_):
+        raise OSError("no such road")
+
+    for key, front_end in enumerate(two):
+        sink.add_request(key, front_end.name)
+    monkeypatch.setattr(sink._senders[two[0].name], "send_ends", send)
+    sink.finish_all([(0, None), (1, None)])
+    two[1].wait_for(1)
+    assert two[0].finished == []
+    assert f"ends of 1 requests could not be sent to front-end {two[0].name}" in caplog.text
+    assert sink.num_requests == 0
+
+
 def test_rows_wait_in_the_ring_for_the_slowest_front_end(sink, ring, two):
     sink.add_request(1, two[0].name)
     sink.add_request(2, two[1].name)

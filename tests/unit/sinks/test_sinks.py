@@ -297,6 +297,26 @@ def test_a_request_that_the_worker_fails_is_failed_at_its_sinks(monkeypatch):
     assert (manifest.status, manifest.reason) == ("error", "no room in the tables")
 
 
+def test_ends_that_callers_cannot_be_told_take_none_of_the_sinks(monkeypatch, caplog):
+    config = {"mine": {"reads": [{"site": "embed"}]}}
+    with side(monkeypatch, {"other": {}}, config, mine=Live, other=Other) as here:
+
+        def fail(*_):
+            raise OSError("no such road")
+
+        here.add(1, Read("embed", to="other"))
+        here.add(2, Read("embed", to="global:mine"))
+        monkeypatch.setattr(here.memory, "finish_all", fail)
+        finish = here.memory.finish
+        monkeypatch.setattr(
+            here.memory, "finish", lambda key, *rest: (fail if key == 2 else finish)(key, *rest)
+        )
+        here.router.finish_all([(2, None), (3, None), (1, None)])
+        assert here.manifest(1, "other").delivered == 0  # it came
+    assert [ending.request.key for ending in Live.made[0].endings] == [2]
+    assert caplog.text.count("the end of a request could not be told") == 2
+
+
 def test_global_sinks_see_every_request_and_nobody_waits_for_them(monkeypatch):
     config = {"mine": {"reads": [{"site": "embed"}]}}
     with side(monkeypatch, {}, config, mine=Live) as here:

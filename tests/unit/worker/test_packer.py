@@ -187,8 +187,7 @@ def test_as_many_projections_as_allowed_are_held_until_their_requests_end():
     with pytest.raises(CapacityError, match="use 8 projections of rp8, and this one 1 more"):
         packer.hold(4, many[8:], BANKS)
     packer.hold(4, [encoding("int8", torch.float32)], {})
-    packer.release(2)
-    packer.release(99)
+    packer.release_all([2, 99])
     packer.hold(5, many[8:], {})
 
 
@@ -205,10 +204,10 @@ def test_weights_stay_until_the_last_request_that_needs_them_has_ended(monkeypat
     packer = Packer(torch.float32, CPU, Widths((4 * HIDDEN_SIZE,)))
     packer.hold(1, (), BANKS)
     packer.hold(2, (), {SIX: NETS})
-    packer.release(1)
+    packer.release_all([1])
     assert _pack_six(packer).view(torch.float32).any()
-    packer.release(2)
-    packer.release(2)  # nothing is held any more
+    packer.release_all([2])
+    packer.release_all([2])  # nothing is held any more
     with pytest.raises(KeyError):
         _pack_six(packer)
 
@@ -223,7 +222,7 @@ def test_if_weights_find_no_room_the_request_is_refused_and_others_go_on(monkeyp
     monkeypatch.setattr(probe_bank, "DeviceBank", full)
     with pytest.raises(CapacityError, match="no room for the probes' weights; send fewer of them"):
         packer.hold(2, (), BANKS)
-    packer.release(2)
+    packer.release_all([2])
     assert _pack_six(packer).view(torch.float32).any()
 
 

@@ -140,16 +140,18 @@ class WorkerDelivery:
         recipient: Recipient | None,
         asked: Resolved,
     ) -> int:
-        """Prepare for a request's rows, and return the key that they will have.
+        """Prepare for a request's rows, and return the key that they will have: the recipient's, if
+        it awaits them.
 
         Raises:
             CapacityError: there is no room for what its codecs and probes need.
         """
-        if recipient is None:
-            # Only global sinks, or the server's edits, concern it.
+        if recipient is not None and recipient.awaits:
+            key = recipient.key
+        else:
+            # Only global sinks and edits concern it.
             key = next(self._own_keys) if asked.delivering else NOBODY
-            recipient = Recipient(key, "", req_id, req_id)
-        key = recipient.key
+            recipient = recipient or Recipient(key, "", req_id, req_id)
         if key >= 0 and MEMORY not in asked.destinations:
             self.memory.leave_out_rows(key)
         encodings = [read.encoding for read in asked.reads if read.encoding is not None]

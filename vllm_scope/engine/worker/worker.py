@@ -300,7 +300,7 @@ class ScopeWorker:
         assert self._planner is not None
         recipient, vectors = entrant.recipient, True
         # Server-wide edits and global sinks also apply to requests without a recipient, or with one
-        # that awaits nothing.
+        # that awaits nothing; its names go to global sinks.
         told = recipient if recipient is not None and recipient.awaits else None
         key = NOBODY if told is None else told.key
         try:
@@ -316,7 +316,7 @@ class ScopeWorker:
             prompt_ids, program = request.prompt_token_ids, None
             if delivery is not None:
                 try:
-                    key = delivery.add_request(request.req_id, prompt_ids, told, asked)
+                    key = delivery.add_request(request.req_id, prompt_ids, recipient, asked)
                     program = self._compile(asked, prompt_ids, True)
                     if entrant.unchecked:
                         self._check_size(asked, program, entrant.columns)
