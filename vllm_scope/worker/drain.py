@@ -9,9 +9,7 @@ Promise: rows reach the sink in the order of their steps, and a request's `finis
 after all of its rows. If the sink is slow, the worker waits; nothing is lost.
 
 On a GPU, steps are copied on the worker's thread; but small ones with features or a lens on the
-drain thread, several at once, as these take about twenty launches and read large weights. Scores
-gain nothing by it: with 256 requests the worker's thread is busy all the time (99 % of the samples,
-H100), and the two threads share the GIL.
+drain thread, several at once, as these take about twenty launches and read large weights.
 
 The thread delivers several steps at a time. It looks again after LINGER_S, or sooner if a
 request has ended, whose caller waits. The thread shares the GIL with the thread that launches
