@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import UnionType
+
 import numpy as np
 import pytest
+import torch
 
+from vllm_scope.graph.tap import graphs
 from vllm_scope.graph.tap.graphs import MOST, PAYS, Variants
 
 NUM_TAPS = 100
@@ -91,3 +95,21 @@ def test_where_there_is_no_room_for_a_graph_the_whole_one_is_taken_and_room_is_a
     assert len(asked) == 3
     made.variants._make = make
     assert made.replays(None, PAYS)[-1] == ()
+
+
+def test_what_stands_in_for_the_class_is_a_class(monkeypatch):
+    made = []
+    monkeypatch.setattr(graphs, "TappedGraph", lambda **options: made.append(options))
+    stand_in = graphs._Captured
+    assert isinstance(stand_in | None, UnionType)
+    for options in ({}, {"keep_graph": False}):
+        stand_in(**options)
+    assert made == [{"keep_graph": True}] * 2
+    assert not isinstance(3, stand_in)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a driver")
+def test_without_a_driver_graphs_are_captured_as_ever():
+    stock = torch.cuda.CUDAGraph
+    with graphs.captured():
+        assert torch.cuda.CUDAGraph is stock

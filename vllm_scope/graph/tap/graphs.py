@@ -209,12 +209,27 @@ def note(route: Route, tap: int) -> None:
         TappedGraph.capturing.note(route, tap)
 
 
+class _Made(type):
+    """Of a class that makes TappedGraphs."""
+
+    def __call__(cls, keep_graph: bool = True) -> TappedGraph:
+        # The captured graph is kept beside its executable form, to make others of it.
+        return TappedGraph(keep_graph=True)
+
+    def __instancecheck__(cls, one: object) -> bool:
+        return isinstance(one, torch.cuda.graphs.CUDAGraph)
+
+
+class _Captured(metaclass=_Made):
+    """In place of torch.cuda.CUDAGraph. A class, as modules that are imported meanwhile may name it
+    in types."""
+
+
 @contextmanager
 def captured() -> Iterator[None]:
     """Graphs that are captured inside are TappedGraphs, if this machine's driver can do it."""
     if torch.version.cuda is None or not torch.cuda.is_available() or not driver.is_there():
         yield
         return
-    # The captured graph is kept beside its executable form, to make others of it.
-    with patch.object(torch.cuda, "CUDAGraph", lambda: TappedGraph(keep_graph=True)):
+    with patch.object(torch.cuda, "CUDAGraph", _Captured):
         yield
