@@ -319,9 +319,10 @@ class Compiled:
     def _few(self) -> bool:
         """True for a spec of at most MOST_COUNTED_EDITS edits, each by one row, and of nothing
         else. Its programs are counted without a list of operations. A cell of a sweep is such a
-        spec."""
+        spec. Edits of one gate with a state share an operation where their layers are equal, so
+        their number is not that of the picks."""
         return not self.reads and len(self.edits) <= MOST_COUNTED_EDITS and all(
-            edit.num_ops == 1 + len(edit.gate)
+            edit.num_ops == 1 + len(edit.gate) <= 2
             and (edit.values is None or edit.values.shape[0] == 1)
             for edit in self.edits
         )  # fmt: skip

@@ -30,9 +30,9 @@ _ALIKE: Final = (
     "scores_alone", "score_bytes", "num_states", "stopping", "firsts", "watched", "scaled",
     "destinations", "shared",
 )  # fmt: skip
-#: Measured bytes of an outline and of each of its edits, beside those of its first spec, with all
-#: that is kept for specs of it.
-_OUTLINE_BYTES, _EDIT_BYTES = 8192, 4096
+#: Measured bytes of an outline, of each of its edits and of each place, beside those of its first
+#: spec, with all that is kept for specs of it.
+_OUTLINE_BYTES, _EDIT_BYTES, _PLACE_BYTES = 7168, 3584, 384
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,9 @@ class Outline:
     @property
     def num_bytes(self) -> int:
         """Estimated memory."""
-        return self.first.num_bytes + _OUTLINE_BYTES + _EDIT_BYTES * len(self.first.edits)
+        edits = self.first.edits
+        places = _PLACE_BYTES * self.sites.num_layers * len({one.stream.site for one in edits})
+        return self.first.num_bytes + _OUTLINE_BYTES + _EDIT_BYTES * len(edits) + places
 
     @cached_property
     def _shapes(self) -> list[tuple[int, ...]]:
@@ -103,9 +105,15 @@ class Outline:
     @cached_property
     def _forms(self) -> list[tuple[_Form, _Form | None]]:
         """The form of each edit and of its gate."""
-        edits = self.first.edits
-        gates = [None if one.gate is None else _Form.of(one.gate, self.packed) for one in edits]
-        return [(_Form.of(one, self.packed), gate) for one, gate in zip(edits, gates, strict=True)]
+        arrays = {digest: i for i, digest in enumerate(self.packed.arrays)}
+        numbers = {repr(x): i for i, x in enumerate((*self.packed.numbers, *_BOUNDS))}
+
+        def form(one: ResolvedEdit | ResolvedGate) -> _Form:
+            return _Form.of(one, arrays, numbers)
+
+        return [
+            (form(one), None if one.gate is None else form(one.gate)) for one in self.first.edits
+        ]
 
     @cached_property
     def _whole(self) -> dict[str, Any]:
@@ -114,18 +122,18 @@ class Outline:
         return {name: getattr(self.first, name) for name in (*names, *_ALIKE)}
 
     @cached_property
-    def _places(self) -> dict[tuple[int, tuple[int, ...]], Place]:
+    def _places(self) -> dict[tuple[str, tuple[int, ...]], Place]:
         return {}
 
     def _place(self, number: int, layers: tuple[int, ...]) -> Place:
         """Where an edit is at its layer."""
-        known = self._places.get((number, layers))
+        edit = self.first.edits[number]
+        known = self._places.get((edit.stream.site, layers))
         if known is None:
-            edit, where = self.first.edits[number], f"edits[{number}]"
-            (known,) = self.sites.find(edit.stream.site, layers, where)
-            if edit.gate is not None:
-                check_order(edit.gate, known, f"{where}.gate")
-            self._places[number, layers] = known
+            (known,) = self.sites.find(edit.stream.site, layers, f"edits[{number}]")
+            self._places[edit.stream.site, layers] = known
+        if edit.gate is not None:
+            check_order(edit.gate, known, f"edits[{number}].gate")
         return known
 
 
@@ -150,13 +158,19 @@ class _Form:
     several: list[tuple[str, tuple[int, ...]]]
 
     @staticmethod
-    def of(one: ResolvedEdit | ResolvedGate, packed: Packed) -> _Form:
-        index = {repr(x): i for i, x in enumerate((*packed.numbers, *_BOUNDS))}
+    def of(
+        one: ResolvedEdit | ResolvedGate, index_of: Mapping[bytes, int], index: Mapping[str, int]
+    ) -> _Form:
+        """
+        Args:
+            index_of: digest of an Array -> its index.
+            index: a number, written out (0.0 and -0.0 are two) -> its index.
+        """
         content = {each.name: getattr(one, each.name) for each in fields(one)}
         arrays, numbers, several = [], [], []
         for name, value in content.items():
             if isinstance(value, Array):
-                arrays.append((name, packed.arrays.index(value.digest)))
+                arrays.append((name, index_of[value.digest]))
             elif isinstance(value, float):
                 numbers.append((name, index[repr(value)]))
             elif name == "numbers":
