@@ -32,7 +32,7 @@ _ALIKE: Final = (
 )  # fmt: skip
 #: Measured bytes of an outline, of each of its edits and of each place, beside those of its first
 #: spec, with all that is kept for specs of it.
-_OUTLINE_BYTES, _EDIT_BYTES, _PLACE_BYTES = 7168, 3584, 384
+_OUTLINE_BYTES, _EDIT_BYTES, _PLACE_BYTES = 6144, 2560, 384
 
 
 @dataclass(frozen=True)
