@@ -45,7 +45,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 CHUNK_BYTES = 64 << 20
 #: Rows of generated tokens wait until they take so much, or so many steps have brought some, or so
 #: many requests have ended.
-MOST_BYTES, MOST_STEPS = 128 << 20, 256
+MOST_BYTES, MOST_STEPS = 64 << 20, 256
 
 
 class Summing:

@@ -268,11 +268,11 @@ def test_a_global_sink_gets_a_requests_names_whether_its_caller_awaits_rows_or_n
             edits = Spec(edits=(Add([1.0, 0, 0, 0], layer=0),))
             sent = Request(f"{child}_a", 10 + child, edits, 2, [1] * 3).sent()
             sent.asked = sent.asked.joined(reads=everywhere)
-            sent.recipient = Recipient(10 + child, "f", "a", "uid", child, "me", awaits=awaits)
+            sent.recipient = Recipient(10 + child, "f", "a", "uid", child, awaits=awaits)
             add(worker, sent)
         worker.finish_requests(["0_a", "1_a"])
-    named = [(info.request_id, info.uid, info.child, info.owner) for info in infos]
-    assert named == [("a", "uid", 0, "me"), ("a", "uid", 1, "me")]
+    named = [(info.request_id, info.uid, info.child) for info in infos]
+    assert named == [("a", "uid", 0), ("a", "uid", 1)]
     assert [info.key for info in infos] == ([10, 11] if awaits else [NOBODY - 1, NOBODY - 2])
     assert [key for key, _ in sink.finished] == [info.key for info in infos]
 

@@ -39,9 +39,9 @@ def is_there() -> bool:
 
 _NAMES = (
     "cuStreamGetCaptureInfo_v2", "cuGraphClone", "cuGraphNodeFindInClone", "cuGraphDestroyNode",
-    "cuGraphNodeGetType", "cuGraphNodeGetDependencies_v2", "cuGraphNodeGetDependentNodes_v2",
-    "cuGraphAddDependencies_v2", "cuGraphInstantiateWithFlags", "cuGraphDestroy", "cuGraphLaunch",
-    "cuGraphExecDestroy",
+    "cuGraphNodeGetType", "cuGraphGetNodes", "cuGraphNodeGetDependencies_v2",
+    "cuGraphNodeGetDependentNodes_v2", "cuGraphAddDependencies_v2", "cuGraphInstantiateWithFlags",
+    "cuGraphDestroy", "cuGraphLaunch", "cuGraphExecDestroy",
 )  # fmt: skip
 
 
@@ -54,6 +54,12 @@ def _call(name: str, *arguments: Any) -> None:
     code = getattr(_library(), name)(*arguments)
     if code:
         raise DriverError(f"{name} returned CUDA error {code}.")
+
+
+def num_nodes(graph: int) -> int:
+    count = ctypes.c_size_t()
+    _call("cuGraphGetNodes", _Handle(graph), None, ctypes.byref(count))
+    return count.value
 
 
 def last_kernel(stream: int) -> int | None:

@@ -1,6 +1,6 @@
 """CUDA graphs that are replayed without the taps that do nothing in a step.
 
-Owns:  TappedGraph, `captured`, and `note`, which a tap calls while a graph is captured.
+Owns:  TappedGraph, `captured`, and `noted`, in which a tap is captured.
 Runs:  in workers on NVIDIA GPUs, on the main thread.
 From:  op.   To: driver.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 from unittest.mock import patch
 
@@ -25,9 +25,9 @@ from vllm_scope.graph.tap import driver
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: A graph without some taps is made at the replay with which as many have begun these taps in vain:
-#: it takes about as long to make as they took, 24 us for each tap that is left out (H100).
-PAYS = 32
+#: A graph without some taps is made once replays have begun so many of them in vain for each node
+#: that it has with them: it takes about as long to make as they took, 12 to 20 us a node (H100).
+PAYS = 12
 #: None is made where less memory of the device is free. One takes 4 KiB for each of its nodes.
 LEAST_FREE = 1 << 30
 #: Such graphs of one captured graph; the one that was not used for longest goes first.
@@ -62,17 +62,14 @@ class Variants:
 
     Args:
         taps: numbers of the captured graph's taps.
-        make: makes a graph that has only some of them, given as [len(taps)] bools; None if it
-            cannot.
-        drop: frees one.
+        num_nodes: of the captured graph.
+        drop: frees what was made.
     """
 
-    def __init__(
-        self, taps: list[int], make: Callable[[NDArray[np.bool_]], Any | None],
-        drop: Callable[[Any], None],
-    ) -> None:  # fmt: skip
+    def __init__(self, taps: list[int], num_nodes: int, drop: Callable[[Any], None]) -> None:
         self._taps = np.array(taps, np.int64)
-        self._make, self._drop = make, drop
+        self._pays = PAYS * num_nodes
+        self._drop = drop
         self._kept: dict[bytes, Kept] = {}
         self._in_vain: dict[bytes, int] = {}
         self._none = np.zeros(len(taps), bool)
@@ -80,8 +77,15 @@ class Variants:
         self._last: NDArray[np.bool_] | None = self._none
         self._found: Any = None
 
-    def of(self, acting: NDArray[np.bool_] | None) -> Any:
-        """What `make` returned for the taps of a step; None for the whole graph."""
+    def of(
+        self, acting: NDArray[np.bool_] | None, make: Callable[[NDArray[np.bool_]], Any | None]
+    ) -> Any:
+        """What `make` returned for the taps of a step; None for the whole graph.
+
+        Args:
+            make: makes a graph that has only some taps, given as [len(taps)] bools; None if it
+                cannot.
+        """
         if acting is self._last:
             return self._found
         here = self._none if acting is None else acting[self._taps]
@@ -89,7 +93,7 @@ class Variants:
             self._last, self._found = acting, None
             return None
         key = here.tobytes()
-        kept = self._kept.pop(key, None) or self._paid(key, here)
+        kept = self._kept.pop(key, None) or self._paid(key, here, make)
         if kept is not None:
             self._kept[key] = kept  # the last one was used last
             self._last, self._found = acting, kept.made
@@ -97,18 +101,23 @@ class Variants:
         self._last = self._none
         return self._least(here)
 
-    def _paid(self, key: bytes, here: NDArray[np.bool_]) -> Kept | None:
+    def _paid(
+        self, key: bytes, here: NDArray[np.bool_],
+        make: Callable[[NDArray[np.bool_]], Any | None],
+    ) -> Kept | None:  # fmt: skip
         """Make a graph for these taps if it pays by now."""
-        times = self._in_vain.pop(key, 0) + 1
-        if times < PAYS:
+        in_vain = self._in_vain.pop(key, 0) + len(here) - int(here.sum())
+        if in_vain < self._pays:
             if len(self._in_vain) >= 16 * MOST:
                 del self._in_vain[next(iter(self._in_vain))]
-            self._in_vain[key] = times
+            self._in_vain[key] = in_vain
+            return None
+        made = make(here)
+        if made is None:
             return None
         if len(self._kept) >= MOST:
             self._drop(self._kept.pop(next(iter(self._kept))).made)
-        made = self._make(here)
-        return None if made is None else Kept(here, made)
+        return Kept(here, made)
 
     def _least(self, here: NDArray[np.bool_]) -> Any:
         """Of those that have at least these taps, the one with the fewest; None for the whole."""
@@ -127,15 +136,17 @@ class TappedGraph(torch.cuda.CUDAGraph):
 
     #: The graph that is captured now. vLLM captures one at a time.
     capturing: TappedGraph | None = None
+    #: Tap's number -> its node; None if a tap is not one kernel of its own.
+    _nodes: dict[int, int] | None = None
+    _route: Route | None = None
+    _variants: Variants | None = None
+    _uses_random: bool | None = None
+    #: The driver could not make a graph without some taps.
+    _refused = False
+    _device = 0
 
     def capture_begin(self, *args: Any, **kwargs: Any) -> None:
-        #: Tap's number -> its node; None if a tap is not one kernel of its own.
-        self._nodes: dict[int, int] | None = {}
-        self._route: Route | None = None
-        self._variants: Variants | None = None
-        self._uses_random: bool | None = None
-        self._refused = False
-        self._device = torch.cuda.current_device()
+        self._nodes, self._device = {}, torch.cuda.current_device()
         super().capture_begin(*args, **kwargs)
         TappedGraph.capturing = self
 
@@ -144,12 +155,18 @@ class TappedGraph(torch.cuda.CUDAGraph):
         super().capture_end()
         self.instantiate()
         if self._nodes and len(self._nodes) >= LEAST_TAPS:
-            self._variants = Variants(list(self._nodes), self._with, _drop)
+            num_nodes = driver.num_nodes(self.raw_cuda_graph())
+            # It holds no reference to this graph, which is then freed with its last one.
+            self._variants = Variants(list(self._nodes), num_nodes, _drop)
 
-    def note(self, route: Route, tap: int) -> None:
-        """Remember the kernel that was captured last as a tap's."""
-        node = driver.last_kernel(torch._C._cuda_getCurrentRawStream(self._device))
-        if self._nodes is None or node is None or tap in self._nodes:
+    @contextmanager
+    def noted(self, route: Route, tap: int) -> Iterator[None]:
+        """Remember the kernel that is captured inside as a tap's."""
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        before = driver.last_kernel(stream)
+        yield
+        node = driver.last_kernel(stream)
+        if self._nodes is None or node in (None, before) or tap in self._nodes:
             self._nodes = None
             return
         self._nodes[tap], self._route = node, route
@@ -161,7 +178,7 @@ class TappedGraph(torch.cuda.CUDAGraph):
         if self._uses_random is None:
             self._replay_first()
             return
-        found = self._variants.of(self._route.acting)
+        found = self._variants.of(self._route.acting, self._with)
         if found is None:
             super().replay()
         else:
@@ -203,10 +220,10 @@ def _drop(executable: driver.Executable) -> None:
     executable.destroy()
 
 
-def note(route: Route, tap: int) -> None:
-    """Call this after a tap's kernel is captured."""
-    if TappedGraph.capturing is not None:
-        TappedGraph.capturing.note(route, tap)
+def noted(route: Route, tap: int) -> AbstractContextManager[None]:
+    """In it, a tap's kernel is captured."""
+    graph = TappedGraph.capturing
+    return nullcontext() if graph is None else graph.noted(route, tap)
 
 
 class _Made(type):
@@ -218,6 +235,9 @@ class _Made(type):
 
     def __instancecheck__(cls, one: object) -> bool:
         return isinstance(one, torch.cuda.graphs.CUDAGraph)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(torch.cuda.graphs.CUDAGraph, name)
 
 
 class _Captured(metaclass=_Made):

@@ -13,6 +13,7 @@ of 4 for 32 layers, measured on an H200).
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -66,9 +67,8 @@ def _tap(hidden: Tensor, residual: Tensor | None, arena: Tensor, *tables: Tensor
     capturing = hidden.is_cuda and torch.cuda.is_current_stream_capturing()
     if found is None or capturing:
         # A captured graph has the plain layout. At replay the tables say which rows act.
-        _launch(hidden, residual, arena, *tables, 0, 0)
-        if found is not None and capturing:
-            graphs.note(*found)
+        with graphs.noted(*found) if found is not None and capturing else nullcontext():
+            _launch(hidden, residual, arena, *tables, 0, 0)
         return
     route, number = found
     if route.active and (place := route.begin_tap(number)) is not None:
