@@ -20,6 +20,7 @@ from vllm_scope.errors import (
     FileError,
     ScopeError,
     SpecError,
+    shown,
 )
 from vllm_scope.request.actions import (
     Ablate,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from vllm_scope.batch.sums import Sums
+    from vllm_scope.engine.vllm_types import LLMEngine
     from vllm_scope.feeds.row_feed import RowFeed
     from vllm_scope.files import Capture
     from vllm_scope.harvests.job import Harvest
@@ -101,7 +103,6 @@ __all__ = [
     "drop_moments",
     "harvest",
     "moments",
-    "open",
     "scope",
     "set_monitors",
     "spec_schema",
@@ -111,11 +112,24 @@ __all__ = [
 ]
 
 
+def _engine_of(llm: LLM, other: str) -> LLMEngine:
+    """The engine of an LLM.
+
+    Args:
+        other: what does the same with an AsyncLLM.
+    """
+    if not hasattr(llm, "llm_engine"):
+        raise SpecError(f"the engine is {shown(llm)}; it is a vllm.LLM. With an AsyncLLM: {other}.")
+    engine: LLMEngine = llm.llm_engine
+    return engine
+
+
 def set_monitors(llm: LLM, monitors: Mapping[str, object]) -> None:
     """Replace the probes that an `LLM` adds to every request, for requests from now on.
 
     Args:
-        llm: vllm.LLM. A server has `PUT /v1/scope/monitors` for it.
+        llm: vllm.LLM. AsyncLLM has `vllm_scope.engine.monitors.set_on_async`, a server
+            `PUT /v1/scope/monitors`.
         monitors: name -> the fields of a probe with a threshold, as in JSON (docs/probes.md); empty
             for none.
 
@@ -124,7 +138,8 @@ def set_monitors(llm: LLM, monitors: Mapping[str, object]) -> None:
     """
     from vllm_scope.engine.monitors import set_on
 
-    set_on(llm.llm_engine, monitors)
+    other = "await vllm_scope.engine.monitors.set_on_async(engine, monitors)"
+    set_on(_engine_of(llm, other), monitors)
 
 
 def moments(llm: LLM, name: str = "moments") -> dict[tuple[str, int, str], Sums]:
@@ -146,7 +161,8 @@ def moments(llm: LLM, name: str = "moments") -> dict[tuple[str, int, str], Sums]
     """
     from vllm_scope.engine.moments import moments_of
 
-    return moments_of(llm.llm_engine, name)
+    other = "await vllm_scope.engine.moments.moments_of_async(engine, name)"
+    return moments_of(_engine_of(llm, other), name)
 
 
 def drop_moments(llm: LLM, name: str = "moments") -> bool:
@@ -157,7 +173,8 @@ def drop_moments(llm: LLM, name: str = "moments") -> bool:
     """
     from vllm_scope.engine.moments import drop_moments_of
 
-    return drop_moments_of(llm.llm_engine, name)
+    other = "await vllm_scope.engine.moments.drop_moments_of_async(engine, name)"
+    return drop_moments_of(_engine_of(llm, other), name)
 
 
 def harvest(
@@ -303,7 +320,8 @@ def sweep(
     """
     from vllm_scope.engine.frontend.sweeping import run
 
-    return run(llm.llm_engine, prompts, sweep, on_cell, progress, share)
+    engine = _engine_of(llm, "await vllm_scope.sweep_async(engine, prompts, sweep)")
+    return run(engine, prompts, sweep, on_cell, progress, share)
 
 
 async def sweep_async(

@@ -187,6 +187,23 @@ class ScopeConfig(BaseModel):
             raise ConfigError(f"additional_config['scope'] is {body!r}; it is an object.")
         return checked(ScopeConfig, body, f"additional_config['{KEY}'].", unsaid=("graph_key",))
 
+    def check_files(self) -> None:
+        """Raises ConfigError for a file or a folder that is not there."""
+        given: dict[str, Any] = {
+            "modules": self.modules, "saes": self.saes, "lenses": self.lenses,
+            "monitors": self.monitors,
+        }  # fmt: skip
+        for option, by_name in given.items():
+            for name, one in by_name.items():
+                field = {"lenses": "path", "monitors": "file"}.get(option, "")
+                path = one.get(field) if isinstance(one, Mapping) else one
+                if isinstance(path, str) and not Path(path).exists():
+                    inner = f".{field}" if isinstance(one, Mapping) else ""
+                    raise ConfigError(
+                        f"additional_config['{KEY}'].{option}[{name!r}]{inner} is {path!r}, which "
+                        "is not there; give the path of a file or folder of this machine."
+                    )
+
     def sink_configs(self) -> dict[str, SinkConfig]:
         """The sinks that requests may name."""
         return parse_sinks(self.sinks, "sinks", False)

@@ -179,3 +179,26 @@ def test_the_graph_key_follows_the_source_that_is_traced(edited, changes, key_of
     from vllm_scope.config import graph_key
 
     assert (key_of_copy(edited) != graph_key()) is changes
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "named"),
+    [
+        ("modules", "/no/a", "modules['one'] is '/no/a'"),
+        ("saes", "/no/b", "saes['one'] is '/no/b'"),
+        ("lenses", "/no/c", "lenses['one'] is '/no/c'"),
+        ("lenses", {"path": "/no/d"}, "lenses['one'].path is '/no/d'"),
+        ("monitors", {"file": "/no/e"}, "monitors['one'].file is '/no/e'"),
+    ],
+)
+def test_a_file_that_is_not_there_is_refused_by_the_options_name(option, given, named, tmp_path):
+    there = {"path": str(tmp_path)} if option == "lenses" else str(tmp_path)
+    there = {"file": str(tmp_path)} if option == "monitors" else there
+    ScopeConfig.parse({option: {"two": there}}).check_files()
+    config = ScopeConfig.parse({option: {"two": there, "one": given}})
+    with pytest.raises(ConfigError) as error:
+        config.check_files()
+    assert str(error.value) == (
+        f"additional_config['scope'].{named}, which is not there; give the path of a file or "
+        "folder of this machine."
+    )

@@ -21,7 +21,7 @@ LISTED = {
         FileError Features Gate Hysteresis KL Latch LensTopK LogitDifference Logprob Mlp Moments Pid
         Policy Positions Probe Read Replace RollingMean ScaleFeature
         ScopeError SetFeature Spec SpecError Sweep SweepTable TokenIds Union __version__
-        drop_moments harvest moments open scope
+        drop_moments harvest moments scope
         set_monitors spec_schema stream sweep sweep_async
     """,
     "vllm_scope.cli": "app",

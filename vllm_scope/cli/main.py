@@ -76,12 +76,17 @@ def doctor(
     }
     given = {name: value for name, value in options.items() if value is not None}
     named = None if sites is None else [site.strip() for site in sites.split(",")]
-    sys.exit(examine(model, given, named, _paths(saes), _paths(lenses)))
+    sys.exit(examine(model, given, named, _paths("--saes", saes), _paths("--lenses", lenses)))
 
 
-def _paths(text: str | None) -> dict[str, str]:
+def _paths(option: str, text: str | None) -> dict[str, str]:
     """Of "name=path,other=path"."""
     pairs = [] if text is None else [each.partition("=") for each in text.split(",")]
+    for name, _, path in pairs:
+        if not (name.strip() and path):
+            raise typer.BadParameter(
+                f"{option} has {name!r}; it is NAME=PATH, or several with commas between them."
+            )
     return {name.strip(): path for name, _, path in pairs}
 
 

@@ -14,6 +14,7 @@ refused when it is set.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -34,6 +35,7 @@ from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.frontend import ahead, translators
 from vllm_scope.engine.frontend.connection import (
     Connection,
+    connect_async,
     connect_sync,
     connections,
     needs_connection,
@@ -41,7 +43,7 @@ from vllm_scope.engine.frontend.connection import (
 from vllm_scope.engine.frontend.prepared import NO_TAPS
 from vllm_scope.engine.judge import Judge, tallied
 from vllm_scope.engine.seams import config_of
-from vllm_scope.engine.vllm_types import Engine, LLMEngine, VllmConfig
+from vllm_scope.engine.vllm_types import AsyncLLM, Engine, LLMEngine, VllmConfig
 from vllm_scope.engine.webhook import Webhook
 from vllm_scope.errors import ConfigError, SpecError, shown
 from vllm_scope.request.actions import Module, Probe, action_from_json
@@ -297,7 +299,19 @@ def set_on(engine: LLMEngine, bodies: object) -> None:
     _make_ready(engine, connection)
 
 
-def _make_ready(engine: LLMEngine, connection: Connection) -> None:
+async def set_on_async(engine: AsyncLLM, bodies: object) -> None:
+    """The same on an AsyncLLM."""
+    if needs_connection(engine):
+        await connect_async(engine)
+    connection = connections.of(engine.output_processor)
+    if connection is None:
+        raise SpecError(NO_TAPS)
+    await asyncio.to_thread(set_monitors, engine, bodies, connection.sites)
+    ahead.send_soon(engine, monitors_of(engine.vllm_config))
+    _make_ready(engine, connection)
+
+
+def _make_ready(engine: Engine, connection: Connection) -> None:
     """Make the spec of a request that asks for nothing else now: the first such request would wait
     for it, and those that come with it."""
     monitors = monitors_of(engine.vllm_config)

@@ -86,7 +86,8 @@ def checking_sites(check: Callable[[Sites], object]) -> Iterator[None]:
 
 def wrap_engine_args() -> None:
     """Put the whole configuration into additional_config, for workers and the compile key. Refuse
-    sites and layers that the model does not have before a process is started."""
+    files that are not there, and sites and layers that the model does not have, before a process is
+    started."""
     from vllm_scope.engine.frontend import requests
     from vllm_scope.engine.model import sites_of
 
@@ -97,7 +98,9 @@ def wrap_engine_args() -> None:
         if "vllm.entrypoints.llm" in sys.modules:  # LLM calls this before its first request
             requests.wrap_llm()
         additional = dict(self.additional_config or {})
-        config = ScopeConfig.parse(additional.get(KEY, {})).with_graph_key()
+        parsed = ScopeConfig.parse(additional.get(KEY, {}))
+        parsed.check_files()
+        config = parsed.with_graph_key()
         additional[KEY] = config
         self.additional_config = additional
         found = original(self, *args, **kwargs)

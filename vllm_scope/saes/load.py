@@ -80,13 +80,17 @@ def load_saes(paths: Mapping[str, str | Path]) -> dict[str, Sae]:
     encoders of all its layers: NAME.0, NAME.1 and so on.
 
     Raises:
-        SpecError: two have one name; else as `load_sae`.
+        SpecError: two have one name, or one cannot be loaded; the message names it.
     """
     found: list[Sae] = []
     for name, path in paths.items():
-        folder = Path(path)
-        several = cross_layer.is_clt(folder)
-        found += cross_layer.load_encoders(folder, name) if several else [load_sae(path, name=name)]
+        try:
+            if cross_layer.is_clt(Path(path)):
+                found += cross_layer.load_encoders(Path(path), name)
+            else:
+                found.append(load_sae(path, name=name))
+        except (SpecError, OSError) as error:
+            raise SpecError(f"the SAE {shown(name)}: {error}") from error
     saes = {sae.name: sae for sae in found}
     if len(saes) < len(found):
         names = [sae.name for sae in found]

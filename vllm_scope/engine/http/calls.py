@@ -16,11 +16,10 @@ from itertools import chain
 from typing import Any
 
 from vllm_scope.control.activity import Activity, Ring, State
-from vllm_scope.engine.frontend import ahead
-from vllm_scope.engine.frontend.connection import ask_replicas, connect_async, connections
+from vllm_scope.engine.frontend.connection import ask_replicas, connections
 from vllm_scope.engine.http.sweeps import SweepRun, begin
 from vllm_scope.engine.moments import drop_moments_of_async, keys_of_async, one_of_async
-from vllm_scope.engine.monitors import activity_of, monitors_of, set_monitors, told
+from vllm_scope.engine.monitors import activity_of, set_on_async, told
 from vllm_scope.engine.vllm_types import AsyncLLM
 from vllm_scope.engine.worker.replies import Module
 from vllm_scope.errors import SpecError
@@ -71,13 +70,8 @@ class EngineCalls:
         return text
 
     async def set_monitors(self, bodies: object) -> None:
-        if connections.of(self._engine.output_processor) is None:
-            await connect_async(self._engine)
-        connection = connections.of(self._engine.output_processor)
-        assert connection is not None
         try:
-            await asyncio.to_thread(set_monitors, self._engine, bodies, connection.sites)
-            ahead.send_soon(self._engine, monitors_of(self._engine.vllm_config))
+            await set_on_async(self._engine, bodies)
         except OSError as error:
             raise NoTurnError(
                 "the server's folder of results cannot be written "
