@@ -129,7 +129,7 @@ def test_what_cannot_be_harvested_is_refused_with_a_sentence(llm, tmp_path):
         harvest(Read("embed", to="filesystem"))
     with pytest.raises(SpecError, match="tokens is 'generated'"):
         harvest(Read("embed", tokens="generated"))
-    with pytest.raises(SpecError, match="give at least one Read"):
+    with pytest.raises(SpecError, match="give one Read or more"):
         harvest()
     with pytest.raises(
         SpecError, match=r"document '.*-1' has the token id 1000000; those of .* 0 to"

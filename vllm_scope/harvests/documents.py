@@ -98,7 +98,8 @@ class Documents:
             return found
         if isinstance(found, Sequence) and all(type(i) is int for i in found):
             return found
-        what = f"has {', '.join(row)}" if found is None else f"has {shown(found)} there"
+        there = any(name in row for name in names)
+        what = f"has {shown(found)} there" if there else f"has {', '.join(row)}"
         raise SpecError(
             f"row {number} of {self.source} {what}; a document is a text or a list of token ids, "
             f"in the column {' or '.join(names)}."

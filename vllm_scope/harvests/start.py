@@ -115,7 +115,9 @@ def _digest(options: Mapping[str, Any]) -> str:
 def check_reads(reads: Sequence[Read], long: str) -> None:
     """Raises SpecError."""
     if not reads or not all(isinstance(read, Read) for read in reads):
-        raise SpecError(f"the reads are {shown(list(reads))}; give at least one Read.")
+        raise SpecError(
+            f"the reads are {shown(list(reads))}; give one Read or more, each as an argument."
+        )
     for read in reads:
         if read.to != MEMORY:
             raise SpecError(f"a Read goes to {shown(read.to)}; a harvest's goes to no sink.")

@@ -24,6 +24,7 @@ from vllm_scope.engine.http.calls import EngineCalls
 from vllm_scope.engine.judge import Judge
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.request.spec import Spec
+from vllm_scope.results.inbox import inbox
 from vllm_scope.server.changes import NoTurnError
 from vllm_scope.server.shared import Shared
 
@@ -47,7 +48,8 @@ def engine_of(num_processes):
     parallel = Thing(_api_process_count=num_processes, pipeline_parallel_size=1)
     config = Thing(additional_config={"scope": {}}, parallel_config=parallel)
     engine = Thing(vllm_config=config, output_processor=Thing(), engine_core=Cores())
-    connections.put(engine.output_processor, SimpleNamespace(sites=SITES))
+    known = SimpleNamespace(sites=SITES, generation=inbox().generation, reason="of this test")
+    connections.put(engine.output_processor, known)
     return engine
 
 

@@ -69,6 +69,7 @@ def test_a_list_is_a_data_set():
     ("rows", "options", "sentence"),
     [
         ([{"body": "x"}], {}, r"row 0 of a list of 1 has body; a document is a text or a list of"),
+        (["a", None], {}, r"row 1 of a list of 2 has None there; a document is a text or a"),
         ([{"text": 5}], {}, r"row 0 of a list of 1 has 5 there"),
         ([{"text": ["a"]}], {}, r"has \['a'\] there"),
         ([{"text": "x"}], {"id_column": "key"}, r"row 0 of a list of 1 has no 'key'; it has text"),

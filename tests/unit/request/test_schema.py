@@ -232,7 +232,7 @@ def test_what_the_parser_refuses_for_its_shape_is_invalid(body):
 
 #: What the parser says of a spec that is valid: it compares fields, or knows a sum.
 BEYOND = re.compile(
-    r"rows for|has \d+ bytes|characters; the|NaN or infinite|is zero; a direction|not above hi|has "
+    r"rows for|has \d+ bytes|characters; the|NaN or infinite|is zero; a direction|at most hi|has "
     r"no bound|two probes|differ in tag|go to memory|one weight for each layer|"
     r"one row for each layer|at most \d dimensions|nested|parts|items in all|ragged|"
     r"at most 16,777,216|\[out, \d+\]|has a bias of shape|the last layer makes one|"

@@ -148,7 +148,7 @@ class Add(Edit):
         if self.max_relative_norm is not None:
             most = number(self.max_relative_norm, "Add.max_relative_norm")
             if most < 0:
-                raise SpecError(f"Add.max_relative_norm is {most:g}; it is not below 0.")
+                raise SpecError(f"Add.max_relative_norm is {most:g}; it is 0 or more.")
             self._set(max_relative_norm=most)
         if self.name is not None:
             checked_name(self.name, "Add.name")
@@ -210,7 +210,7 @@ class Clamp(Edit):
         if self.lo is None and self.hi is None:
             raise SpecError("Clamp.lo and hi are missing: it has no bound. Give lo, hi or both.")
         if self.lo is not None and self.hi is not None and self.lo > self.hi:
-            raise SpecError(f"Clamp.lo is {self.lo:g} and hi {self.hi:g}; lo is not above hi.")
+            raise SpecError(f"Clamp.lo is {self.lo:g} and hi {self.hi:g}; lo is at most hi.")
         if not 0 <= self.strength <= 1:
             raise SpecError(f"Clamp.strength is {self.strength:g}; it is from 0 to 1.")
         self._place_vector(vector_or_module(self.direction, "Clamp.direction"))

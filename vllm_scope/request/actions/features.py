@@ -66,7 +66,7 @@ class FeatureRows:
             numbers = _numbers(getattr(self, name), self.count, f"sae.{name}")
             object.__setattr__(self, name, numbers)
         if min(self.threshold) < 0:
-            raise SpecError(f"sae.threshold has {min(self.threshold):g}; it is not below 0.")
+            raise SpecError(f"sae.threshold has {min(self.threshold):g}; each is 0 or more.")
 
     @property
     def count(self) -> int:
