@@ -90,7 +90,7 @@ NAN, INF = float("nan"), float("inf")
             lambda: Clamp(ZERO, lo=0, hi=1, layer=1), "direction is zero", "length", id="clamp"
         ),
         pytest.param(
-            lambda: Clamp(V, lo=2, hi=1, layer=1), "lo is 2 and hi 1", "not above", id="lo-hi"
+            lambda: Clamp(V, lo=2, hi=1, layer=1), "lo is 2 and hi 1", "at most hi", id="lo-hi"
         ),
         pytest.param(lambda: Clamp(V, lo=NAN, hi=1, layer=1), "lo is nan", "finite", id="lo-nan"),
         pytest.param(

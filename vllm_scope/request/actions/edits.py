@@ -107,7 +107,10 @@ def _check_rows(value: Array, layers: tuple[int, ...] | None, where: str, most_d
     if layers is None:
         raise SpecError(f"{where} has one row for each layer, so name the layers, not 'all'.")
     if value.shape[0] != len(layers):
-        raise SpecError(f"{where} has {value.shape[0]} rows for {len(layers)} layers.")
+        raise SpecError(
+            f"{where} has {value.shape[0]} rows for {len(layers)} layers; the vector of one layer "
+            "is flat, also where rows have heads (heads * head_size)."
+        )
 
 
 @dataclass(frozen=True)
