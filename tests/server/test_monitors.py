@@ -13,6 +13,7 @@ from tests.browser.browser import MISSING, browsing
 from tests.server.conftest import ADMIN_KEY, API_KEY
 from vllm_scope import Probe, Read, scope
 from vllm_scope.cli import app
+from vllm_scope.client import ScopeClient
 from vllm_scope.control.tally import MOST_RANGES, MOST_VERDICTS
 
 ADMIN = {"X-Scope-Admin-Key": ADMIN_KEY}
@@ -71,6 +72,23 @@ def test_a_request_with_probes_of_its_own_gets_these_and_the_flag(http):
     assert "monitor" not in http.post("/v1/completions", json=handle).text.replace(
         "monitor/low", ""
     )
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_a_read_is_answered_alike_with_monitors_and_without(binary, http, server):
+    with ScopeClient(server.url, API_KEY, binary=binary, timeout=120) as client:
+        ask = {"max_tokens": 5, "temperature": 0}
+        reads = "The capital of Ritova is", Read("resid_post", layers=[2])
+        plain = client.complete(*reads, **ask)
+        put(http, {"low": FLAG, "high": FLAG | {"threshold": 1e30}})
+        watched = client.complete(*reads, **ask)
+        assert set(watched.scope.verdicts) == {"monitor/low"}
+        counts = [(o.scope.status, o.scope.expected, o.scope.delivered) for o in (plain, watched)]
+        assert counts[0] == counts[1]
+        assert "tokens" not in watched.raw["choices"][0]["scope"]
+        *chunks, last = client.stream(*reads, **ask)
+        assert (last.scope.expected, last.scope.delivered) == counts[0][1:]
+        assert not any(chunk.tokens for chunk in (*chunks, last))
 
 
 def test_a_monitor_stops_an_answer(http):
