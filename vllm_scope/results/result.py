@@ -177,6 +177,13 @@ class ScopeResult:
     def __iter__(self) -> Iterator[SiteLayer]:
         return iter(self.keys())
 
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __bool__(self) -> bool:
+        """True, also without streams: `if output.scope` asks whether there is a result."""
+        return True
+
     def __contains__(self, stream: object) -> bool:
         try:
             return bool(self._stream_table.find(stream))  # type: ignore[arg-type]
