@@ -22,7 +22,9 @@ from vllm_scope.engine.frontend import translators
 from vllm_scope.engine.frontend.connection import Connection, connections
 from vllm_scope.engine.http.calls import EngineCalls
 from vllm_scope.engine.judge import Judge
+from vllm_scope.engine.monitors import parse_all
 from vllm_scope.engine.worker.sizes import Limits
+from vllm_scope.errors import SpecError
 from vllm_scope.request.spec import Spec
 from vllm_scope.server.changes import NoTurnError
 from vllm_scope.server.shared import Shared
@@ -275,3 +277,9 @@ def test_the_spec_that_requests_get_is_ready_when_monitors_are_set(monkeypatch):
         asked = connection.resolve(Spec.from_json(params.extra_args["scope"]))
     assert [probe.name for probe in asked.probes] == ["monitor/one"]
     monitors.set_on(engine, {})
+
+
+def test_a_monitor_that_lacks_its_weight_is_told_that_alone():
+    with pytest.raises(SpecError) as refused:
+        parse_all({"one": {"layers": [1], "threshold": 1.0}})
+    assert str(refused.value) == "monitors['one'] has no weight."
