@@ -132,6 +132,23 @@ def test_a_cascade_is_told_whole_and_streamed(http, server):
     assert f'vllm_scope_monitor_verdicts_total{{monitor="dear"}} {counts["dear"]}' in text
 
 
+def test_a_put_replaces_all_and_the_unchanged_go_on(http, client):
+    client.set_monitors({"low": FLAG, "other": FLAG})
+    assert http.post("/v1/completions", json=BODY).status_code == 200
+    changed = client.set_monitors({"low": FLAG, "other": FLAG | {"threshold": 0.9}})
+    assert changed == client.monitors()
+    assert changed["other"]["threshold"] == 0.9
+    counts = {name: found.requests for name, found in client.activity().monitors.items()}
+    assert counts == {"low": 1, "other": 0}
+    assert set(client.set_monitors({"low": FLAG})) == {"low"}, "`other` was not sent"
+
+
+@pytest.mark.parametrize("more", [{"action": "escalate"}, {"url": "http://127.0.0.1"}])
+def test_what_cannot_be_set_over_http_is_told_with_what_can(more, http):
+    said = put(http, {"a": FLAG | more}).json()["error"]["message"]
+    assert "has action 'flag' or 'stop'" in said
+
+
 @pytest.mark.parametrize(
     "monitors",
     [
