@@ -13,6 +13,7 @@ from tests.browser.browser import MISSING, browsing
 from tests.server.conftest import ADMIN_KEY, API_KEY
 from vllm_scope import Probe, Read, scope
 from vllm_scope.cli import app
+from vllm_scope.client import ScopeClient
 from vllm_scope.control.tally import MOST_RANGES, MOST_VERDICTS
 
 ADMIN = {"X-Scope-Admin-Key": ADMIN_KEY}
@@ -73,6 +74,23 @@ def test_a_request_with_probes_of_its_own_gets_these_and_the_flag(http):
     )
 
 
+@pytest.mark.parametrize("binary", [False, True])
+def test_a_read_is_answered_alike_with_monitors_and_without(binary, http, server):
+    with ScopeClient(server.url, API_KEY, binary=binary, timeout=120) as client:
+        ask = {"max_tokens": 5, "temperature": 0}
+        reads = "The capital of Ritova is", Read("resid_post", layers=[2])
+        plain = client.complete(*reads, **ask)
+        put(http, {"low": FLAG, "high": FLAG | {"threshold": 1e30}})
+        watched = client.complete(*reads, **ask)
+        assert set(watched.scope.verdicts) == {"monitor/low"}
+        counts = [(o.scope.status, o.scope.expected, o.scope.delivered) for o in (plain, watched)]
+        assert counts[0] == counts[1]
+        assert "tokens" not in watched.raw["choices"][0]["scope"]
+        *chunks, last = client.stream(*reads, **ask)
+        assert (last.scope.expected, last.scope.delivered) == counts[0][1:]
+        assert not any(chunk.tokens for chunk in (*chunks, last))
+
+
 def test_a_monitor_stops_an_answer(http):
     put(http, {"all": FLAG | {"action": "stop", "tokens": "generated"}})
     choice = http.post("/v1/completions", json=BODY | {"max_tokens": 50}).json()["choices"][0]
@@ -112,6 +130,23 @@ def test_a_cascade_is_told_whole_and_streamed(http, server):
     }
     assert counts["dear"] >= 4
     assert f'vllm_scope_monitor_verdicts_total{{monitor="dear"}} {counts["dear"]}' in text
+
+
+def test_a_put_replaces_all_and_the_unchanged_go_on(http, client):
+    client.set_monitors({"low": FLAG, "other": FLAG})
+    assert http.post("/v1/completions", json=BODY).status_code == 200
+    changed = client.set_monitors({"low": FLAG, "other": FLAG | {"threshold": 0.9}})
+    assert changed == client.monitors()
+    assert changed["other"]["threshold"] == 0.9
+    counts = {name: found.requests for name, found in client.activity().monitors.items()}
+    assert counts == {"low": 1, "other": 0}
+    assert set(client.set_monitors({"low": FLAG})) == {"low"}, "`other` was not sent"
+
+
+@pytest.mark.parametrize("more", [{"action": "escalate"}, {"url": "http://127.0.0.1"}])
+def test_what_cannot_be_set_over_http_is_told_with_what_can(more, http):
+    said = put(http, {"a": FLAG | more}).json()["error"]["message"]
+    assert "has action 'flag' or 'stop'" in said
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ From:  parsing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -111,7 +111,8 @@ class ScopeData(Counts):
 
     `data["resid_post", 5]` is [positions, hidden_size], `data["q", 5]` [positions, heads,
     numbers of a head]: float32 or float16, and float32 for bfloat16.
-    `data["resid_post", 5, "before"]` has rows that were read before edits.
+    `data["resid_post", 5, "before"]` has rows that were read before edits. Iteration, `len` and
+    `in` are those of a ScopeResult: over (site, layer) of each stream.
 
     Attributes:
         status: "complete", "incomplete", "aborted" or "failed"; "streaming" in a chunk
@@ -142,6 +143,23 @@ class ScopeData(Counts):
     def keys(self) -> list[tuple[str, int]]:
         """(site, layer) of each stream."""
         return list(dict.fromkeys((site, layer) for site, layer, _ in self.rows))
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __bool__(self) -> bool:
+        """True, also without streams: `if choice.scope` asks whether there is data."""
+        return True
+
+    def __contains__(self, stream: object) -> bool:
+        words = (stream,) if isinstance(stream, str) else stream
+        try:
+            return bool(self._find(*words))  # type: ignore[misc]
+        except (KeyError, TypeError):
+            return False
 
     def __getitem__(self, stream: tuple[str, int] | StreamKey | str) -> NDArray[np.generic]:
         return self._find(*((stream,) if isinstance(stream, str) else stream)).numpy
@@ -197,6 +215,7 @@ class _Generated:
     finish_reason: str | None
     scope: ScopeData | None
     tokens: tuple[ScoredToken, ...] = ()
+    stop_reason: int | str | None = None
 
 
 class Choice(_Generated):
@@ -206,6 +225,9 @@ class Choice(_Generated):
         scope: None if the request had no actions.
         tokens: of a request with probes, the generated tokens with their texts and scores;
             empty if the server does not send them.
+        stop_reason: what ended the choice, if its finish_reason is "stop": the stop string, the
+            stop token's id, or a sentence about the probe or the policy that stopped it; None if
+            the model ended it.
     """
 
 
@@ -216,6 +238,7 @@ class Chunk(_Generated):
         scope: the new scores, and the new rows if the request asks for them in chunks.
         tokens: the tokens whose scores have arrived, each in one chunk only; mostly tokens of
             the text of the chunk before. Empty without probes.
+        stop_reason: as of a Choice; in the last chunk.
     """
 
 

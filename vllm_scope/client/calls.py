@@ -80,6 +80,7 @@ class _ChoiceBody(msgspec.Struct):
     message: Json | None = None
     delta: Json | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     scope: Json | None = None
 
 
@@ -273,7 +274,7 @@ class Calls(Generic[StreamT]):
             said = choice.message or choice.delta
             text = str((choice.text if said is None else said.get("content")) or "")
             end, tokens = choice.finish_reason, parsing.parse_tokens(told)
-            parts.append(kind(choice.index, text, end, found, tokens))
+            parts.append(kind(choice.index, text, end, found, tokens, choice.stop_reason))
         return parts
 
     def _json(self, call: Call) -> Flow[Json]:

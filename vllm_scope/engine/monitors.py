@@ -59,6 +59,8 @@ from vllm_scope.vectors.probe_weights import from_safetensors
 #: What a monitor may do when its value is above the threshold.
 ACTIONS = ("flag", "stop", "escalate")
 MOST_MONITORS = 64
+#: Where `file` and `url` may be, in the words of errors.
+AT_START = "in additional_config={'scope': {'monitors': ...}}, at the engine's start"
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,16 @@ def parse(name: str, body: object) -> Monitor:
     action, url = fields.pop("action", "flag"), fields.pop("url", None)
     if action not in ACTIONS:
         raise SpecError(f"{where}.action is {shown(action)}; it is one of {', '.join(ACTIONS)}.")
-    if (action == "escalate") != (url is not None):
-        raise SpecError(f"{where}: 'url' goes with action 'escalate', and with it alone.")
+    if action == "escalate" and url is None:
+        raise SpecError(
+            f"{where}.action is 'escalate', and there is no 'url' to tell; give the url, or take "
+            "'flag' or 'stop'."
+        )
+    if action != "escalate" and url is not None:
+        raise SpecError(
+            f"{where} has 'url' and action {action!r}, which tells no url; take 'escalate', or "
+            "leave 'url' out."
+        )
     if fields.get("threshold") is None:
         raise SpecError(f"{where} has no threshold; without one a monitor has no verdict.")
     if "file" in fields:
@@ -270,12 +280,8 @@ def set_monitors(engine: Engine, bodies: object, sites: Sites) -> None:
         OSError: the file that API servers share cannot be written. All stay as they were.
     """
     for name, body in bodies.items() if isinstance(bodies, Mapping) else ():
-        for field in ("file", "url"):
-            if isinstance(body, Mapping) and field in body:
-                raise SpecError(
-                    f"monitors[{name!r}] has {field!r}, which is for monitors that the engine "
-                    "starts with; send the weight's numbers."
-                )
+        if isinstance(body, Mapping):
+            _check_outside(f"monitors[{name!r}]", body)
     monitors = parse_all(bodies)
     check(monitors, sites, engine.vllm_config.parallel_config.pipeline_parallel_size)
     since = _since(monitors, monitors_of(engine.vllm_config))
@@ -285,6 +291,22 @@ def set_monitors(engine: Engine, bodies: object, sites: Sites) -> None:
             _put(engine.vllm_config, monitors, since)
         else:
             shared.set(json.dumps({"monitors": bodies, "since": since}).encode())
+
+
+def _check_outside(where: str, body: Mapping[str, object]) -> None:
+    """Raises SpecError for what only a monitor may have that the engine starts with."""
+    if "file" in body:
+        raise SpecError(
+            f"{where} has 'file', which is for monitors that the engine starts with; send the "
+            "numbers as 'weight'."
+        )
+    if "url" in body or body.get("action") == "escalate":
+        what = "has 'url'" if "url" in body else "has action 'escalate', which needs a 'url'"
+        raise SpecError(
+            f"{where} {what}. Only monitors that the engine starts with tell a url: set them "
+            f"{AT_START}. A monitor that is set while the engine serves has action 'flag' or "
+            "'stop'."
+        )
 
 
 def set_on(engine: LLMEngine, bodies: object) -> None:

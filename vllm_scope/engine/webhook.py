@@ -4,7 +4,8 @@ Owns:  Webhook.
 Runs:  in the front-end. `tell` on the event loop; it only queues.
 
 Promise: an address that hangs or fails delays nothing. What does not fit into the queue is dropped
-and counted. A body has numbers and names, never a request's text.
+and counted. The log has the first failure; later ones are counted only. A body has numbers and
+names, never a request's text.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import queue
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
+from urllib.error import HTTPError
 
 from vllm_scope.control.activity import OUTCOMES
 from vllm_scope.control.background import Background
@@ -41,6 +43,7 @@ class Webhook(Background):
         )
         #: Dropped on the event loop, the others on the thread: no key has two writers.
         self._ended = dict.fromkeys(OUTCOMES, 0)
+        self._said = False
 
     @staticmethod
     def parse(url: object, where: str) -> Webhook:
@@ -57,6 +60,20 @@ class Webhook(Background):
     def _count(self, outcome: str) -> None:
         self._ended[outcome] += 1
         count_escalation(outcome)
+
+    def _say(self, error: Exception) -> None:
+        """Write the first failure to the log. A url may have a secret, so the line has its host
+        alone."""
+        if self._said:
+            return
+        self._said = True
+        name = type(error).__name__
+        what = f"HTTP {error.code}" if isinstance(error, HTTPError) else name
+        logger.warning(
+            "vllm-scope: a verdict did not reach the webhook at %s (%s). Later failures are not "
+            "logged; /metrics counts them (vllm_scope_monitor_escalations).",
+            urllib.parse.urlsplit(self.url).hostname, what,
+        )  # fmt: skip
 
     def tell(self, body: Mapping[str, object], ended: Callable[[], object] | None = None) -> None:
         """Send a JSON object, later. Never blocks.
@@ -81,8 +98,8 @@ class Webhook(Background):
                     self._count("sent")
             except Exception as error:
                 # urllib raises OSError, and HTTPException for malformed answers.
+                self._say(error)
                 self._count("failed")
-                logger.warning("vllm-scope: a webhook failed: %s", type(error).__name__)
             self._waiting.task_done()
             if ended is not None:
                 ended()

@@ -26,7 +26,7 @@ from vllm_scope.request.actions import (
     Probe,
     Read,
 )
-from vllm_scope.request.actions.probing import MONITOR
+from vllm_scope.request.actions.probing import is_monitor
 from vllm_scope.request.heads import LENS, Bank, Encoding, Likeliest, Strongest
 from vllm_scope.request.nets import Net, net_of
 from vllm_scope.request.resolve_edits import module_rows, resolve_edits
@@ -91,7 +91,7 @@ def resolve(
             f"policy is {shown(policy.name)}, and the request has no scores for it; give a probe, "
             "a gate with a name or a dose, of tokens 'all', 'prompt' or 'generated'."
         )
-    own = [probe for probe in asked.watched if not probe.name.startswith(MONITOR)]
+    own = [probe for probe in asked.watched if not is_monitor(probe.name)]
     if policy is not None and len(own) > MAX_SEEN:
         raise SpecError(
             f"policy {shown(policy.name)} would see {len(own)} probes, gates and doses; at most "

@@ -31,7 +31,7 @@ from vllm_scope.request.actions import (
     Read,
     action_from_json,
 )
-from vllm_scope.request.actions.probing import MONITOR
+from vllm_scope.request.actions.probing import is_monitor
 from vllm_scope.request.actions.sparse import MAX_INDICES
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.bounded_json import decode_counted
@@ -112,7 +112,7 @@ class Spec:
                 f"the features have {num_indices:,} indices together; at most {MAX_INDICES}, "
                 "because their rows travel with the request. Take top_k."
             )
-        check_stopping([p for p in self.probes if not p.name.startswith(MONITOR)])
+        check_stopping([p for p in self.probes if not is_monitor(p.name)])
         names = [probe.name for probe in self.probes]
         _check_names(names, "two probes are called {}; their scores share a dict.")
         names += [one.name for one in self.features]

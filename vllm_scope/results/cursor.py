@@ -21,6 +21,7 @@ from vllm_scope.batch.by_position import Ints, Part, joined_rows
 from vllm_scope.batch.readout import Readout, Verdict
 from vllm_scope.batch.sparse import sparse_rows
 from vllm_scope.codecs.packed import EncodedRows, packing_of
+from vllm_scope.request.actions.probing import is_monitor
 from vllm_scope.request.heads import Encoding
 from vllm_scope.request.resolved import ResolvedFeatures, ResolvedProbe
 from vllm_scope.request.selectors import Selector
@@ -99,6 +100,8 @@ class Cursor:
         self._rows, self._num_prompt = rows, 0
         self._tracks: list[_Track] | None = None
         self._probes: list[_ProbeTrack] = []
+        #: The tracks of the caller's own probes and features.
+        self._own: list[_Track] = []
 
     def look(self, result: ScopeResult) -> None:
         """Take in a later snapshot of the request."""
@@ -129,14 +132,14 @@ class Cursor:
 
     @property
     def settled(self) -> int:
-        """The scores of all positions below it were returned, or are not wanted."""
+        """The scores of all positions below it were returned, or are not wanted; those of an
+        operator's monitors do not count."""
         found = []
-        for track in self._tracks or ():
-            if track.source.label is None:
-                state = track.state
-                first = self._begins(track.source.after) if state is None else state.settled
-                # A stage that waits begins behind all scores of its first stage so far.
-                found += [] if first is None else [first]
+        for track in self._own:
+            state = track.state
+            first = self._begins(track.source.after) if state is None else state.settled
+            # A stage that waits begins behind all scores of its first stage so far.
+            found += [] if first is None else [first]
         return min(found, default=0)
 
     def take(self) -> list[Column]:
@@ -197,6 +200,8 @@ class Cursor:
                 cells = [numbers[bank, point, (tokens,)] for bank, point, tokens in cells_of(one)]
                 readout = Readout(one) if isinstance(one, ResolvedProbe) else None
                 self._probes.append(_ProbeTrack(one, cells, readout, [None] * len(cells)))
+                if not is_monitor(one.name):
+                    self._own += cells
         return self._tracks
 
 

@@ -73,7 +73,8 @@ class ScopeResult:
         manifests: by sink, what became of the reads that went elsewhere than to memory;
             complete once the request has ended. A failed one makes the status
             "failed", a partial one "incomplete"; rows in memory are not affected.
-        expected: rows and scores that were asked for, of the tokens processed so far.
+        expected: rows and scores that the caller asked for, of the tokens processed so far. The
+            scores of an operator's monitors are not among them; `status` ignores these, too.
         delivered: the number of those that have arrived.
         dropped: expected - delivered, once the request has ended; 0 before.
     """
@@ -155,6 +156,11 @@ class ScopeResult:
         return self._asked.probes
 
     @property
+    def own_probes(self) -> list[str]:
+        """The names of the probes without an operator's monitors."""
+        return self._score_table.own_probes
+
+    @property
     def asked_features(self) -> tuple[ResolvedFeatures, ...]:
         return self._asked.features
 
@@ -170,6 +176,13 @@ class ScopeResult:
 
     def __iter__(self) -> Iterator[SiteLayer]:
         return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __bool__(self) -> bool:
+        """True, also without streams: `if output.scope` asks whether there is a result."""
+        return True
 
     def __contains__(self, stream: object) -> bool:
         try:

@@ -20,6 +20,7 @@ from torch import Tensor
 from vllm_scope.batch.by_position import Chosen, Ints, Part, choose
 from vllm_scope.batch.readout import Readout, Verdict
 from vllm_scope.batch.sparse import SparseRows, sparse_rows
+from vllm_scope.request.actions.probing import is_monitor
 from vllm_scope.request.heads import Bank
 from vllm_scope.request.resolved import Resolved, ResolvedFeatures, ResolvedProbe
 from vllm_scope.request.selectors import Selector
@@ -83,6 +84,8 @@ class Asked:
 
     Attributes:
         probes, features: by name.
+        own: the names of the probes and features that the caller asked for: all without an
+            operator's monitors. Counts and `tokens` are of these.
         aggregated: the probes with an aggregate.
         judging: the names of probes that have verdicts.
         later: the probes with a first stage.
@@ -93,17 +96,19 @@ class Asked:
     ) -> None:
         self.probes = {probe.name: probe for probe in probes}
         self.features = {one.name: one for one in features}
+        self.own = frozenset(n for n in (*self.probes, *self.features) if not is_monitor(n))
         self.aggregated = {probe.name: probe for probe in probes if probe.aggregate}
         self.judging = [probe.name for probe in probes if probe.judges]
         self.later = [probe for probe in probes if probe.after is not None]
 
     @cached_property
     def alike(self) -> list[tuple[tuple[CellKey, ...], ResolvedProbe | ResolvedFeatures, int]]:
-        """Of those that are made of the same cells: the cells, the first, and how many they are."""
+        """Of the own ones that are made of the same cells: the cells, the first, and how many they
+        are."""
         found: dict[tuple[CellKey, ...], list[ResolvedProbe | ResolvedFeatures]] = {}
         every: Iterable[ResolvedProbe | ResolvedFeatures]
         every = chain(self.probes.values(), self.features.values())
-        for one in every:
+        for one in (each for each in every if each.name in self.own):
             found.setdefault(tuple(cells_of(one)), []).append(one)
         return [(keys, some[0], len(some)) for keys, some in found.items()]
 
@@ -139,6 +144,11 @@ class ScoreTable:
     @property
     def features(self) -> Mapping[str, ResolvedFeatures]:
         return self._asked.features
+
+    @property
+    def own_probes(self) -> list[str]:
+        """The names of the probes that the caller asked for."""
+        return [name for name in self.probes if name in self._asked.own]
 
     @property
     def aggregated(self) -> Mapping[str, ResolvedProbe]:
@@ -271,7 +281,8 @@ class ScoreTable:
         return known
 
     def accounts(self, of: Snapshot) -> Iterator[tuple[Ints, Ints, int]]:
-        """(positions that are wanted, those that arrived, number of probes or features)"""
+        """(positions that are wanted, those that arrived, number of probes or features), without an
+        operator's monitors."""
         for keys, first, count in self._asked.alike:
             known = self._found.get(first.name)
             sparse = self._sparse.get(first.name)

@@ -144,9 +144,9 @@ class ChoiceScope:
         return []
 
     def _told(self, scores: Sequence[Column], settled: int | None) -> Json:
-        """The field `tokens`; empty if there are no probes, or too many scores."""
+        """The field `tokens`; empty if the caller asked for no probes, or for too many scores."""
         result = self.completion.scope
-        if not result.scores:
+        if not result.own_probes:
             return {}
         self._tokens.add(result, scores)
         found = self._tokens.take(result, self.completion.scope_texts, settled)

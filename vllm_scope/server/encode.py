@@ -22,7 +22,7 @@ from vllm_scope.batch.sparse import SparseRows
 from vllm_scope.codecs.packed import EncodedRows
 from vllm_scope.control.policy import Decided
 from vllm_scope.files.buffers import bytes_of
-from vllm_scope.request.actions.probing import MONITOR
+from vllm_scope.request.actions.probing import is_monitor
 from vllm_scope.results.column import Column
 from vllm_scope.results.features import SparseFeatures
 from vllm_scope.results.lens import TopTokens
@@ -47,7 +47,7 @@ TOKEN_IDS = ".token_ids"
 
 def for_callers(columns: Iterable[Column]) -> list[Column]:
     """The columns without the scores of an operator's monitors."""
-    return [c for c in columns if not (isinstance(c.label, str) and c.label.startswith(MONITOR))]
+    return [c for c in columns if not (isinstance(c.label, str) and is_monitor(c.label))]
 
 
 def spans(positions: np.ndarray) -> list[list[int]]:

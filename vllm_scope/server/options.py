@@ -15,7 +15,7 @@ import msgspec
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions import MEMORY
-from vllm_scope.request.actions.probing import MONITOR
+from vllm_scope.request.actions.probing import MONITOR, is_monitor
 from vllm_scope.request.spec import Spec
 from vllm_scope.server import encode
 from vllm_scope.server.settings import ADMIN_KEY
@@ -89,7 +89,7 @@ def _check_answerable(spec: Spec) -> None:
         if edit.gate is not None:
             names.append((f"edits[{i}].gate.name", edit.gate.name or ""))
     for where, name in names:
-        if name.startswith(MONITOR):
+        if is_monitor(name):
             raise SpecError(
                 f"{where} is {shown(name)}; names that begin with {MONITOR!r} are the operator's. "
                 "Take another."

@@ -13,12 +13,17 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
-from fastapi import Depends, FastAPI
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.exception_handlers import request_validation_exception_handler
+from fastapi.exceptions import RequestValidationError
+from starlette.types import ASGIApp
 
+from vllm_scope.errors import shown
 from vllm_scope.request.media import BINARY
 from vllm_scope.server import faces, operating, pages, reading, sweeps
 from vllm_scope.server.access import (
@@ -28,6 +33,7 @@ from vllm_scope.server.access import (
     admin,
     admin_or_bearer,
     errors,
+    refusal,
     refused,
 )
 from vllm_scope.server.changes import Changes
@@ -63,6 +69,8 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
     limits |= dict.fromkeys(prefixes, MAX_OPERATOR_BYTES)
     app.add_middleware(Door, limits=limits, settings=settings, timed=prefixes)
     app.add_exception_handler(RefusalError, refused)
+    # vLLM adds its handlers after this, and an app has one of each kind: ours goes around it.
+    app.build_middleware_stack = partial(_built, app, app.build_middleware_stack)  # type: ignore[method-assign]
     app.openapi = partial(_described, app.openapi)  # type: ignore[method-assign]
     for router in open_to_all:
         app.include_router(router, responses=errors(400, 404))
@@ -84,3 +92,28 @@ def _described(original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             binary = {"schema": {"type": "string", "format": "binary"}}
             answers["200"].setdefault("content", {}).setdefault(BINARY, binary)
     return found
+
+
+_Handler = Callable[[Request, Any], Awaitable[Response]]
+
+
+def _built(app: FastAPI, original: Callable[[], ASGIApp]) -> ASGIApp:
+    """The app with its handlers, once all of them are known."""
+    theirs: Any = app.exception_handlers.get(
+        RequestValidationError, request_validation_exception_handler
+    )
+    app.add_exception_handler(RequestValidationError, partial(_invalid, theirs))
+    return original()
+
+
+async def _invalid(theirs: _Handler, request: Request, error: Any) -> Response:
+    """The answer to a body that vLLM's types refuse. It is theirs, except for a scope that is no
+    text: they answer it with one error for each type that the field might have."""
+    for each in error.errors():
+        where = each.get("loc", ())
+        if ("vllm_xargs", "scope") in pairwise(where) and not isinstance(each["input"], str):
+            return refusal(
+                400, f"vllm_xargs['scope'] is {shown(each['input'])}; it is a string, the spec as "
+                "JSON text: json.dumps(spec) in Python, JSON.stringify(spec) in JavaScript.",
+            )  # fmt: skip
+    return await theirs(request, error)

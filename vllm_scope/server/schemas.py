@@ -137,7 +137,7 @@ _MONITOR = {
 
 
 class Monitors(BaseModel):
-    """Probes on every request from now on."""
+    """Probes on every request from now on, in place of all that there were."""
 
     monitors: dict[str, Annotated[dict[str, object], WithJsonSchema(_MONITOR)]] = Field(
         description="By name."

@@ -96,6 +96,33 @@ def test_rows_before_and_after_edits_are_told_apart():
         data["resid_post", 6]
 
 
+def test_the_streams_are_iterated_counted_and_looked_for_as_in_an_offline_result():
+    embed = entry(ROWS, site="embed", layer=0)
+    data = parse_scope({"rows": [entry(ROWS), entry(ROWS, when="before"), embed]}, None)
+    assert list(data) == data.keys() == [("resid_post", 5), ("embed", 0)]
+    assert len(data) == 2
+    for stream in data:
+        assert stream in data
+    assert ("post_block", 5) in data
+    assert ("resid_post", 5, "before") in data
+    assert "embed" in data
+    for other in [("resid_post", 6), "resid_post", ("embed", 0, "before"), "x", 5, None, ([], 5)]:
+        assert other not in data
+    empty = parse_scope({}, None)
+    assert (list(empty), len(empty), bool(empty)) == ([], 0, True)
+
+
+@pytest.mark.parametrize("reason", ["probe 'risk': 0.93 at position 57", 13, None])
+def test_a_choice_and_a_last_chunk_say_what_stopped_them(reason):
+    body = {"choices": [choice(COUNTS, stop_reason=reason)]}
+    out = Server(completions=body).client().complete("x")
+    assert out.choices[0].stop_reason == reason
+    event = f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n"
+    events = httpx.Response(200, text=event, headers={"content-type": "text/event-stream"})
+    (chunk,) = Server(completions=events).client().stream("x")
+    assert chunk.stop_reason == reason
+
+
 def test_scores_that_were_not_finite_are_nan():
     data = parse_scope({"scores": {"p": {"spans": [[3, 5]], "values": [1.5, None]}}}, None)
     assert data.scores.positions("p").tolist() == [3, 4]

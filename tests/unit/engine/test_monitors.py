@@ -22,7 +22,9 @@ from vllm_scope.engine.frontend import translators
 from vllm_scope.engine.frontend.connection import Connection, connections
 from vllm_scope.engine.http.calls import EngineCalls
 from vllm_scope.engine.judge import Judge
+from vllm_scope.engine.monitors import parse_all
 from vllm_scope.engine.worker.sizes import Limits
+from vllm_scope.errors import SpecError
 from vllm_scope.request.spec import Spec
 from vllm_scope.results.inbox import inbox
 from vllm_scope.server.changes import NoTurnError
@@ -256,6 +258,56 @@ def test_a_webhook_tells_what_became_of_each_verdict(monkeypatch, address):
     until(sent=2, failed=1, dropped=2, waiting=0)
 
 
+@pytest.mark.parametrize("statuses", [(500, 200, 500), (None, None)])
+def test_the_log_has_the_first_failure_of_a_webhook_alone(statuses, address, caplog):
+    """A status of None is an address where nobody listens."""
+    port = address.server_port
+    if None in statuses:
+        address.shutdown()
+        address.server_close()
+    hook = webhook.Webhook.parse(f"http://127.0.0.1:{port}/secret", "url")
+    for i, status in enumerate(statuses):
+        address.statuses.put(status)
+        hook.tell({"position": i})
+    end = time.monotonic() + 60
+    while hook.outcomes["waiting"]:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert hook.outcomes["failed"] == 2
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "a verdict did not reach the webhook at 127.0.0.1 (" in line
+    assert ("HTTP 500" if statuses[0] else "URLError") in line
+    assert "secret" not in line
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"action": "escalate"}, "has action 'escalate', which needs a 'url'. Only monitors"),
+        ({"action": "escalate", "url": "http://x"}, "has 'url'. Only monitors that the engine"),
+        ({"url": "http://x"}, "A monitor that is set while the engine serves has action 'flag'"),
+    ],
+)
+def test_an_escalation_while_serving_is_told_what_is_possible(more, sentence):
+    with pytest.raises(SpecError) as refused:
+        put(engine_of(1), {"one": FLAG | more})
+    assert sentence in str(refused.value)
+    assert "additional_config={'scope': {'monitors': ...}}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"action": "escalate"}, "action is 'escalate', and there is no 'url' to tell; give the"),
+        ({"url": "http://x"}, "has 'url' and action 'flag', which tells no url; take 'escalate'"),
+    ],
+)
+def test_half_an_escalation_at_the_start_is_told_its_other_half(more, sentence):
+    with pytest.raises(SpecError) as refused:
+        parse_all({"one": FLAG | more})
+    assert sentence in str(refused.value)
+
+
 def test_the_spec_that_requests_get_is_ready_when_monitors_are_set(monkeypatch):
     monkeypatch.setattr(monitors, "needs_connection", lambda engine: False)
     monkeypatch.setattr(monitors.ahead, "send", lambda engine, some: None)
@@ -277,3 +329,9 @@ def test_the_spec_that_requests_get_is_ready_when_monitors_are_set(monkeypatch):
         asked = connection.resolve(Spec.from_json(params.extra_args["scope"]))
     assert [probe.name for probe in asked.probes] == ["monitor/one"]
     monitors.set_on(engine, {})
+
+
+def test_a_monitor_that_lacks_its_weight_is_told_that_alone():
+    with pytest.raises(SpecError) as refused:
+        parse_all({"one": {"layers": [1], "threshold": 1.0}})
+    assert str(refused.value) == "monitors['one'] has no weight."

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.unit.strategies import as_json, sentence
-from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, Spec, TokenIds
+from vllm_scope import Ablate, Add, Clamp, Probe, Read, Replace, Spec, SpecError, TokenIds
 from vllm_scope.request.actions import MAX_NAME
 from vllm_scope.request.arrays import MAX_NUMBERS, Array
 from vllm_scope.request.spec import MAX_EDITS, MAX_PROBES
@@ -19,6 +19,33 @@ from vllm_scope.request.spec import MAX_EDITS, MAX_PROBES
 V = [1.0, -2.0, 0.5, 0.0]
 ZERO = [0.0] * 4
 NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({"probes": [{"name": "p", "layers": [1]}]}, "probes[0] has no weight."),
+        ({"edits": [{"kind": "add", "layers": [1]}]}, "edits[0] has no vector."),
+        ({"edits": [{"kind": "clamp", "layers": [1]}]}, "edits[0] has no direction."),
+        ({"edits": [{"kind": "replace"}]}, "edits[0] has no values and no positions."),
+        ({"edits": [{"kind": "replace", "values": [V]}]}, "edits[0] has no positions."),
+        ({"edits": [{"kind": "set_feature", "index": 1}]}, "edits[0] has no sae."),
+        (
+            {"edits": [{"kind": "add", "vector": V}]},
+            "edits[0] has no layers; name one, a list, or 'all'.",
+        ),
+        ({"features": [{"top_k": 4}]}, "features[0] has no sae."),
+        (
+            {"edits": [{"kind": "add", "vector": V, "layers": [1],
+                        "gate": {"vector": V, "layer": 1, "state": {"kind": "ema"}}}]},
+            "edits[0].gate.state has no decay.",
+        ),
+    ],
+)  # fmt: skip
+def test_a_missing_field_is_named_alone(body, sentence):
+    with pytest.raises(SpecError) as refused:
+        Spec.from_json(json.dumps(body))
+    assert str(refused.value) == sentence
 
 
 @pytest.mark.parametrize(
@@ -270,16 +297,16 @@ def test_a_huge_array_is_refused_before_it_is_copied():
         pytest.param({"edits": [{}]}, "kind is None", "add, ablate, clamp, replace", id="no-kind"),
         pytest.param({"edits": [{"kind": "read"}]}, "'read'", "add, ablate", id="a-read-as-edit"),
         pytest.param({"edits": [{"kind": ["add"]}]}, "['add']", "add, ablate", id="kind-a-list"),
-        pytest.param({"edits": [{"kind": "add"}]}, "edits[0] needs", "vector,", id="no-field"),
+        pytest.param({"edits": [{"kind": "add"}]}, "edits[0] has no", "vector.", id="no-field"),
         pytest.param(
-            {"edits": [{"kind": "add", "site": "embed"}]}, "edits[0] needs", "vector,", id="no-vec"
+            {"edits": [{"kind": "add", "site": "embed"}]}, "edits[0] has no", "vector.", id="no-vec"
         ),
         pytest.param(
             {"edits": [{"kind": "clamp", "site": "embed", "direction": V}]},
             "edits[0].lo and hi are missing", "Give lo, hi or both", id="no-bound",
         ),
         pytest.param(
-            {"probes": [{"site": "embed"}]}, "probes[0] needs", "weight, bias, name", id="no-weight"
+            {"probes": [{"site": "embed"}]}, "probes[0] has no", "weight.", id="no-weight"
         ),
         pytest.param(
             {"edits": [{"kind": "add", "site": "embed", "vector": V, "scales": 2}]},

@@ -76,7 +76,7 @@ WRONG = {
     "no-kind": ({}, "gate.state.kind is None; it is one of ema, latch, hysteresis, pid"),
     "another-kind": ({"kind": "pi"}, "gate.state.kind is 'pi'"),
     "another-field": ({"kind": "latch", "low": 1}, "gate.state has 'low'; the fields are kind."),
-    "a-missing-field": ({"kind": "pid", "kp": 1}, "gate.state needs setpoint, kp, ki, kd"),
+    "a-missing-field": ({"kind": "pid", "kp": 1}, "gate.state has no setpoint."),
     "a-decay": ({"kind": "ema", "decay": 1}, "gate.state.decay is 1; it is a number from 0"),
     "a-number": ({"kind": "pid", "setpoint": "x", "kp": 1}, "gate.state.setpoint is 'x'"),
     "a-bound": (

@@ -225,3 +225,12 @@ def test_a_token_costs_the_same_after_a_long_prompt_as_after_a_short_one(selecto
     short, long = cost(1_000), cost(32_000)
     assert long < 1.5 * short + 20e-6
     assert long < 200e-6
+
+
+def test_tokens_do_not_wait_for_the_scores_of_an_operators_monitors():
+    late = Probe(np.ones(SIZE), layer=2, name="monitor/late")
+    pending = pending_of(PROBE, late, prompt_ids=[1, 2, 3])
+    cursor = Cursor(rows=False)
+    deliver(pending, [0, 1, 2], 0, rows=False, layers=[1])
+    cursor.look(pending.snapshot([4], None))
+    assert cursor.settled == 3

@@ -439,6 +439,7 @@ def test_a_stream_that_was_not_asked_for_is_a_key_error_that_names_those_that_we
     assert ("resid_post", 1) in result
     assert "embed" in result
     assert ("resid_post", 2) not in result
+    assert len(result) == len(list(result)) == len(result.keys())
     assert "resid_pre" not in result
 
 

@@ -233,3 +233,37 @@ def test_a_pickled_result_holds_no_programs(road):
     here = frozenset(SITES.boundaries)
     assert all_programs(RequestProgram.compile(pending.asked, SITES, here, 3, ids), 9)
     assert len(pickle.dumps(pending.snapshot([5], "stop"))) == len(before)
+
+
+def test_an_operators_monitors_are_in_no_count_and_change_no_status(road):
+    mine, other = Probe(V, layer=1, name="mine"), Probe(V, layer=1, name="monitor/alike")
+    pending = road.open(other, mine, Probe(V, layer=0, name="monitor/lost"))
+    banks = banks_of(pending.asked, "mine", "monitor/alike")
+    road.send([(pending.key, p, Layout((), banks), 0) for p in (0, 1, 2)])
+    road.finish(pending)
+    result = pending.snapshot([5], "stop")
+    assert (result.expected, result.delivered, result.dropped) == (3, 3, 0)
+    assert result.status == "complete"
+    assert result.own_probes == ["mine"]
+    assert len(result.scores["monitor/alike"]) == 3, "who has the engine may look"
+    copied = pickle.loads(pickle.dumps(result))
+    assert (copied.expected, copied.delivered) == (3, 3)
+
+
+def test_a_lost_score_counts_beside_monitors_that_are_whole(road):
+    pending = road.open(Probe(V, layer=0, name="mine"), Probe(V, layer=1, name="monitor/whole"))
+    banks = banks_of(pending.asked, "monitor/whole")
+    road.send([(pending.key, p, Layout((), banks), 0) for p in (0, 1, 2)])
+    road.finish(pending)
+    result = pending.snapshot([5], "stop")
+    assert (result.expected, result.delivered, result.dropped) == (3, 0, 3)
+    assert result.status == "incomplete"
+
+
+def test_with_monitors_alone_nothing_is_counted(road):
+    pending = road.open(Probe(V, layer=1, name="monitor/a", threshold=-1e30))
+    road.send([(pending.key, 0, Layout((), banks_of(pending.asked)), 0)])
+    road.finish(pending)
+    result = pending.snapshot([5], "stop")
+    assert (result.expected, result.delivered, result.status) == (0, 0, "complete")
+    assert set(result.verdicts) == {"monitor/a"}

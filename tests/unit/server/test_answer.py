@@ -632,3 +632,52 @@ def test_a_refusal_says_which_prompt_is_refused(store, num_prompts, error, said,
     found = asyncio.run(run())
     assert str(found) == said
     assert type(found) is type(error)  # by which vLLM knows the status
+
+
+#: What a request sends and gets with an operator's monitors: their probes come after its own.
+MONITORS = [Probe(np.ones(SIZE), layer=1, name=f"monitor/{name}", threshold=-1e30) for name in "ab"]
+WATCHED = scope(Read("resid_post", layers=[1]), *MONITORS)
+
+
+@on_a_loop
+async def test_a_caller_sees_counts_of_the_own_rows_and_no_tokens_of_an_operators_monitors(store):
+    found, filled = answer(store), response(0)
+    take(found, 0, NUM_TOKENS, None, "complete", WATCHED)
+    await found.fill(filled)
+    told = filled.choices[0].scope
+    assert (told["expected"], told["delivered"], told["dropped"]) == (8, 8, 0)
+    assert set(told["verdicts"]) == {"monitor/a", "monitor/b"}
+    assert "tokens" not in told
+    # As a file.
+    found, filled = answer(store, tensors="handle"), response(0)
+    take(found, 0, NUM_TOKENS, None, "complete", WATCHED)
+    await found.fill(filled)
+    with store.open(filled.choices[0].scope["result"]["id"], "owner") as file:
+        content = file.read()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    assert json.loads(header["__metadata__"]["scope"])["expected"] == 8
+
+
+@on_a_loop
+async def test_a_callers_stream_has_the_same(store):
+    found = answer(store, streams=True)
+    found.add_prompt()
+    found.open_one(lambda: None, True)
+    take(found, 0, NUM_TOKENS - 2, None, "streaming", WATCHED)
+    first = await found.chunk(text_of())
+    take(found, 0, NUM_TOKENS, None, "complete", WATCHED)
+    last = await found.chunk(text_of(end="length"))
+    chunks = [json.loads(text[6:])["choices"][0]["scope"] for text in (first, last)]
+    assert all("tokens" not in chunk for chunk in chunks)
+    assert (chunks[1]["expected"], chunks[1]["delivered"]) == (8, 8)
+
+
+@on_a_loop
+async def test_a_callers_own_probe_has_tokens_beside_monitors(store):
+    found, filled = answer(store), response(0)
+    spec = scope(Probe(np.ones(SIZE), layer=1, name="p"), *MONITORS)
+    take(found, 0, NUM_TOKENS, None, "complete", spec)
+    await found.fill(filled)
+    told = filled.choices[0].scope
+    assert told["expected"] == 8
+    assert all(set(token["scores"]) == {"p"} for token in told["tokens"][:-1])

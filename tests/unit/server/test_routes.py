@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 import torch
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import PlainTextResponse
 from fastapi.testclient import TestClient
+from pydantic import BaseModel
 from safetensors.numpy import save
 
 from vllm_scope.batch.sums import Sums
@@ -398,3 +401,35 @@ def test_everybody_may_have_the_page_and_it_says_nothing_of_the_server(http, eng
     assert response.headers["cache-control"] == "no-store"
     again = http.get("/scope/monitors", headers=ADMIN).text
     assert again == response.text
+
+
+class _Asked(BaseModel):
+    """As vLLM declares it."""
+
+    vllm_xargs: dict[str, str | int | float | list[str | int | float]] | None = None
+    n: int = 1
+
+
+@pytest.mark.parametrize("has_handler", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_scope_that_is_no_text_is_answered_with_one_sentence(path, has_handler, app):
+    @app.post(path)
+    def complete(body: _Asked) -> str:
+        return "done"
+
+    async def theirs(request, error):
+        return PlainTextResponse("theirs", 400)
+
+    if has_handler:  # vLLM adds its own after ours
+        app.add_exception_handler(RequestValidationError, theirs)
+    http = TestClient(app, raise_server_exceptions=False)
+    for scope in ({"reads": []}, [{}], None):
+        response = http.post(path, json={"vllm_xargs": {"scope": scope}})
+        assert response.status_code == 400
+        said = response.json()["error"]["message"]
+        assert said.startswith("vllm_xargs['scope'] is "), said
+        assert "it is a string, the spec as JSON text: json.dumps(spec)" in said
+    assert http.post(path, json={"vllm_xargs": {"scope": "{}"}}).json() == "done"
+    other = http.post(path, json={"n": "x"})
+    assert "vllm_xargs" not in other.text
+    assert (other.text == "theirs") == has_handler

@@ -34,7 +34,14 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions.base import MAX_FLOAT32, MAX_NAME, MEMORY, Action, Module
+from vllm_scope.request.actions.base import (
+    MAX_FLOAT32,
+    MAX_NAME,
+    MEMORY,
+    Action,
+    Module,
+    without,
+)
 from vllm_scope.request.actions.delivering import Read
 from vllm_scope.request.actions.edits import Ablate, Add, Clamp, Edit, Replace
 from vllm_scope.request.actions.features import FeatureRows, ScaleFeature, SetFeature
@@ -95,6 +102,7 @@ def action_from_json(cls: type[Any], body: object, where: str) -> Any:
         return cls(**body)
     except TypeError:
         # Only a missing argument is possible here: unknown fields were refused above.
-        raise SpecError(f"{where} needs {', '.join(cls.fields)}.") from None
+        raise without(cls, body, where) from None
     except SpecError as error:
-        raise SpecError(str(error).replace(f"{cls.__name__}.", f"{where}.", 1)) from None
+        text = str(error).replace(f"{cls.__name__} has no layer;", f"{where} has no layers;")
+        raise SpecError(text.replace(f"{cls.__name__}.", f"{where}.", 1)) from None

@@ -7,7 +7,7 @@ To:    delivering, edits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -42,6 +42,13 @@ def number(value: object, where: str) -> float:
     if not -MAX_FLOAT32 <= value <= MAX_FLOAT32:
         raise SpecError(f"{where} is {shown(value)}; it must be finite in float32.")
     return float(value)
+
+
+def without(cls: type[Any], given: Mapping[str, object], where: str) -> SpecError:
+    """The error of a JSON object that lacks arguments without which a class cannot be made."""
+    needed = [one for one in fields(cls) if one.default is one.default_factory is MISSING]
+    missing = [one.name for one in needed if one.name not in given]
+    return SpecError(f"{where} has no {' and no '.join(missing)}.")
 
 
 def checked_name(value: object, where: str) -> str:

@@ -27,6 +27,11 @@ MONITOR = "monitor/"
 PROBE_ACTIONS = ("flag", "stop")
 
 
+def is_monitor(name: str) -> bool:
+    """True if a probe of this name is an operator's monitor; no caller asked for it."""
+    return name.startswith(MONITOR)
+
+
 @dataclass(frozen=True)
 class Probe(Action):
     """Score each token's row on the device: `x . weight + bias`, float32.

@@ -28,7 +28,7 @@ from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions.base import MAX_FLOAT32, number
+from vllm_scope.request.actions.base import MAX_FLOAT32, number, without
 from vllm_scope.request.nets import Ema
 
 
@@ -118,7 +118,7 @@ def parse_state(value: object, where: str) -> State | None:
     try:
         return cls(**{name: value[name] for name in known if name in value})
     except TypeError:  # only a missing argument is possible here
-        raise SpecError(f"{where} needs {', '.join(known)}.") from None
+        raise without(cls, value, where) from None
     except SpecError as error:
         raise SpecError(str(error).replace(f"{cls.__name__}.", f"{where}.", 1)) from None
 
