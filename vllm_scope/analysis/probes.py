@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vllm_scope.analysis.rows import Labels, truth_of
 from vllm_scope.errors import SpecError
 from vllm_scope.request.actions import Probe
 from vllm_scope.request.selectors import WORDS
@@ -36,8 +36,6 @@ from vllm_scope.vectors.probe_files import (
     read_place,
     read_weights,
 )
-
-Labels = Sequence[bool] | NDArray[np.bool_] | Tensor
 
 
 def template_digest(template: str | None) -> str:
@@ -157,10 +155,10 @@ class LinearProbe:
 
         Args:
             rows: [n, hidden_size]; the probe must not have been fitted to them.
-            labels: [n], whether the concept is present; both kinds must occur.
+            labels: [n], whether the concept is present: 0 or 1, or False or True; both must occur.
 
         Raises:
-            SpecError: the labels are all the same, or not one for each row.
+            SpecError: the labels are all the same, have other values, or not one for each row.
         """
         from sklearn.linear_model import LogisticRegression
 
@@ -183,8 +181,11 @@ class LinearProbe:
 
         Needs scikit-learn.
 
+        Args:
+            rows, labels: as for `calibrated`.
+
         Raises:
-            SpecError: the labels are all the same, or not one for each row.
+            SpecError: as `calibrated`.
         """
         from sklearn.metrics import roc_auc_score
 
@@ -210,13 +211,14 @@ def train_probe(
 
     Args:
         rows: [n, hidden_size], any float dtype.
-        labels: [n], whether the concept is present; both kinds must occur.
+        labels: [n], whether the concept is present: 0 or 1, or False or True; both must occur.
         stream: (site, layer) of the rows.
         c: inverse strength of the L2 penalty, on the standardised rows.
         pooling, model, template: kept on the probe.
 
     Raises:
-        SpecError: shapes disagree, rows are not finite, or there is one label only.
+        SpecError: shapes disagree, rows are not finite, labels have other values, or there is one
+            label only.
         ImportError: scikit-learn is not installed.
     """
     try:
@@ -276,7 +278,7 @@ def load_probe(path: str | Path) -> LinearProbe:
 
 
 def _checked_labels(rows: Tensor, labels: Labels) -> NDArray[np.bool_]:
-    truth = np.asarray(labels, bool)
+    truth = truth_of(labels)
     if truth.shape != rows.shape[:-1]:
         raise SpecError(
             f"there are labels of shape {list(truth.shape)} for rows of shape "

@@ -1,5 +1,6 @@
-"""Rows to fit a probe or a direction to: one per result, or one per token.
+"""Rows to fit a probe or a direction to: one per result, or one per token; and their labels.
 
+Owns:  Result, Labels, `pooled_rows`, `token_rows`, `truth_of` (the check of labels).
 From:  results, as `out.scope`.   To: contrast, probes.
 
 Promise: a result with missing rows is refused.
@@ -10,13 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_scope.errors import SpecError
+from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import SiteLayer
 
 Pooling = Literal["last", "mean"]
+#: Whether the concept is present: 0 and 1, or False and True.
+Labels = Sequence[bool] | NDArray[np.bool_] | Tensor
 
 
 class Result(Protocol):
@@ -79,7 +84,7 @@ def pooled_rows(
 
 
 def token_rows(
-    results: Sequence[Result], labels: Sequence[bool], stream: SiteLayer
+    results: Sequence[Result], labels: Labels, stream: SiteLayer
 ) -> tuple[Tensor, Tensor]:
     """All rows of a stream, each with its result's label, to fit a probe of single tokens.
 
@@ -87,21 +92,56 @@ def token_rows(
 
     Args:
         results: each with rows at the stream.
-        labels: one for each result.
+        labels: one for each result: 0 or 1, or False or True.
 
     Returns:
         float32 [num_rows, hidden_size], in the order of results and positions, and bool
         [num_rows].
 
     Raises:
-        SpecError: no results, one that is not complete, or not a label for each.
+        SpecError: no results, one that is not complete, not a label for each, or other labels.
     """
     _check_all(results)
-    if len(labels) != len(results):
-        raise SpecError(f"there are {len(results)} results and {len(labels)} labels; give as many.")
+    truth = truth_of(labels)
+    if truth.shape != (len(results),):
+        raise SpecError(
+            f"there are {len(results)} results and labels of shape {list(truth.shape)}; give one "
+            "label for each result."
+        )
     rows = [result[stream].float() for result in results]
     lengths = torch.tensor([len(of_result) for of_result in rows])
-    return torch.cat(rows), torch.as_tensor(labels, dtype=torch.bool).repeat_interleave(lengths)
+    return torch.cat(rows), torch.from_numpy(truth).repeat_interleave(lengths)
+
+
+def truth_of(labels: Labels) -> NDArray[np.bool_]:
+    """The labels as a new array of bools, in their own shape.
+
+    Raises:
+        SpecError: a label is not 0 or 1, and not False or True.
+    """
+    if isinstance(labels, Tensor):
+        # numpy has no bfloat16.
+        on_cpu = labels.detach().cpu()
+        labels = (on_cpu.float() if on_cpu.is_floating_point() else on_cpu).numpy()
+    try:
+        found = np.asarray(labels)
+    except ValueError:
+        raise SpecError(
+            f"labels is {shown(labels)}, whose parts differ in length; give one label for each row."
+        ) from None
+    if found.dtype.kind == "O":
+        kinds = bool | int | float | np.bool_ | np.number
+        good = all(isinstance(one, kinds) and one in (0, 1) for one in found.reshape(-1).tolist())
+    else:
+        good = found.dtype.kind in "biuf" and bool(np.isin(found, (0, 1)).all())
+    if not good:
+        # Objects of several types cannot be sorted.
+        different = found.reshape(-1) if found.dtype.kind == "O" else np.unique(found)
+        raise SpecError(
+            f"labels has the values {shown(different.tolist())}; a label is 0 or 1, or False or "
+            "True. For one class of several give [label == CLASS for label in labels]."
+        )
+    return found.astype(bool)
 
 
 def _check_all(results: Sequence[Result]) -> None:
