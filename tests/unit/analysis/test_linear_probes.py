@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -194,6 +195,49 @@ def test_other_labels_are_refused_wherever_labels_are_taken(labels, values):
 def test_labels_of_lists_that_differ_in_length_are_refused():
     with pytest.raises(SpecError, match="whose parts differ in length"):
         train_probe(torch.ones(2, 3), [[True], [True, False]], STREAM)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
+def test_rows_may_be_numpy_arrays(dtype):
+    rows, labels = labelled()
+    given = rows.numpy().astype(dtype)
+    given.setflags(write=False)
+    same = torch.from_numpy(given.copy())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        probe = train_probe(given[::-1], labels.numpy()[::-1], STREAM)
+        assert torch.equal(probe.scores(given), probe.scores(same))
+    np.testing.assert_allclose(probe.weight, train_probe(same, labels, STREAM).weight, rtol=1e-3)
+    assert probe.auroc(given, labels) == probe.auroc(same, labels)
+    again = [probe.calibrated(some, labels).calibration for some in (given, same)]
+    assert again[0] == again[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(
+            {"stream": "resid_post"}, r"stream is 'resid_post'; it is \(site, layer\)",
+            id="site-alone",
+        ),
+        pytest.param({"stream": ("nowhere", 5)}, "has site 'nowhere'", id="no-site"),
+        pytest.param(
+            {"rows": {STREAM: torch.ones(2, 3)}}, r"rows is \{.*; it is a tensor or a numpy array",
+            id="rows-by-stream",
+        ),
+        pytest.param({"rows": [[1.0], [2.0]]}, r"rows is \[\[1.0\]", id="lists"),
+        pytest.param({"rows": np.array([["a"], ["b"]])}, r"rows is array\(", id="texts"),
+        pytest.param(
+            {"pooling": "lastprompt"},
+            "pooling is 'lastprompt'; it is one of all, prompt, generated, last_prompt, last, or",
+            id="no-pooling",
+        ),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_no_probes_are_refused_in_one_sentence(change, message):
+    given = {"rows": torch.ones(2, 3), "labels": [0, 1], "stream": STREAM} | change
+    with pytest.raises(SpecError, match=message):
+        train_probe(**given)
 
 
 def test_rows_of_another_size_are_refused():
