@@ -14,16 +14,19 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_scope import __version__
+from vllm_scope.analysis.rows import as_rows
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import SiteLayer
 from vllm_scope.vectors import Provenance, SteeringModule
 from vllm_scope.vectors.module import name_of
 
-Rows = Mapping[SiteLayer, Tensor]
+Rows = Mapping[SiteLayer, Tensor] | Mapping[SiteLayer, NDArray[np.floating]]
 
 
 def mean_difference(
@@ -111,6 +114,12 @@ def _module(
     normalise: bool,
     provenance: Provenance | None,
 ) -> SteeringModule:
+    for side, given in (("positives", positives), ("negatives", negatives)):
+        if not isinstance(given, Mapping):
+            raise SpecError(
+                f"{side} is {shown(given)}; it is a dict from (site, layer) to rows, such as "
+                "pooled_rows(results)."
+            )
     if set(positives) != set(negatives):
         only = sorted(set(positives) ^ set(negatives))
         raise SpecError(f"{shown(only)} are streams of one side only; read both sides alike.")
@@ -132,8 +141,9 @@ def _module(
     return SteeringModule(vectors, made_by(method, normalise, provenance))
 
 
-def _checked(rows: Tensor, what: str) -> Tensor:
+def _checked(rows: Tensor | NDArray[np.floating], what: str) -> Tensor:
     """Rows as float64 [n, hidden_size], n > 0, finite."""
+    rows = as_rows(rows, what)
     if rows.dim() != 2 or not len(rows):
         raise SpecError(f"{what} have shape {list(rows.shape)}; rows are [n, hidden_size], n > 0.")
     rows = rows.detach().cpu().double()

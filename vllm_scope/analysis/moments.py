@@ -19,12 +19,14 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_scope.analysis.contrast import made_by
-from vllm_scope.analysis.probes import LinearProbe
+from vllm_scope.analysis.probes import LinearProbe, checked_pooling
+from vllm_scope.analysis.rows import stream_of
 from vllm_scope.batch.sums import Sums
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import SiteLayer
 from vllm_scope.vectors import Provenance, SteeringModule
-from vllm_scope.vectors.module import name_of
+from vllm_scope.vectors.module import as_stream, name_of
+from vllm_scope.vectors.probe_files import finite
 
 Floats = NDArray[np.float64]
 #: (site, layer, label) -> sums, as `vllm_scope.moments` returns them.
@@ -41,6 +43,7 @@ def sums_at(found: Found, stream: SiteLayer, labels: Iterable[str] | None = None
         SpecError: a label without sums or without rows, or with rows that are missing or not
             finite.
     """
+    stream = stream_of(stream)
     known = {label: sums for (*place, label), sums in found.items() if tuple(place) == stream}
     wanted = list(known if labels is None else labels)
     if not wanted:
@@ -124,14 +127,16 @@ def ridge_probe(
 
     Args:
         alpha: strength of the L2 penalty, 0 or above.
-        targets: label -> y, of the labels to use. None: the numbers that the requests gave as
-            `target`, with all labels.
-        pooling, model, template: kept on the probe.
+        targets: label -> y, of the labels to use; at least two of the numbers differ. None: the
+            numbers that the requests gave as `target`, with all labels.
+        pooling, model, template: kept on the probe, as by `train_probe`.
 
     Raises:
-        SpecError: no such label, sums without covariance or without targets, or too few rows
-            for alpha 0.
+        SpecError: no such label, sums without covariance or without targets, targets that are all
+            the same, or too few rows for alpha 0.
     """
+    site, layer = stream = as_stream(stream_of(stream))
+    checked_pooling(pooling)
     if not (math.isfinite(alpha) and alpha >= 0):
         raise SpecError(f"alpha is {alpha!r}; it is a finite number, 0 or above.")
     if targets is None:
@@ -143,16 +148,48 @@ def ridge_probe(
             )
         xy, y = one.xy, one.y
     else:
-        each = {label: sums_at(found, stream, [label]) for label in targets}
-        one = sums_at(found, stream, targets)
-        xy = np.sum([float(targets[label]) * sums.x for label, sums in each.items()], axis=0)
-        y = sum(float(targets[label]) * sums.count for label, sums in each.items())
+        numbers = _targets(targets, found, stream)
+        each = {label: sums_at(found, stream, [label]) for label in numbers}
+        one = sums_at(found, stream, numbers)
+        xy = np.sum([numbers[label] * sums.x for label, sums in each.items()], axis=0)
+        y = sum(numbers[label] * sums.count for label, sums in each.items())
     mean_y = y / one.count
     weight = _solve(_scatter(one) + alpha * np.eye(len(one.x)), xy - mean_y * one.x)
     bias = mean_y - float(one.mean @ weight)
     return LinearProbe(
-        weight.astype(np.float32), bias, *stream, pooling=pooling, model=model, template=template
+        weight.astype(np.float32),
+        bias,
+        site,
+        layer,
+        pooling=pooling,
+        model=model,
+        template=template,
     )
+
+
+def _targets(targets: object, found: Found, stream: SiteLayer) -> dict[str, float]:
+    """The numbers of the labels, at least two different ones.
+
+    Raises:
+        SpecError: no such numbers.
+    """
+    if not isinstance(targets, Mapping):
+        raise SpecError(
+            f"targets is {shown(targets)}; it is a dict from a label to its number, such as "
+            "{'good': 1.0, 'bad': -1.0}."
+        )
+    numbers = {
+        label: finite(float(y) if isinstance(y, bool) else y, f"targets[{label!r}]")
+        for label, y in targets.items()
+    }
+    if len(set(numbers.values())) < 2:
+        known = [label for *place, label in found if tuple(place) == stream]
+        raise SpecError(
+            f"targets is {shown(dict(targets))}, so that every row has the same number; give at "
+            f"least two labels different numbers: the sums at {name_of(stream)} have "
+            f"{shown(known)}."
+        )
+    return numbers
 
 
 def lda_probe(
@@ -173,7 +210,7 @@ def lda_probe(
     Args:
         shrinkage: from 0 to 1, how far the covariance within the classes moves to its mean
             variance times the identity.
-        pooling, model, template: kept on the probe.
+        pooling, model, template: kept on the probe, as by `train_probe`.
 
     Raises:
         SpecError: no such label, sums without covariance, or a singular covariance (fewer rows
@@ -181,6 +218,8 @@ def lda_probe(
     """
     if not 0 <= shrinkage <= 1:
         raise SpecError(f"shrinkage is {shrinkage!r}; it is a number from 0 to 1.")
+    site, layer = stream = as_stream(stream_of(stream))
+    checked_pooling(pooling)
     up, down = (
         sums_at(found, stream, [some] if isinstance(some, str) else some)
         for some in (positive, negative)
@@ -191,7 +230,13 @@ def lda_probe(
     weight = _solve(shrunk, up.mean - down.mean)
     bias = math.log(up.count / down.count) - float((up.mean + down.mean) @ weight) / 2
     return LinearProbe(
-        weight.astype(np.float32), bias, *stream, pooling=pooling, model=model, template=template
+        weight.astype(np.float32),
+        bias,
+        site,
+        layer,
+        pooling=pooling,
+        model=model,
+        template=template,
     )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -20,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_scope.errors import SpecError
+from vllm_scope.analysis.rows import Labels, as_rows, stream_of, truth_of
+from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions import Probe
 from vllm_scope.request.selectors import WORDS
 from vllm_scope.request.sites import MODEL_SITES, SiteLayer
@@ -37,7 +37,7 @@ from vllm_scope.vectors.probe_files import (
     read_weights,
 )
 
-Labels = Sequence[bool] | NDArray[np.bool_] | Tensor
+Rows = Tensor | NDArray[np.floating]
 
 
 def template_digest(template: str | None) -> str:
@@ -134,15 +134,16 @@ class LinearProbe:
                 warnings.warn(doubt, ProbeWarning, stacklevel=2)
         return action
 
-    def scores(self, rows: Tensor) -> Tensor:
+    def scores(self, rows: Rows) -> Tensor:
         """float32 [...] of rows [..., hidden_size] of any float dtype."""
+        rows = as_rows(rows)
         if rows.shape[-1] != len(self.weight):
             raise SpecError(
                 f"rows have shape {list(rows.shape)}; this probe is for {len(self.weight)} values."
             )
         return rows.float() @ torch.tensor(self.weight, device=rows.device) + self.bias
 
-    def probabilities(self, rows: Tensor) -> Tensor:
+    def probabilities(self, rows: Rows) -> Tensor:
         """The concept's probability, float32 [...]: calibrated, or without a calibration that of
         the logistic regression that has fitted the probe."""
         scores = self.scores(rows)
@@ -150,20 +151,21 @@ class LinearProbe:
             scores = self.calibration.slope * scores + self.calibration.offset
         return scores.sigmoid()
 
-    def calibrated(self, rows: Tensor, labels: Labels) -> LinearProbe:
+    def calibrated(self, rows: Rows, labels: Labels) -> LinearProbe:
         """The same probe, with a calibration by Platt's method.
 
         Needs scikit-learn.
 
         Args:
             rows: [n, hidden_size]; the probe must not have been fitted to them.
-            labels: [n], whether the concept is present; both kinds must occur.
+            labels: [n], whether the concept is present: 0 or 1, or False or True; both must occur.
 
         Raises:
-            SpecError: the labels are all the same, or not one for each row.
+            SpecError: the labels are all the same, have other values, or not one for each row.
         """
         from sklearn.linear_model import LogisticRegression
 
+        rows = as_rows(rows)
         truth = _checked_labels(rows, labels).reshape(-1)
         scores = self.scores(rows).detach().cpu().double().numpy().reshape(-1, 1)
         # Platt's targets are a little inside 0 and 1, because perfectly separated rows would make
@@ -178,16 +180,20 @@ class LinearProbe:
         calibration = Calibration(fitted.coef_[0, 0], fitted.intercept_[0])
         return replace(self, calibration=calibration)
 
-    def auroc(self, rows: Tensor, labels: Labels) -> float:
+    def auroc(self, rows: Rows, labels: Labels) -> float:
         """How often a row with the concept scores above one without; 0.5 is chance.
 
         Needs scikit-learn.
 
+        Args:
+            rows, labels: as for `calibrated`.
+
         Raises:
-            SpecError: the labels are all the same, or not one for each row.
+            SpecError: as `calibrated`.
         """
         from sklearn.metrics import roc_auc_score
 
+        rows = as_rows(rows)
         truth = _checked_labels(rows, labels)
         scores = self.scores(rows).detach().cpu().numpy()
         # Flattened, because scikit-learn would take each column for a label of its own.
@@ -195,7 +201,7 @@ class LinearProbe:
 
 
 def train_probe(
-    rows: Tensor,
+    rows: Rows,
     labels: Labels,
     stream: SiteLayer,
     *,
@@ -209,14 +215,17 @@ def train_probe(
     Needs scikit-learn (`vllm-scope[probes]`).
 
     Args:
-        rows: [n, hidden_size], any float dtype.
-        labels: [n], whether the concept is present; both kinds must occur.
+        rows: [n, hidden_size], a tensor or a numpy array of any float dtype.
+        labels: [n], whether the concept is present: 0 or 1, or False or True; both must occur.
         stream: (site, layer) of the rows.
         c: inverse strength of the L2 penalty, on the standardised rows.
-        pooling, model, template: kept on the probe.
+        pooling: kept on the probe: the tokens of the rows, a word of `tokens`, or "mean" for rows
+            that are not of a single token. None: unknown.
+        model, template: kept on the probe.
 
     Raises:
-        SpecError: shapes disagree, rows are not finite, or there is one label only.
+        SpecError: shapes disagree, rows are not finite, labels have other values, there is one
+            label only, or the stream or the pooling is none.
         ImportError: scikit-learn is not installed.
     """
     try:
@@ -227,6 +236,8 @@ def train_probe(
         raise ImportError(
             "fitting a probe needs scikit-learn: pip install 'vllm-scope[probes]'."
         ) from None
+    rows, (site, layer) = as_rows(rows), as_stream(stream_of(stream))
+    checked_pooling(pooling)
     if rows.dim() != 2:
         raise SpecError(f"rows have shape {list(rows.shape)}; they are [n, hidden_size].")
     truth = _checked_labels(rows, labels)
@@ -238,7 +249,13 @@ def train_probe(
         classifier.coef_[0], float(classifier.intercept_[0]), scaler.mean_, scaler.scale_
     )
     return LinearProbe(
-        weight.astype(np.float32), bias, *stream, pooling=pooling, model=model, template=template
+        weight.astype(np.float32),
+        bias,
+        site,
+        layer,
+        pooling=pooling,
+        model=model,
+        template=template,
     )
 
 
@@ -275,8 +292,17 @@ def load_probe(path: str | Path) -> LinearProbe:
     )  # fmt: skip
 
 
+def checked_pooling(pooling: object) -> None:
+    """Raises SpecError unless it is None, a word of `tokens`, or "mean"."""
+    if pooling is not None and pooling not in (*WORDS, "mean"):
+        raise SpecError(
+            f"pooling is {shown(pooling)}; it is one of {', '.join(WORDS)}, or 'mean' for rows "
+            "that are not of a single token, or None if it is not known."
+        )
+
+
 def _checked_labels(rows: Tensor, labels: Labels) -> NDArray[np.bool_]:
-    truth = np.asarray(labels, bool)
+    truth = truth_of(labels)
     if truth.shape != rows.shape[:-1]:
         raise SpecError(
             f"there are labels of shape {list(truth.shape)} for rows of shape "

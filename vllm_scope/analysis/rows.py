@@ -1,5 +1,7 @@
-"""Rows to fit a probe or a direction to: one per result, or one per token.
+"""Rows to fit a probe or a direction to: one per result, or one per token; and their labels.
 
+Owns:  Result, Labels, `pooled_rows`, `token_rows`; the checks that other files share: `as_rows`,
+       `truth_of`, `stream_of`.
 From:  results, as `out.scope`.   To: contrast, probes.
 
 Promise: a result with missing rows is refused.
@@ -10,13 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_scope.errors import SpecError
+from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import SiteLayer
 
 Pooling = Literal["last", "mean"]
+#: Whether the concept is present: 0 and 1, or False and True.
+Labels = Sequence[bool] | NDArray[np.bool_] | Tensor
 
 
 class Result(Protocol):
@@ -49,7 +55,7 @@ def pooled_rows(
     """One row per result and stream.
 
     Args:
-        results: each with rows at every stream.
+        results: each with rows at every stream, such as `[out.scope for out in outputs]`.
         streams: (site, layer) of each; None: all streams of the first result.
         pooling: "last": the row of the highest position that was read; "mean": the mean of
             all rows that were read. The read chooses the positions: `tokens="last_prompt"`,
@@ -60,17 +66,18 @@ def pooled_rows(
         the attention, in the order of `results`.
 
     Raises:
-        SpecError: no results, one that is not complete, or one without rows at a stream.
+        SpecError: no results, something that is no result, one that is not complete, or one without
+            rows at a stream.
     """
     if pooling not in ("last", "mean"):
         raise SpecError(f"pooling is {pooling!r}; it is 'last' or 'mean'.")
-    _check_all(results)
-    wanted = list(results[0].keys() if streams is None else streams)
+    results = _checked_all(results)
+    wanted = results[0].keys() if streams is None else _checked_streams(streams)
     pooled = {}
     for stream in wanted:
         rows = []
         for i, result in enumerate(results):
-            of_result = result[stream].float()
+            of_result = as_rows(result[stream]).float()
             if not len(of_result):
                 raise SpecError(f"results[{i}] has no row at {stream}; its read selected no token.")
             rows.append(of_result[-1] if pooling == "last" else of_result.mean(0))
@@ -79,7 +86,7 @@ def pooled_rows(
 
 
 def token_rows(
-    results: Sequence[Result], labels: Sequence[bool], stream: SiteLayer
+    results: Sequence[Result], labels: Labels, stream: SiteLayer
 ) -> tuple[Tensor, Tensor]:
     """All rows of a stream, each with its result's label, to fit a probe of single tokens.
 
@@ -87,25 +94,118 @@ def token_rows(
 
     Args:
         results: each with rows at the stream.
-        labels: one for each result.
+        labels: one for each result: 0 or 1, or False or True.
 
     Returns:
         float32 [num_rows, hidden_size], in the order of results and positions, and bool
         [num_rows].
 
     Raises:
-        SpecError: no results, one that is not complete, or not a label for each.
+        SpecError: no results, one that is not complete, not a label for each, or other labels.
     """
-    _check_all(results)
-    if len(labels) != len(results):
-        raise SpecError(f"there are {len(results)} results and {len(labels)} labels; give as many.")
-    rows = [result[stream].float() for result in results]
+    results, stream = _checked_all(results), stream_of(stream)
+    truth = truth_of(labels)
+    if truth.shape != (len(results),):
+        raise SpecError(
+            f"there are {len(results)} results and labels of shape {list(truth.shape)}; give one "
+            "label for each result."
+        )
+    rows = [as_rows(result[stream]).float() for result in results]
     lengths = torch.tensor([len(of_result) for of_result in rows])
-    return torch.cat(rows), torch.as_tensor(labels, dtype=torch.bool).repeat_interleave(lengths)
+    return torch.cat(rows), torch.from_numpy(truth).repeat_interleave(lengths)
 
 
-def _check_all(results: Sequence[Result]) -> None:
-    if not results:
+def truth_of(labels: Labels) -> NDArray[np.bool_]:
+    """The labels as a new array of bools, in their own shape.
+
+    Raises:
+        SpecError: a label is not 0 or 1, and not False or True.
+    """
+    if isinstance(labels, Tensor):
+        # numpy has no bfloat16.
+        on_cpu = labels.detach().cpu()
+        labels = (on_cpu.float() if on_cpu.is_floating_point() else on_cpu).numpy()
+    try:
+        found = np.asarray(labels)
+    except ValueError:
+        raise SpecError(
+            f"labels is {shown(labels)}, whose parts differ in length; give one label for each row."
+        ) from None
+    if found.dtype.kind == "O":
+        kinds = bool | int | float | np.bool_ | np.number
+        good = all(isinstance(one, kinds) and one in (0, 1) for one in found.reshape(-1).tolist())
+    else:
+        good = found.dtype.kind in "biuf" and bool(np.isin(found, (0, 1)).all())
+    if not good:
+        # Objects of several types cannot be sorted.
+        different = found.reshape(-1) if found.dtype.kind == "O" else np.unique(found)
+        raise SpecError(
+            f"labels has the values {shown(different.tolist())}; a label is 0 or 1, or False or "
+            "True. For one class of several give [label == CLASS for label in labels]."
+        )
+    return found.astype(bool)
+
+
+def as_rows(rows: object, what: str = "rows") -> Tensor:
+    """The rows themselves if they are a tensor, or a copy of a numpy array.
+
+    Raises:
+        SpecError: neither, or an array of no numbers.
+    """
+    if isinstance(rows, np.ndarray) and rows.dtype.kind in "fiu":
+        # A copy, because torch takes no array that is read-only or has negative strides.
+        return torch.from_numpy(
+            np.array(rows, np.float64 if rows.dtype.itemsize > 4 else np.float32)
+        )
+    if not isinstance(rows, Tensor):
+        raise SpecError(
+            f"{what} is {shown(rows)}; it is a tensor or a numpy array of numbers, such as "
+            "pooled_rows(results)[stream]."
+        )
+    return rows
+
+
+def stream_of(stream: object, where: str = "stream") -> SiteLayer:
+    """(site, layer), of any site.
+
+    Raises:
+        SpecError: it is no pair of a text and a number.
+    """
+    pair = tuple(stream) if isinstance(stream, list | tuple) else ()
+    if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], int | np.integer):
+        raise SpecError(f"{where} is {shown(stream)}; it is (site, layer), as ('resid_post', 5).")
+    return pair[0], int(pair[1])
+
+
+def _checked_streams(streams: Iterable[SiteLayer]) -> list[SiteLayer]:
+    found = [streams] if isinstance(streams, str) else list(streams)
+    if len(found) == 2 and isinstance(found[0], str):  # one stream in place of a list
+        raise SpecError(
+            f"streams is {shown(streams)}; it is a list of streams: [{shown(tuple(found))}]."
+        )
+    return [stream_of(one, f"streams[{i}]") for i, one in enumerate(found)]
+
+
+def _is_result(value: object) -> bool:
+    return hasattr(value, "keys") and hasattr(value, "positions")
+
+
+def _checked_all(results: Iterable[Result]) -> list[Result]:
+    if _is_result(results):
+        raise SpecError("results is one result; give a list of them: [result].")
+    if not isinstance(results, Iterable):
+        raise SpecError(
+            f"results is {shown(results)}; it is a list of results, such as "
+            "[out.scope for out in outputs]."
+        )
+    found = list(results)
+    if not found:
         raise SpecError("there are no results to take rows of; give at least one.")
-    for i, result in enumerate(results):
+    for i, result in enumerate(found):
+        if not _is_result(result):
+            raise SpecError(
+                f"results[{i}] is {shown(result)}, which has no rows; a result is the scope of an "
+                "output whose request had a Read: give [out.scope for out in outputs]."
+            )
         check_complete(result, f"results[{i}]")
+    return found

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_scope.errors import ScopeError
+from vllm_scope.errors import ScopeError, shown
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,18 @@ class SparseFeatures:
     tokens: NDArray[np.int64]
 
     def dense(self, index: int) -> NDArray[np.float32]:
-        """float32 [num_tokens]: one feature at each of `tokens`; 0 where it was not delivered."""
+        """float32 [num_tokens]: one feature at each of `tokens`; 0 where it was not delivered.
+
+        The answer does not say which features the read named, or how many the SAE has: one that was
+        not read, or is beyond the `top_k` strongest of a token, reads as 0.
+
+        Raises:
+            KeyError: the index is not a whole number from 0.
+        """
+        if isinstance(index, bool) or not isinstance(index, int | np.integer) or index < 0:
+            raise KeyError(
+                f"feature {shown(index)} is not there; features are whole numbers from 0."
+            )
         found = np.zeros(len(self.tokens), np.float32)
         here = self.indices == index
         found[np.searchsorted(self.tokens, self.positions[here])] = self.values[here]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vllm_scope.codecs.casts import halved
-from vllm_scope.errors import ConfigError, FileError
+from vllm_scope.errors import ConfigError, FileError, shown
 from vllm_scope.files.arrow import arrow
 from vllm_scope.files.card import card_of
 from vllm_scope.files.index import stream_name
@@ -73,7 +73,8 @@ def export_dataset(
     Raises:
         FileError: the folder is not empty, or the streams of a request differ in their
             positions.
-        ConfigError: pyarrow is missing.
+        ConfigError: pyarrow is missing, or `streams` is no list of (site, layer).
+        KeyError: a stream was not captured.
     """
     pa = arrow()
     requests, width = chosen(capture, streams)
@@ -200,7 +201,19 @@ def _context_starts(positions: np.ndarray, context_size: int) -> list[int]:
 def chosen(
     capture: Capture, streams: list[SiteLayer]
 ) -> tuple[list[CapturedRequest], dict[SiteLayer, int]]:
-    """The requests that have all of the streams, and the numbers of a row of each stream."""
+    """The requests that have all of the streams, and the numbers of a row of each stream.
+
+    Raises:
+        ConfigError: no list of (site, layer).
+        FileError: rows of one stream differ in their width.
+        KeyError: a stream was not captured.
+    """
+    listed = isinstance(streams, list | tuple) and len(streams) > 0
+    if not listed or not all(isinstance(one, tuple) and len(one) == 2 for one in streams):
+        raise ConfigError(
+            f"streams is {shown(streams)}; it is a list of (site, layer), such as "
+            f"{shown(capture.keys()[:1] or [('resid_post', 5)])}."
+        )
     width: dict[SiteLayer, int] = {}
     for stream in streams:
         name = stream_name(stream)

@@ -149,6 +149,7 @@ class _Telling:
 def _resolve_gate(gate: Gate, sites: Sites, where: str) -> ResolvedGate:
     (place,) = sites.find(gate.site, gate.layers, where)
     _check_size(gate.vector, sites.hidden_size, gate.site, f"{where}.vector")
+    assert gate.threshold is not None  # of a gate that exists it is a number
     return ResolvedGate(
         place, gate.vector, gate.kind, gate.threshold, gate.sharpness, gate.bias, gate.above,
         state=gate.state,

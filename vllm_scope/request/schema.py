@@ -163,6 +163,7 @@ def _gate() -> Schema:
         "vector": _array(1, 1),
         "layer": _any(_NULL, _LAYER),
         "site": {"enum": [*STREAM_SITES, *aliases]},
+        "threshold": _NUMBER | {"default": 0.0},
         "sharpness": _NUMBER | {"exclusiveMinimum": 0},
         "state": _any(_NULL, *(_state(kind, cls) for kind, cls in STATES.items())),
     }

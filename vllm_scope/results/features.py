@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vllm_scope.batch.sparse import SparseRows
+from vllm_scope.errors import shown
 from vllm_scope.results.scores import Named, ScoreTable
 from vllm_scope.results.snapshot import Snapshot
 
@@ -32,10 +33,18 @@ class SparseFeatures:
         tokens: int64 [num_tokens], ascending: the positions that were encoded, also those without
             an active feature.
         num_features: of the SAE; None if its rows came with the request.
+        asked: the features that the read named (`indices`); None if it named none (`top_k`), or if
+            they are not known, as of captured files.
     """
 
-    def __init__(self, rows: SparseRows, tokens: Tensor, num_features: int | None = None) -> None:
-        self.tokens, self.num_features = tokens, num_features
+    def __init__(
+        self,
+        rows: SparseRows,
+        tokens: Tensor,
+        num_features: int | None = None,
+        asked: tuple[int, ...] | None = None,
+    ) -> None:
+        self.tokens, self.num_features, self.asked = tokens, num_features, asked
         # By numpy, on this thread: torch would wake one for each core, for a request's few rows.
         values, numbers = rows.values.numpy(), rows.indices.numpy()
         order = np.argsort(-values, axis=1, kind="stable")
@@ -46,7 +55,15 @@ class SparseFeatures:
         self.values = torch.from_numpy(found[kept])
 
     def dense(self, index: int) -> Tensor:
-        """float32 [num_tokens]: one feature at each of `tokens`; 0 where it was not delivered."""
+        """float32 [num_tokens]: one feature at each of `tokens`; 0 where it was not delivered.
+
+        Of a read with `top_k` a feature beyond the `top_k` strongest of a token reads as 0, like
+        one that is not active. So does a value below the read's `threshold`.
+
+        Raises:
+            KeyError: the read named other features, or the SAE has no such feature.
+        """
+        check_feature(index, self.num_features, self.asked)
         found = torch.zeros(len(self.tokens))
         here = self.indices == index
         found[self._places[here]] = self.values[here]
@@ -99,6 +116,25 @@ class SparseFeatures:
         return feature_list(self)._repr_html_()
 
 
+def check_feature(index: object, num_features: int | None, asked: tuple[int, ...] | None) -> None:
+    """Raises KeyError unless a feature may be in a result.
+
+    Args:
+        num_features, asked: as in SparseFeatures.
+    """
+    if isinstance(index, bool) or not isinstance(index, int | np.integer) or index < 0:
+        raise KeyError(f"feature {shown(index)} is not there; features are whole numbers from 0.")
+    if asked is not None and index not in asked:
+        raise KeyError(
+            f"feature {index} was not read; the read named {shown(list(asked))}. Add it to "
+            "Features(indices=...) and run the request again."
+        )
+    if num_features is not None and index >= num_features:
+        raise KeyError(
+            f"feature {index} is not there; the SAE has features 0 to {num_features - 1:,}."
+        )
+
+
 class Features(Named[SparseFeatures]):
     """Name of the action -> its features."""
 
@@ -110,4 +146,5 @@ class Features(Named[SparseFeatures]):
         self._check(name, "features of this request are", "it has")
         rows, positions = self._table.sparse(name, self._of)
         width = self._table.features[name].num_features
-        return SparseFeatures(rows, torch.from_numpy(positions), width)
+        asked = self._table.features[name].indices
+        return SparseFeatures(rows, torch.from_numpy(positions), width, asked)

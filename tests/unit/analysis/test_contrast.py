@@ -11,7 +11,7 @@ from tests.unit.delivered import keep
 from vllm_scope import Read, Spec
 from vllm_scope.analysis.cache import ActivationCache
 from vllm_scope.analysis.contrast import mean_difference, pairs_digest, principal_difference
-from vllm_scope.analysis.rows import pooled_rows
+from vllm_scope.analysis.rows import pooled_rows, token_rows
 from vllm_scope.errors import SpecError
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.request.sites import Sites, point_of
@@ -180,3 +180,48 @@ def test_results_of_an_engine_can_be_pooled_and_cached():
     assert torch.equal(ActivationCache(result)["resid_post", 0][0], rows[:, 0])
     with pytest.raises(SpecError, match="is 'streaming'"):
         pooled_rows([running])
+
+
+class _Output:
+    """As an output of vLLM, whose rows are in its scope."""
+
+    def __init__(self, scope: TensorResult | None) -> None:
+        self.scope = scope
+
+
+def test_what_is_no_list_of_results_is_refused_in_one_sentence():
+    result = TensorResult({STREAM: torch.ones(2, 3)})
+    advice = r"give \[out.scope for out in outputs\]"
+    for results, streams, words in (
+        ([_Output(result)], None, rf"results\[0\] is .*_Output.*, which has no rows; .*{advice}"),
+        ([result, None], None, rf"results\[1\] is None, which has no rows; .*{advice}"),
+        (result, None, r"results is one result; give a list of them"),
+        (_Output(result), None, r"results is .*_Output.*; it is a list of results, such as"),
+        ([result], "resid_post", r"streams\[0\] is 'resid_post'; it is \(site, layer\)"),
+        ([result], STREAM, r"streams is \('resid_post', 5\); it is a list of streams: \[\("),
+    ):
+        with pytest.raises(SpecError, match=words):
+            pooled_rows(results, streams)
+        if streams is None:
+            with pytest.raises(SpecError, match=words):
+                token_rows(results, [True], STREAM)
+    with pytest.raises(SpecError, match=r"stream is 'resid_post'; it is \(site, layer\)"):
+        token_rows([result], [True], "resid_post")
+
+
+def test_results_may_come_one_by_one_and_have_numpy_rows():
+    results = [TensorResult({STREAM: np.full((2, 3), i, np.float32)}) for i in range(2)]
+    assert pooled_rows(iter(results))[STREAM].tolist() == [[0.0] * 3, [1.0] * 3]
+    rows, truth = token_rows(iter(results), [0, 1], STREAM)
+    assert (rows[:, 0].tolist(), truth.tolist()) == ([0, 0, 1, 1], [False, False, True, True])
+
+
+@pytest.mark.parametrize("method", BOTH)
+def test_contrasts_take_numpy_rows_by_stream(method):
+    _, up, down = planted()
+    as_numpy = [{STREAM: side[STREAM].numpy()} for side in (up, down)]
+    assert method(*as_numpy) == method(up, down)
+    with pytest.raises(
+        SpecError, match=r"positives is tensor.*; it is a dict from \(site, layer\)"
+    ):
+        method(up[STREAM], down[STREAM])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
 
+from tests.toy_model import TensorResult
 from vllm_scope.analysis.probes import LinearProbe, load_probe, save_probe, train_probe
+from vllm_scope.analysis.rows import token_rows, truth_of
 from vllm_scope.errors import SpecError
 
 STREAM = ("resid_post", 5)
@@ -149,6 +152,92 @@ def test_a_probes_file_is_safetensors(tmp_path):
 def test_rows_that_no_probe_can_be_fitted_to_are_refused(rows, labels, message):
     with pytest.raises(SpecError, match=message):
         train_probe(rows, labels, STREAM)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        [0, 1, 1], [False, True, True], [0.0, 1.0, 1.0], np.array([0, 1, 1], np.uint8),
+        torch.tensor([0, 1, 1]), torch.tensor([0, 1, 1], dtype=torch.bfloat16),
+        np.array([False, True, 1], object),
+    ],
+)  # fmt: skip
+def test_labels_are_0_and_1_or_false_and_true(labels):
+    assert truth_of(labels).tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("labels", "values"),
+    [
+        pytest.param([0, 1, 2], r"\[0, 1, 2\]", id="three-classes"),
+        pytest.param([-1, 1, 1], r"\[-1, 1\]", id="signs"),
+        pytest.param(np.array([1, 2, 2]), r"\[1, 2\]", id="from-1"),
+        pytest.param(torch.tensor([0.25, 0.75, 0.75]), r"\[0.25, 0.75\]", id="shares"),
+        pytest.param([0, 1, float("nan")], r"\[0.0, 1.0, nan\]", id="nan"),
+        pytest.param(["lie", "truth", "lie"], r"\['lie', 'truth'\]", id="texts"),
+        pytest.param(["0", "1", "1"], r"\['0', '1'\]", id="numbers-as-texts"),
+        pytest.param([0, None, 1], r"\[0, None, 1\]", id="none"),
+    ],
+)
+def test_other_labels_are_refused_wherever_labels_are_taken(labels, values):
+    rows, probe = torch.randn(3, 2), LinearProbe([1.0, 2.0], 0.0, *STREAM)
+    results = [TensorResult({STREAM: row[None]}) for row in rows]
+    for act in (
+        lambda: train_probe(rows, labels, STREAM),
+        lambda: probe.auroc(rows, labels),
+        lambda: probe.calibrated(rows, labels),
+        lambda: token_rows(results, labels, STREAM),
+    ):
+        with pytest.raises(SpecError, match=f"labels has the values {values}; a label is 0 or 1"):
+            act()
+
+
+def test_labels_of_lists_that_differ_in_length_are_refused():
+    with pytest.raises(SpecError, match="whose parts differ in length"):
+        train_probe(torch.ones(2, 3), [[True], [True, False]], STREAM)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
+def test_rows_may_be_numpy_arrays(dtype):
+    rows, labels = labelled()
+    given = rows.numpy().astype(dtype)
+    given.setflags(write=False)
+    same = torch.from_numpy(given.copy())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        probe = train_probe(given[::-1], labels.numpy()[::-1], STREAM)
+        assert torch.equal(probe.scores(given), probe.scores(same))
+    np.testing.assert_allclose(probe.weight, train_probe(same, labels, STREAM).weight, rtol=1e-3)
+    assert probe.auroc(given, labels) == probe.auroc(same, labels)
+    again = [probe.calibrated(some, labels).calibration for some in (given, same)]
+    assert again[0] == again[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(
+            {"stream": "resid_post"}, r"stream is 'resid_post'; it is \(site, layer\)",
+            id="site-alone",
+        ),
+        pytest.param({"stream": ("nowhere", 5)}, "has site 'nowhere'", id="no-site"),
+        pytest.param(
+            {"rows": {STREAM: torch.ones(2, 3)}}, r"rows is \{.*; it is a tensor or a numpy array",
+            id="rows-by-stream",
+        ),
+        pytest.param({"rows": [[1.0], [2.0]]}, r"rows is \[\[1.0\]", id="lists"),
+        pytest.param({"rows": np.array([["a"], ["b"]])}, r"rows is array\(", id="texts"),
+        pytest.param(
+            {"pooling": "lastprompt"},
+            "pooling is 'lastprompt'; it is one of all, prompt, generated, last_prompt, last, or",
+            id="no-pooling",
+        ),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_no_probes_are_refused_in_one_sentence(change, message):
+    given = {"rows": torch.ones(2, 3), "labels": [0, 1], "stream": STREAM} | change
+    with pytest.raises(SpecError, match=message):
+        train_probe(**given)
 
 
 def test_rows_of_another_size_are_refused():

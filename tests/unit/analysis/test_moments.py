@@ -138,16 +138,20 @@ def test_too_few_rows_are_found_whatever_their_rounding(seed, num_rows, mean):
     """As many rows as numbers have a covariance of one rank less."""
     rng = np.random.default_rng(seed)
     scales = np.where(np.arange(WIDTH) == 3, 1000, 1)
-    few = {(*STREAM, "a"): sums_of(rng.standard_normal((num_rows, WIDTH)) * scales + mean)}
+
+    def in_halves(count: int) -> dict[tuple[str, int, str], Sums]:
+        made = rng.standard_normal((count, WIDTH)) * scales + mean
+        return {(*STREAM, name): sums_of(made[i::2]) for i, name in enumerate("ab")}
+
     with pytest.raises(SpecError, match=r"is singular; take more"):
-        ridge_probe(few, STREAM, alpha=0, targets={"a": 1})
-    enough = {(*STREAM, "a"): sums_of(rng.standard_normal((3 * WIDTH, WIDTH)) * scales + mean)}
-    assert np.isfinite(ridge_probe(enough, STREAM, alpha=0, targets={"a": 1}).weight).all()
+        ridge_probe(in_halves(num_rows), STREAM, alpha=0, targets={"a": 1, "b": 0})
+    fitted = ridge_probe(in_halves(3 * WIDTH), STREAM, alpha=0, targets={"a": 1, "b": 0})
+    assert np.isfinite(fitted.weight).all()
 
 
 def test_bad_input_is_refused_in_one_sentence(found):
-    few = {(*STREAM, "a"): found[*STREAM, "a"], (*STREAM, "few"): sums_of(np.eye(WIDTH)[:3])}
-    bare = {(*STREAM, "a"): Sums(3, np.ones(WIDTH))}
+    few = {(*STREAM, "few"): sums_of(np.eye(WIDTH)[:3]), (*STREAM, "b"): sums_of(np.eye(WIDTH)[:2])}
+    bare = {(*STREAM, label): Sums(3, np.ones(WIDTH)) for label in "ab"}
     lost = {(*STREAM, "a"): Sums(3, np.ones(WIDTH), missing=2)}
     none = {(*STREAM, "a"): Sums(0, np.zeros(WIDTH), missing=2)}
     good, bad = found[*STREAM, "a"], np.full(WIDTH, np.inf)
@@ -161,8 +165,40 @@ def test_bad_input_is_refused_in_one_sentence(found):
         (lambda: difference_of_means(found, "a", "a"), r"the two means do not differ"),
         (lambda: ridge_probe(found, STREAM), r"have no targets; give targets"),
         (lambda: ridge_probe(found, STREAM, alpha=-1), r"alpha is -1; it is a finite number"),
-        (lambda: ridge_probe(bare, STREAM, targets={"a": 1}), r"no covariance; send the requests"),
-        (lambda: ridge_probe(few, STREAM, alpha=0, targets={"few": 1}), r"is singular; take more"),
+        (
+            lambda: ridge_probe(bare, STREAM, targets={"a": 1, "b": 0}),
+            r"no covariance; send the requests",
+        ),
+        (
+            lambda: ridge_probe(few, STREAM, alpha=0, targets={"few": 1, "b": 0}),
+            r"is singular; take more",
+        ),
+        (
+            lambda: ridge_probe(found, STREAM, targets={"a": 1.0}),
+            r"targets is \{'a': 1.0\}, .* at least two .* resid_post.2 have \['a', 'b'\]",
+        ),
+        (lambda: ridge_probe(found, STREAM, targets={"a": 1, "b": 1}), r"at least two labels"),
+        (lambda: ridge_probe(found, STREAM, targets={}), r"at least two labels"),
+        (lambda: ridge_probe(found, STREAM, targets=["a"]), r"targets is \['a'\]; it is a dict"),
+        (lambda: ridge_probe(found, STREAM, targets={"a": "x", "b": 1}), r"targets\['a'\] is 'x'"),
+        (
+            lambda: ridge_probe(found, STREAM, targets={"a": np.nan, "b": 1}),
+            r"targets\['a'\] is nan; it must be finite",
+        ),
+        (
+            lambda: ridge_probe(found, "resid_post"),
+            r"stream is 'resid_post'; it is \(site, layer\)",
+        ),
+        (
+            lambda: lda_probe(found, STREAM, "a", "b", pooling="lastprompt"),
+            r"pooling is 'lastprompt'; it is one of all,",
+        ),
+        (
+            lambda: ridge_probe(found, STREAM, targets={"a": 1, "b": 0}, pooling="lastprompt"),
+            r"pooling is 'lastprompt'; it is one of all,",
+        ),
+        (lambda: lda_probe(found, "resid_post", "a", "b"), r"stream is 'resid_post'; it is"),
+        (lambda: sums_at(found, "resid_post"), r"stream is 'resid_post'; it is"),
         (lambda: lda_probe(found, STREAM, "a", "b", shrinkage=2), r"a number from 0 to 1"),
         (lambda: sums_at(found, ("resid_post", 9)), r"there are no sums at resid_post\.9"),
         (lambda: sums_at(none, STREAM), r"2 rows with label 'a' at resid_post\.2 are missing"),

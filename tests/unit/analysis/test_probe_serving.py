@@ -185,7 +185,7 @@ def test_token_rows_are_one_for_each_token():
     rows, labels = token_rows(results, [True, False], STREAM)
     assert (rows.dtype, rows[:, 0].tolist()) == (torch.float32, [1.0, 1.0, 2.0])
     assert labels.tolist() == [True, True, False]
-    with pytest.raises(SpecError, match="2 results and 1 labels"):
+    with pytest.raises(SpecError, match=r"2 results and labels of shape \[1\]"):
         token_rows(results, [True], STREAM)
     with pytest.raises(SpecError, match="results\\[0\\] is 'streaming'"):
         token_rows([TensorResult({}, status="streaming")], [True], STREAM)

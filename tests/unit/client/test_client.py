@@ -153,6 +153,8 @@ def test_features_are_a_sparse_matrix():
         found.top(5)
     assert found.dense(7).tolist() == [5, 0, 0]
     assert np.isnan(found.dense(2)[2])
+    with pytest.raises(KeyError, match="feature -1 is not there"):
+        found.dense(-1)
     parts = {"": "values", ".positions": "positions", ".indices": "indices", ".tokens": "tokens"}
     tensors = {
         f"features.f{end}": torch.from_numpy(getattr(found, name)) for end, name in parts.items()

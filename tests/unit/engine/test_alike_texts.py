@@ -81,7 +81,9 @@ def alike(draw: Any) -> list[str]:
         fixed = {"kind": kind, **({"positions": [1]} if kind == "replace" else tokens)}
         given = draw(st.sets(st.sampled_from(list(EDITS[kind]))))
         names = [name for i, name in enumerate(EDITS[kind]) if i == 0 or name in given]
-        told = [name for name in draw(st.permutations(list(GATE))) if gate is not None]
+        slope = gate is not None and gate.get("kind") == "sigmoid"
+        known = [name for name in GATE if slope or name != "sharpness"]
+        told = draw(st.permutations(known)) if gate is not None else []
         forms.append((fixed, names, gate, ["vector", *told[: draw(st.integers(0, 4))]]))
     texts = []
     for _ in range(draw(st.integers(2, 4))):

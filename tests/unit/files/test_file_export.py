@@ -184,6 +184,11 @@ def test_exports_refuse_what_they_cannot_do(capture, tmp_path):
         export_dataset(capture, tmp_path / "a", [("embed", 0)], "bfloat16")
     with pytest.raises(KeyError, match="was not captured"):
         export_dataset(capture, tmp_path / "a", [("embed", 3)])
+    for streams in ("embed", ("embed", 0), ["embed"], [], None):
+        with pytest.raises(
+            ConfigError, match=r"streams is .*; it is a list of .* \[\('embed', 0\)\]"
+        ):
+            export_dataset(capture, tmp_path / "a", streams)
     with pytest.raises(ConfigError, match="context_size is 0"):
         export_saelens(capture, tmp_path / "a", "embed", 0, "x", 0)
     (tmp_path / "full").mkdir()

@@ -11,7 +11,18 @@ import pytest
 import torch
 
 from tests.unit.programs import runs
-from vllm_scope import Add, Clamp, Gate, Probe, ScaleFeature, SetFeature, Spec, SpecError
+from vllm_scope import (
+    Add,
+    Clamp,
+    Ema,
+    Gate,
+    Pid,
+    Probe,
+    ScaleFeature,
+    SetFeature,
+    Spec,
+    SpecError,
+)
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.operations import (
     MOST_GATES,
@@ -127,6 +138,13 @@ def test_each_edit_has_a_dose_of_its_own_and_only_if_it_names_one():
         resolved(Add(V, layer=1, dose="d"), probes=(Probe(V, layer=0, name="d"),))
 
 
+PID = Pid(0.0, 1.0)
+
+
+def probe(**options):
+    return Probe(V, layer=1, name="p", **options)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -138,6 +156,34 @@ def test_each_edit_has_a_dose_of_its_own_and_only_if_it_names_one():
         (lambda: Gate(V, 0, site="attn_out"), "a gate reads embed, resid_pre"),
         (lambda: Gate([0.0] * 4, 0), "needs a direction"),
         (lambda: Gate(V, 0, kind="cosine", bias=1.0), "a cosine takes none"),
+        (lambda: Gate(V, 0, sharpness=2.0), "sharpness is 2, .* 'step', which has no slope"),
+        (lambda: Gate(V, 0, kind="cast", sharpness=0.5), "'cast', which has no slope"),
+        (lambda: Gate(probe(aggregate="max")), "the aggregate 'max'; a gate takes a probe without"),
+        (lambda: Gate(probe(aggregate=Ema(0.5))), r"the aggregate Ema\(decay=0.5\); a gate takes"),
+        (lambda: Gate(probe(threshold=1.0, action="stop")), "action='stop', which a gate cannot"),
+        (lambda: Gate(probe(after="q")), "after='q', which a gate cannot"),
+        (lambda: Gate(probe(to="sink")), "to='sink', which a gate cannot"),
+        (
+            lambda: Gate(probe(threshold=5.0), kind="cosine"),
+            "the threshold 5, which is for its score, .* give Gate.threshold",
+        ),
+        (
+            lambda: Add(V, layer=1, gate=Gate(probe(tokens="last_prompt"))),
+            "with tokens='last_prompt', and Add.tokens is 'all'; .* Give both the same tokens",
+        ),
+        (
+            lambda: Add(V, layer=2, tokens="generated", gate=Gate(V, 0, threshold=5, state=PID)),
+            "Add.gate.threshold is 5, and the gate has a Pid, .* give threshold=0",
+        ),
+        (
+            lambda: Add(
+                V,
+                layer=2,
+                tokens="generated",
+                gate=Gate(V, 0, kind="sigmoid", sharpness=2, state=PID),
+            ),
+            "Add.gate.sharpness is 2, and the gate has a Pid, .* give sharpness=1",
+        ),
         (lambda: Gate(V, 0, kind="soft"), "one of step, sigmoid, cosine, cast"),
         (lambda: Add("m", gate=Gate(V, 0, name="g")), "names a module"),
         (lambda: Add(V, layer=[0, 1], dose="d"), "a dose is of one layer"),
@@ -160,6 +206,35 @@ def test_each_edit_has_a_dose_of_its_own_and_only_if_it_names_one():
 def test_what_is_refused_when_it_is_made(make, words):
     with pytest.raises(SpecError, match=words):
         make()
+
+
+def test_a_gate_has_the_threshold_of_its_probe_unless_it_gives_one():
+    assert Gate(probe(threshold=1e9, bias=0.5)) == Gate(V, 1, bias=0.5, threshold=1e9)
+    assert Gate(probe(threshold=3.0), kind="sigmoid").threshold == 3.0
+    assert Gate(probe(threshold=3.0), threshold=0.0) == Gate(V, 1)
+    assert Gate(probe(threshold=3.0), kind="cosine", threshold=0.5).threshold == 0.5
+    assert Gate(probe()).threshold == 0.0
+    kept = Spec(edits=(Add(V, layer=1, gate=Gate(probe(threshold=3.0))),))
+    assert Spec.from_json(kept.to_json()) == kept
+    assert resolved(*kept.edits).edits[0].gate.threshold == 3.0
+
+
+def test_options_that_a_gate_may_have_are_taken():
+    for options in (
+        {"sharpness": 1.0},
+        {"kind": "cosine", "sharpness": 1},
+        {"threshold": None},
+        {"threshold": 0.0, "sharpness": 1.0, "state": PID},
+    ):
+        gate = Gate(V, 0, **options)
+        assert (gate.threshold, gate.sharpness) == (0.0, 1.0)
+        assert "threshold" not in gate.to_json()
+        assert replace(gate) == gate
+        Add(V, layer=2, tokens="generated", gate=gate)
+    # At tokens of the prompt such a gate has its value without the state.
+    Add(V, layer=2, gate=Gate(V, 0, threshold=5.0, state=PID))
+    Add(V, layer=1, tokens="generated", gate=Gate(probe(tokens="generated")))
+    Add(V, layer=1, tokens=[3], gate=Gate(probe()))
 
 
 # Features

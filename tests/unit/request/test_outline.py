@@ -222,7 +222,10 @@ def test_other_specs_have_no_outline(spec):
 @pytest.mark.parametrize("numbers", [(1.0, 2.0), (0.0, -0.0)], ids=["two", "two-zeros"])
 def test_gates_with_equal_numbers_are_no_outline_of_gates_with_different_ones(numbers):
     def spec(*thresholds: float) -> Spec:
-        gates = (Gate([1.0] * 8, 0, threshold=one, bias=3.0, sharpness=4.0) for one in thresholds)
+        gates = (
+            Gate([1.0] * 8, 0, kind="sigmoid", threshold=one, bias=3.0, sharpness=4.0)
+            for one in thresholds
+        )
         return Spec(edits=tuple(Add([1.0] * 8, layer=1, scale=5.0, gate=gate) for gate in gates))
 
     first, found = _meanings(spec(1.0, 1.0), spec(*numbers))
@@ -276,7 +279,10 @@ def test_a_spec_of_many_edits_is_made_of_an_outline_as_fast_as_it_is_resolved():
         return Spec(edits=tuple(
             Add(
                 [1.0] * 8, layer=2, scale=float(a),
-                gate=Gate([2.0] * 8, 0, threshold=float(b), bias=float(c), sharpness=float(d)),
+                gate=Gate(
+                    [2.0] * 8, 0, kind="sigmoid", threshold=float(b), bias=float(c),
+                    sharpness=float(d),
+                ),
             )
             for a, b, c, d in numbers
         ))  # fmt: skip

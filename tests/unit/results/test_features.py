@@ -88,6 +88,25 @@ def test_features_are_a_sparse_matrix(found, tmp_path):
     assert all(torch.equal(stored[name], getattr(found, name)) for name in stored)
 
 
+@pytest.mark.parametrize("index", [-1, 99, 9999, "7", True, 1.5])
+def test_a_feature_that_no_sae_has_is_not_a_row_of_zeros(found, index):
+    with pytest.raises(KeyError, match=r"is not there; .*features (0 to 98|are whole numbers)"):
+        found.dense(index)
+
+
+def test_a_feature_that_was_not_read_is_not_a_row_of_zeros(road):
+    pending = road.open(SOME)
+    (bank,) = pending.asked.banks
+    road.send([(pending.key, 0, Layout((), ((bank, (POINT,)),)), 0)])
+    road.finish(pending)
+    some = pending.snapshot([5], "stop").features["some"]
+    for found in (some, pickle.loads(pickle.dumps(some))):
+        assert found.dense(9).shape == found.dense(np.int64(4)).shape == (1,)
+        for index in (3, 9999):
+            with pytest.raises(KeyError, match=rf"{index} was not read; the read named \[9, 4\]"):
+                found.dense(index)
+
+
 def test_features_are_found_by_name_beside_scores(road):
     pending = road.open(Probe([1.0] * 4, layer=1, name="p"), SOME)
     (bank,) = pending.asked.banks

@@ -67,6 +67,8 @@ class Edit(Action):
                 f"{kind}.site is {shown(self.site)}, which can be read and probed, not edited; "
                 f"edits take {', '.join(EDIT_SITES)}."
             )
+        if self.gate is not None:
+            self.gate.check_tokens(self.tokens, kind)
         if self.dose is not None:
             checked_name(self.dose, f"{kind}.dose")
             if module or len(self.layer_numbers or ()) != 1:

@@ -24,13 +24,15 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from vllm_scope.errors import SpecError, shown
-from vllm_scope.request.actions.base import checked_name, number
+from vllm_scope.request.actions.base import MEMORY, checked_name, number
 from vllm_scope.request.actions.probing import Probe
-from vllm_scope.request.actions.states import check_state, parse_state, state_to_json
+from vllm_scope.request.actions.states import Pid, check_state, parse_state, state_to_json
 from vllm_scope.request.arrays import Array
+from vllm_scope.request.selectors import Selector, Word
 from vllm_scope.request.sites import STREAM_SITES, canonical_site, parse_layers
 
 Kind = Literal["step", "sigmoid", "cosine", "cast"]
+_COSINES = ("cosine", "cast")
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,15 @@ class Gate:
 
     Args:
         vector: [hidden_size], a direction; or a linear `Probe` of one layer, whose weight, bias,
-            site and layer are taken.
+            site, layer and threshold are taken. The probe's `name` and its action "flag" are not
+            used.
         layer, site: where the row is read: on the residual stream, at or before the edit's place.
             A gate sees its row before the edits of its own site.
-        threshold: for `x . vector + bias`, or for a cosine.
+        threshold: for `x . vector + bias`, or for a cosine. None: the probe's own, or 0 without
+            one; in a gate that exists it is a number.
         kind: "step", "sigmoid", "cosine", or "cast" (conditional activation steering: the cosine
             between the row and its squashed projection on the vector).
-        sharpness: the slope of "sigmoid", above 0.
+        sharpness: the slope of "sigmoid", above 0; not for other kinds.
         bias: added to the score; not for cosines.
         above: False to apply below the threshold.
         state: what the gate remembers of the generated tokens before: `Ema`, `Latch`, `Hysteresis`
@@ -53,14 +57,15 @@ class Gate:
         name: the gate's values are scores of this name in the result. None: they are not delivered.
 
     Raises:
-        SpecError: wrong types or shapes, a vector of zeros, or numbers that are not finite.
+        SpecError: wrong types or shapes, a vector of zeros, numbers that are not finite, or an
+            option that the kind or the probe rules out.
     """
 
     vector: Any
     layer: int | None = None
     _: KW_ONLY
     site: str = "resid_post"
-    threshold: float = 0.0
+    threshold: float | None = None
     kind: Kind = "step"
     sharpness: float = 1.0
     bias: float = 0.0
@@ -78,10 +83,13 @@ class Gate:
                     "Gate.vector is a probe, and Gate names a layer, a site or a bias; those of "
                     "the probe are taken. Leave them out, or give the probe's weight."
                 )
-            given = _of_probe(self.vector)
+            given = _of_probe(self.vector, self.kind, self.threshold)
+            # Not a field, because gates of JSON have no probe.
+            self._set(_tokens_of_probe=self.vector.tokens)
         else:
             given["vector"] = Array.parse(self.vector, "Gate.vector")
             given["site"] = canonical_site(self.site, "Gate.site")
+            given["threshold"] = 0.0 if self.threshold is None else self.threshold
         self._set(**given)
         shape = self.vector.shape
         if len(shape) != 1:
@@ -110,12 +118,18 @@ class Gate:
             self._set(**{name: number(getattr(self, name), f"Gate.{name}")})
         if not np.float32(self.sharpness) > 0:
             raise SpecError(f"Gate.sharpness is {self.sharpness:g}; it is above 0 in float32.")
-        if self.bias and self.kind in ("cosine", "cast"):
+        if self.sharpness != 1 and self.kind != "sigmoid":
+            raise SpecError(
+                f"Gate.sharpness is {self.sharpness:g}, and Gate.kind is {self.kind!r}, which has "
+                "no slope; name kind 'sigmoid', or leave the sharpness out."
+            )
+        if self.bias and self.kind in _COSINES:
             raise SpecError(f"Gate.bias is {self.bias:g}; a cosine takes none.")
         if not isinstance(self.above, bool):
             raise SpecError(f"Gate.above is {shown(self.above)}; it is true or false.")
         self._set(state=parse_state(self.state, "Gate.state"))
         if self.state is not None:
+            assert self.threshold is not None
             check_state(self.state, self.kind, self.threshold, self.above)
         if self.name is not None:
             checked_name(self.name, "Gate.name")
@@ -142,16 +156,49 @@ class Gate:
         except SpecError as error:
             raise SpecError(str(error).replace("Gate.", f"{where}.", 1)) from None
 
+    def check_tokens(self, tokens: Selector, kind: str) -> None:
+        """Raises SpecError if an edit's tokens make an option of the gate mean nothing.
+
+        Args:
+            tokens: of the edit.
+            kind: the name of the edit's class.
+        """
+        of_probe: Selector = getattr(self, "_tokens_of_probe", Word("all"))
+        if of_probe not in (Word("all"), tokens):
+            raise SpecError(
+                f"{kind}.gate is of a probe with tokens={shown(of_probe.to_json())}, and {kind}."
+                f"tokens is {shown(tokens.to_json())}; a gate is computed for the tokens of its "
+                "edit. Give both the same tokens, or the probe tokens='all'."
+            )
+        if isinstance(self.state, Pid) and tokens == Word("generated"):
+            for name, unset in (("threshold", 0.0), ("sharpness", 1.0)):
+                value = getattr(self, name)
+                if value != unset:
+                    raise SpecError(
+                        f"{kind}.gate.{name} is {value:g}, and the gate has a Pid, which decides "
+                        "every generated token by its setpoint and its gains; name those, and "
+                        f"give {name}={unset:g}."
+                    )
+
     def to_json(self) -> dict[str, object]:
         body: dict[str, object] = {"vector": self.vector.to_json(), "layer": self.layer}
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.init and each.name not in body and value != each.default:
+            default = 0.0 if each.name == "threshold" else each.default
+            if each.init and each.name not in body and value != default:
                 body[each.name] = state_to_json(value) if each.name == "state" else value
         return body
 
 
-def _of_probe(probe: Probe) -> dict[str, Any]:
+def _of_probe(probe: Probe, kind: object, threshold: object) -> dict[str, Any]:
+    """What a gate takes of a probe.
+
+    Args:
+        kind, threshold: those that the gate gives.
+
+    Raises:
+        SpecError: the probe has something that a gate cannot do.
+    """
     weight = probe.weight
     plain = isinstance(weight, Array) and len(weight.shape) == 1 and probe.activation is None
     if not plain or probe.layer_numbers is None:
@@ -159,6 +206,35 @@ def _of_probe(probe: Probe) -> dict[str, Any]:
             "Gate.vector is a probe that is not linear, or of several layers, or with a sigmoid; "
             "a gate takes a linear probe of one layer, and has a sigmoid of its own."
         )
+    _check_alone(probe)
+    if threshold is None and probe.threshold is not None and kind in _COSINES:
+        raise SpecError(
+            f"Gate.vector is a probe with the threshold {probe.threshold:g}, which is for its "
+            f"score, and Gate.kind is {kind!r}; give Gate.threshold, which is for the cosine."
+        )
+    if threshold is None:
+        threshold = 0.0 if probe.threshold is None else probe.threshold
     return {
         "vector": weight, "site": probe.site, "layer": probe.layer_numbers[0], "bias": probe.bias,
+        "threshold": threshold,
     }  # fmt: skip
+
+
+def _check_alone(probe: Probe) -> None:
+    """Raises SpecError for a probe that does more than to score each token by itself."""
+    if probe.aggregate is not None:
+        raise SpecError(
+            f"Gate.vector is a probe with the aggregate {shown(probe.aggregate)}; a gate takes a "
+            "probe without one. Give Gate.state, such as Ema, to count the tokens before."
+        )
+    refused = {
+        "action": probe.action if probe.action != "flag" else None,
+        "after": probe.after,
+        "to": probe.to if probe.to != MEMORY else None,
+    }
+    for name, value in refused.items():
+        if value is not None:
+            raise SpecError(
+                f"Gate.vector is a probe with {name}={value!r}, which a gate cannot do; leave it "
+                "out of the gate's probe, and send the probe beside the edit."
+            )
