@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 from unittest.mock import patch
 
@@ -155,9 +155,10 @@ class TappedGraph(torch.cuda.CUDAGraph):
         super().capture_end()
         self.instantiate()
         if self._nodes and len(self._nodes) >= LEAST_TAPS:
-            num_nodes = driver.num_nodes(self.raw_cuda_graph())
-            # It holds no reference to this graph, which is then freed with its last one.
-            self._variants = Variants(list(self._nodes), num_nodes, _drop)
+            with suppress(driver.DriverError):  # then it is replayed as a whole
+                num_nodes = driver.num_nodes(self.raw_cuda_graph())
+                # It holds no reference to this graph, which is then freed with its last one.
+                self._variants = Variants(list(self._nodes), num_nodes, _drop)
 
     @contextmanager
     def noted(self, route: Route, tap: int) -> Iterator[None]:
