@@ -63,7 +63,9 @@ class Judge:
             found = result.scores if monitor.probe.aggregate is None else result.aggregates
             values, verdict = found[called], verdicts.get(called)
             largest = float(values.max()) if len(values) else None
-            count_verdict(name, largest, verdict is not None)
+            # Of an aborted request, scores of its last tokens may not have been made.
+            num_lost = 0 if completion.finish_reason == "abort" else result.num_lost(called)
+            count_verdict(name, largest, verdict is not None, num_lost)
             monitor.tally.add(
                 largest, output.request_id, completion.index,
                 None if verdict is None else (verdict.position, verdict.value),

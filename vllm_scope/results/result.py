@@ -226,6 +226,11 @@ class ScopeResult:
             sum(_num_in(wanted, arrived) * times for wanted, arrived, times in accounts),
         )
 
+    def num_lost(self, probe: str) -> int:
+        """The scores of a probe that have not arrived, also of an operator's monitor."""
+        wanted, arrived = self._score_table.account_of(probe, self)
+        return len(wanted) - _num_in(wanted, arrived)
+
     @property
     def dropped(self) -> int:
         return 0 if self._status == "streaming" else self.expected - self.delivered

@@ -284,10 +284,16 @@ class ScoreTable:
         """(positions that are wanted, those that arrived, number of probes or features), without an
         operator's monitors."""
         for keys, first, count in self._asked.alike:
-            known = self._found.get(first.name)
-            sparse = self._sparse.get(first.name)
-            arrived = known.positions if known else sparse[1] if sparse else self._came(keys, of)
-            yield self._wanted(first, of), arrived, count
+            yield self._wanted(first, of), self._arrived(keys, first.name, of), count
+
+    def account_of(self, name: str, of: Snapshot) -> tuple[Ints, Ints]:
+        """(positions that are wanted, those that arrived) of one probe, also of a monitor."""
+        probe = self.probes[name]
+        return self._wanted(probe, of), self._arrived(tuple(cells_of(probe)), name, of)
+
+    def _arrived(self, keys: Sequence[CellKey], name: str, of: Snapshot) -> Ints:
+        known, sparse = self._found.get(name), self._sparse.get(name)
+        return known.positions if known else sparse[1] if sparse else self._came(keys, of)
 
     def _came(self, keys: Sequence[CellKey], of: Snapshot) -> Ints:
         if len({bank for bank, _, _ in keys}) == 1:

@@ -73,6 +73,7 @@ def _metrics() -> dict[str, Counter | Gauge]:
 class _OfMonitors(NamedTuple):
     scores: Histogram
     verdicts: Counter
+    lost: Counter
     escalations: Counter
 
 
@@ -90,22 +91,26 @@ def _of_monitors() -> _OfMonitors | None:
         Counter(
             "vllm_scope_monitor_verdicts", "Requests with a value above the threshold", ["monitor"]
         ),
+        Counter("vllm_scope_monitor_lost_scores", "Scores that did not arrive", ["monitor"]),
         Counter("vllm_scope_monitor_escalations", "Verdicts for webhooks", ["outcome"]),
     )  # fmt: skip
 
 
-def count_verdict(monitor: str, value: float | None, above: bool) -> None:
+def count_verdict(monitor: str, value: float | None, above: bool, num_lost: int) -> None:
     """Count a request that has ended.
 
     Args:
         value: its largest; None if nothing was scored.
         above: True if it has a verdict.
+        num_lost: scores that did not arrive. The request's caller is told nothing of them.
     """
     metrics = _of_monitors()
     if metrics and value is not None:
         metrics.scores.labels(monitor=monitor).observe(value)
     if metrics and above:
         metrics.verdicts.labels(monitor=monitor).inc()
+    if metrics and num_lost:
+        metrics.lost.labels(monitor=monitor).inc(num_lost)
 
 
 def count_escalation(outcome: str) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from tests.unit.engine.test_connection import SITES
 from vllm_scope.core.registry import Registry
-from vllm_scope.engine import monitors, webhook
+from vllm_scope.engine import judge, monitors, webhook
 from vllm_scope.engine.frontend import translators
 from vllm_scope.engine.frontend.connection import Connection, connections
 from vllm_scope.engine.http.calls import EngineCalls
@@ -214,7 +214,7 @@ def test_what_became_of_a_verdict_is_told_to_the_other_processes(file, address):
         theirs = monitors._peers_of(other.vllm_config)
     result = SimpleNamespace(
         verdicts={monitor.probe.name: SimpleNamespace(position=2, value=0.5)}, begun=(),
-        scores={monitor.probe.name: np.array([0.5])}, aggregates={},
+        scores={monitor.probe.name: np.array([0.5])}, aggregates={}, num_lost=lambda name: 0,
     )  # fmt: skip
     ended = SimpleNamespace(finish_reason="stop", index=0, scope=result)
     Judge((monitor,), None, theirs).told(SimpleNamespace(request_id="r"), ended)
@@ -335,3 +335,20 @@ def test_a_monitor_that_lacks_its_weight_is_told_that_alone():
     with pytest.raises(SpecError) as refused:
         parse_all({"one": {"layers": [1], "threshold": 1.0}})
     assert str(refused.value) == "monitors['one'] has no weight."
+
+
+@pytest.mark.parametrize(("reason", "told"), [("stop", 2), ("length", 2), ("abort", 0)])
+def test_lost_scores_are_the_operators_to_know(reason, told, monkeypatch):
+    """Of an aborted request, the scores of its last tokens may not have been made."""
+    engine = engine_of(2)
+    engine.vllm_config.additional_config = {"scope": {"monitors": {"one": FLAG}}}
+    (monitor,) = monitors.monitors_of(engine.vllm_config)
+    result = SimpleNamespace(
+        verdicts={}, begun=(), scores={monitor.probe.name: np.array([0.5])}, aggregates={},
+        num_lost={monitor.probe.name: 2}.get,
+    )  # fmt: skip
+    counted = []
+    monkeypatch.setattr(judge, "count_verdict", lambda *came: counted.append(came))
+    ended = SimpleNamespace(finish_reason=reason, index=0, scope=result)
+    Judge((monitor,), None, None).told(SimpleNamespace(request_id="r"), ended)
+    assert counted == [("one", 0.5, False, told)]

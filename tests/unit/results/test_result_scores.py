@@ -246,6 +246,7 @@ def test_an_operators_monitors_are_in_no_count_and_change_no_status(road):
     assert result.status == "complete"
     assert result.own_probes == ["mine"]
     assert len(result.scores["monitor/alike"]) == 3, "who has the engine may look"
+    assert [result.num_lost(f"monitor/{name}") for name in ("alike", "lost")] == [0, 3]
     copied = pickle.loads(pickle.dumps(result))
     assert (copied.expected, copied.delivered) == (3, 3)
 
@@ -258,6 +259,7 @@ def test_a_lost_score_counts_beside_monitors_that_are_whole(road):
     result = pending.snapshot([5], "stop")
     assert (result.expected, result.delivered, result.dropped) == (3, 0, 3)
     assert result.status == "incomplete"
+    assert [result.num_lost(name) for name in ("mine", "monitor/whole")] == [3, 0]
 
 
 def test_with_monitors_alone_nothing_is_counted(road):
