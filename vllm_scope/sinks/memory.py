@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import numpy as np
@@ -109,6 +110,8 @@ class MemorySink:
             self._reads.pop(key, None)
 
     def write(self, batch: RowBatch) -> None:
+        """Send rows to the front-ends of their requests. If one cannot be sent its rows, the others
+        are."""
         self.reclaim()
         with self._lock:
             of = self._reads
@@ -116,8 +119,9 @@ class MemorySink:
             one = set(self._senders) if len(self._senders) == 1 and of else None
             frontends = one or {of[k] for k in np.unique(batch.labels.keys).tolist() if k in of}
             for frontend in frontends:
-                self._senders[frontend].send_rows(batch)
-                self._num_bytes += batch.nbytes
+                with self._guarded("rows of a step", frontend):
+                    self._senders[frontend].send_rows(batch)
+                    self._num_bytes += batch.nbytes
 
     def finish(
         self, key: int, error: str | None, manifests: dict[str, Manifest] | None = None
@@ -143,13 +147,16 @@ class MemorySink:
                     end = key, None if error is None else plain(error)
                     found.setdefault(frontend, []).append(end)
             for frontend, some in found.items():
-                try:
+                with self._guarded(f"the ends of {len(some)} requests", frontend):
                     self._senders[frontend].send_ends(some, self._stage)
-                except Exception:
-                    logger.exception(
-                        "vllm-scope: the ends of %d requests could not be sent to front-end %s",
-                        len(some), frontend,
-                    )  # fmt: skip
+
+    @staticmethod
+    @contextmanager
+    def _guarded(what: str, frontend: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            logger.exception("vllm-scope: %s could not be sent to front-end %s", what, frontend)
 
     def tell(self, key: int, decided: Decided) -> None:
         """Send what a request's policy decided. On the thread that makes a step's output."""

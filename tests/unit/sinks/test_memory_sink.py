@@ -188,6 +188,24 @@ def test_ends_that_cannot_be_sent_to_a_front_end_take_none_of_the_others(
     assert sink.num_requests == 0
 
 
+def test_rows_that_cannot_be_sent_to_a_front_end_take_none_of_the_others(
+    sink, ring, two, monkeypatch, caplog
+):
+    def send(*_):
+        raise OSError("no such road")
+
+    for key, front_end in enumerate(two):
+        sink.add_request(key, front_end.name)
+    monkeypatch.setattr(sink._senders[two[0].name], "send_rows", send)
+    _write(sink, ring, [0, 1], [1, 1])
+    sink.finish_all([(0, None), (1, None)])
+    two[0].wait_for(1)
+    two[1].wait_for(1)
+    assert two[0].rows_of(0) == []
+    assert [row[0] for row in two[1].rows_of(1)] == [1]
+    assert f"rows of a step could not be sent to front-end {two[0].name}" in caplog.text
+
+
 def test_rows_wait_in_the_ring_for_the_slowest_front_end(sink, ring, two):
     sink.add_request(1, two[0].name)
     sink.add_request(2, two[1].name)
