@@ -313,9 +313,7 @@ def set_on(engine: LLMEngine, bodies: object) -> None:
     """`set_monitors` on an engine that is not connected yet, perhaps."""
     if needs_connection(engine):
         connect_sync(engine)
-    connection = connections.of(engine.output_processor)
-    if connection is None:
-        raise SpecError(NO_TAPS)
+    connection = _connection_of(engine)
     set_monitors(engine, bodies, connection.sites)
     ahead.send(engine, monitors_of(engine.vllm_config))
     _make_ready(engine, connection)
@@ -325,12 +323,17 @@ async def set_on_async(engine: AsyncLLM, bodies: object) -> None:
     """The same on an AsyncLLM."""
     if needs_connection(engine):
         await connect_async(engine)
+    connection = _connection_of(engine)
+    await asyncio.to_thread(set_monitors, engine, bodies, connection.sites)
+    ahead.send_soon(engine, monitors_of(engine.vllm_config))
+    await asyncio.to_thread(_make_ready, engine, connection)  # the event loop has others to serve
+
+
+def _connection_of(engine: Engine) -> Connection:
     connection = connections.of(engine.output_processor)
     if connection is None:
         raise SpecError(NO_TAPS)
-    await asyncio.to_thread(set_monitors, engine, bodies, connection.sites)
-    ahead.send_soon(engine, monitors_of(engine.vllm_config))
-    _make_ready(engine, connection)
+    return connection
 
 
 def _make_ready(engine: Engine, connection: Connection) -> None:
