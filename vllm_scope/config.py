@@ -189,20 +189,20 @@ class ScopeConfig(BaseModel):
 
     def check_files(self) -> None:
         """Raises ConfigError for a file or a folder that is not there."""
-        given: dict[str, Any] = {
-            "modules": self.modules, "saes": self.saes, "lenses": self.lenses,
-            "monitors": self.monitors,
-        }  # fmt: skip
-        for option, by_name in given.items():
-            for name, one in by_name.items():
-                field = {"lenses": "path", "monitors": "file"}.get(option, "")
-                path = one.get(field) if isinstance(one, Mapping) else one
-                if isinstance(path, str) and not Path(path).exists():
-                    inner = f".{field}" if isinstance(one, Mapping) else ""
-                    raise ConfigError(
-                        f"additional_config['{KEY}'].{option}[{name!r}]{inner} is {path!r}, which "
-                        "is not there; give the path of a file or folder of this machine."
-                    )
+        paths: dict[str, object] = {}
+        for option in ("modules", "saes", "lenses", "monitors"):
+            for name, one in getattr(self, option).items():
+                where = f"{option}[{name!r}]"
+                if isinstance(one, Mapping):
+                    paths |= {f"{where}.{field}": one.get(field) for field in ("path", "file")}
+                elif option != "monitors":  # a monitor is an object
+                    paths[where] = one
+        for where, path in paths.items():
+            if isinstance(path, str) and not Path(path).exists():
+                raise ConfigError(
+                    f"additional_config['{KEY}'].{where} is {path!r}, which is not there; give the "
+                    "path of a file or folder of this machine."
+                )
 
     def sink_configs(self) -> dict[str, SinkConfig]:
         """The sinks that requests may name."""

@@ -135,7 +135,7 @@ def ridge_probe(
         SpecError: no such label, sums without covariance or without targets, targets that are all
             the same, or too few rows for alpha 0.
     """
-    site, layer = stream = as_stream(stream_of(stream))
+    stream = as_stream(stream_of(stream))
     checked_pooling(pooling)
     if not (math.isfinite(alpha) and alpha >= 0):
         raise SpecError(f"alpha is {alpha!r}; it is a finite number, 0 or above.")
@@ -157,13 +157,7 @@ def ridge_probe(
     weight = _solve(_scatter(one) + alpha * np.eye(len(one.x)), xy - mean_y * one.x)
     bias = mean_y - float(one.mean @ weight)
     return LinearProbe(
-        weight.astype(np.float32),
-        bias,
-        site,
-        layer,
-        pooling=pooling,
-        model=model,
-        template=template,
+        weight.astype(np.float32), bias, *stream, pooling=pooling, model=model, template=template
     )
 
 
@@ -218,7 +212,7 @@ def lda_probe(
     """
     if not 0 <= shrinkage <= 1:
         raise SpecError(f"shrinkage is {shrinkage!r}; it is a number from 0 to 1.")
-    site, layer = stream = as_stream(stream_of(stream))
+    stream = as_stream(stream_of(stream))
     checked_pooling(pooling)
     up, down = (
         sums_at(found, stream, [some] if isinstance(some, str) else some)
@@ -230,13 +224,7 @@ def lda_probe(
     weight = _solve(shrunk, up.mean - down.mean)
     bias = math.log(up.count / down.count) - float((up.mean + down.mean) @ weight) / 2
     return LinearProbe(
-        weight.astype(np.float32),
-        bias,
-        site,
-        layer,
-        pooling=pooling,
-        model=model,
-        template=template,
+        weight.astype(np.float32), bias, *stream, pooling=pooling, model=model, template=template
     )
 
 

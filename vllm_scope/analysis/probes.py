@@ -236,7 +236,7 @@ def train_probe(
         raise ImportError(
             "fitting a probe needs scikit-learn: pip install 'vllm-scope[probes]'."
         ) from None
-    rows, (site, layer) = as_rows(rows), as_stream(stream_of(stream))
+    rows, stream = as_rows(rows), as_stream(stream_of(stream))
     checked_pooling(pooling)
     if rows.dim() != 2:
         raise SpecError(f"rows have shape {list(rows.shape)}; they are [n, hidden_size].")
@@ -249,13 +249,7 @@ def train_probe(
         classifier.coef_[0], float(classifier.intercept_[0]), scaler.mean_, scaler.scale_
     )
     return LinearProbe(
-        weight.astype(np.float32),
-        bias,
-        site,
-        layer,
-        pooling=pooling,
-        model=model,
-        template=template,
+        weight.astype(np.float32), bias, *stream, pooling=pooling, model=model, template=template
     )
 
 

@@ -150,7 +150,7 @@ def as_rows(rows: object, what: str = "rows") -> Tensor:
     """The rows themselves if they are a tensor, or a copy of a numpy array.
 
     Raises:
-        SpecError: neither, or an array of no numbers.
+        SpecError: it is neither a tensor nor a numpy array of numbers.
     """
     if isinstance(rows, np.ndarray) and rows.dtype.kind in "fiu":
         # A copy, because torch takes no array that is read-only or has negative strides.

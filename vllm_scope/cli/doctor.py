@@ -93,7 +93,8 @@ def examine(
 
 
 def check_path(model: str) -> None:
-    """Raises ConfigError for a path without a model: vLLM takes it for a name."""
+    """Raises ConfigError if `model` looks like a path and nothing is there; vLLM would take it for
+    a name on Hugging Face."""
     path = Path(model).expanduser()
     looks_so = path.is_absolute() or model.startswith((".", "~"))
     if looks_so and not path.exists():

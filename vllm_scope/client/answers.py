@@ -6,7 +6,7 @@ From:  parsing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from vllm_scope.control.policy import Decided
 from vllm_scope.errors import ScopeError
 from vllm_scope.request.arrays import of_bfloat16
 from vllm_scope.request.sites import ALIASES, layer_of
+from vllm_scope.request.streams import OverStreams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,7 +107,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class ScopeData(Counts):
+class ScopeData(OverStreams, Counts):
     """Rows and scores of one choice, or what is new of them in one chunk.
 
     `data["resid_post", 5]` is [positions, hidden_size], `data["q", 5]` [positions, heads,
@@ -144,25 +145,11 @@ class ScopeData(Counts):
         """(site, layer) of each stream."""
         return list(dict.fromkeys((site, layer) for site, layer, _ in self.rows))
 
-    def __iter__(self) -> Iterator[tuple[str, int]]:
-        return iter(self.keys())
-
-    def __len__(self) -> int:
-        return len(self.keys())
-
-    def __bool__(self) -> bool:
-        """True, also without streams: `if choice.scope` asks whether there is data."""
-        return True
-
-    def __contains__(self, stream: object) -> bool:
-        words = (stream,) if isinstance(stream, str) else stream
-        try:
-            return bool(self._find(*words))  # type: ignore[misc]
-        except (KeyError, TypeError):
-            return False
+    def _at(self, stream: object) -> Rows:
+        return self._find(*((stream,) if isinstance(stream, str) else stream))  # type: ignore[misc]
 
     def __getitem__(self, stream: tuple[str, int] | StreamKey | str) -> NDArray[np.generic]:
-        return self._find(*((stream,) if isinstance(stream, str) else stream)).numpy
+        return self._at(stream).numpy
 
     def positions(
         self, site: str, layer: int | None = None, when: str | None = None

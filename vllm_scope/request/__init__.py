@@ -3,11 +3,12 @@
 actions/         Read, Probe, Add, ...: one class each, and their JSON
 selectors.py     which tokens
 sites.py         which streams of which layers
+streams.py       iteration over the streams of a result
 spec.py          all actions of one request, as JSON on the wire
 schema.py        the JSON Schema of a spec
 resolve.py       what the actions mean on one engine
 packed.py        actions as bytes between the processes of one engine
-outline.py       specs that differ in the layers and vectors of their edits alone
+outline.py       specs that differ in the layers, vectors and numbers of their edits alone
 arrays.py        vectors and rows: float32 with a shape and a digest
 nets.py          what a probe computes of a row, and its aggregates
 cascade.py       where a probe begins that waits for another one's verdict

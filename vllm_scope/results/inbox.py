@@ -171,8 +171,8 @@ class Inbox:
         """The arrival number of a message's first token.
 
         The taps of a step that is drained tap by tap come in ascending order. They have the same
-        numbers, so that a request's columns may share them. Of one tap, a later message has larger
-        numbers: it does not follow a message of this tap or of a later one.
+        numbers, so that a request's columns may share them. A message whose tap does not come after
+        that of the message before begins the next step, and has larger numbers.
         """
         last = self._last_tap
         if (

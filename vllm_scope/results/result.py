@@ -11,7 +11,7 @@ steps may arrive in any order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +26,7 @@ from vllm_scope.control.policy import Decided
 from vllm_scope.request.resolved import Resolved, ResolvedFeatures, ResolvedProbe
 from vllm_scope.request.selectors import Selector
 from vllm_scope.request.sites import Phase, SiteLayer, Sites, layer_of
+from vllm_scope.request.streams import OverStreams
 from vllm_scope.results.column import Column
 from vllm_scope.results.features import Features
 from vllm_scope.results.lens import Lenses
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 Status = Literal["streaming", "complete", "incomplete", "aborted", "failed"]
 
 
-class ScopeResult:
+class ScopeResult(OverStreams):
     """The rows and scores of one completion.
 
     `result["resid_post", 5]` is a tensor [num_positions, hidden_size], model dtype,
@@ -174,24 +175,11 @@ class ScopeResult:
         streams = self._stream_table.names()
         return list(dict.fromkeys((site, layer) for site, layer, _ in streams))
 
-    def __iter__(self) -> Iterator[SiteLayer]:
-        return iter(self.keys())
-
-    def __len__(self) -> int:
-        return len(self.keys())
-
-    def __bool__(self) -> bool:
-        """True, also without streams: `if output.scope` asks whether there is a result."""
-        return True
-
-    def __contains__(self, stream: object) -> bool:
-        try:
-            return bool(self._stream_table.find(stream))  # type: ignore[arg-type]
-        except (KeyError, TypeError):
-            return False
+    def _at(self, stream: object) -> StreamKey:
+        return self._stream_table.find(stream)  # type: ignore[arg-type]
 
     def __getitem__(self, stream: SiteLayer | StreamKey | str) -> Tensor:
-        return self._stream_table.tensor(self._stream_table.find(stream), self)
+        return self._stream_table.tensor(self._at(stream), self)
 
     def encoded(
         self, site: str, layer: int | None = None, when: Phase | None = None

@@ -169,7 +169,7 @@ class FrozenTable:
 
     Attributes:
         names: of each column.
-        counts: of the values of each column; one if all have the same positions.
+        counts: how many values each column has; one number if all have the same positions.
     """
 
     names: tuple[tuple[int, ...], ...]

@@ -57,7 +57,7 @@ def texts_of(value: Sequence[str] | None, name: str) -> tuple[str, ...]:
 
 
 def _items(value: object) -> list[Any] | None:
-    """The items of a list or another sequence; None for a text, and for anything else."""
+    """The items of a list or of another iterable object; None for a text, and for anything else."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         return None
     try:

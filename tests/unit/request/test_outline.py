@@ -135,16 +135,20 @@ def test_its_programs_costs_and_keys_are_those_of_a_spec_without_an_outline(kind
     assert made[0] == made[1]
 
 
-def test_a_layer_before_the_gate_is_refused_as_without_an_outline():
-    meanings = Meanings(SITES)
-    gate = Gate([1.0] * 8, 2)
-    one, other = (Spec(edits=(Add([1.0] * 8, layer=layer, gate=gate),)) for layer in (3, 1))
+def _check_refused(sites: Sites, one: Spec, other: Spec) -> None:
+    """With an outline of `one` there, `other` is refused with the sentence of Spec.resolve."""
+    meanings = Meanings(sites)
     meanings.of(one.packed, one.arrays, {})
     with pytest.raises(SpecError) as expected:
-        other.resolve(SITES)
+        other.resolve(sites)
     with pytest.raises(SpecError) as error:
         meanings.of(other.packed, other.arrays, {})
     assert str(error.value) == str(expected.value)
+
+
+def test_a_layer_before_the_gate_is_refused_as_without_an_outline():
+    gate = Gate([1.0] * 8, 2)
+    _check_refused(SITES, *(Spec(edits=(Add([1.0] * 8, layer=at, gate=gate),)) for at in (3, 1)))
 
 
 @pytest.mark.parametrize("kind", [*_cells(0, 1), "from-the-end"])
@@ -169,14 +173,7 @@ def test_its_block_keys_are_those_of_a_spec_without_an_outline_for_each_length_o
 
 def test_a_layer_that_is_not_tapped_is_refused_as_without_an_outline():
     sites = Sites(4, 8, "float32", (0, 2, 4))
-    meanings = Meanings(sites)
-    one, other = (Spec(edits=(Add([1.0] * 8, layer=layer),)) for layer in (0, 3))
-    meanings.of(one.packed, one.arrays, {})
-    with pytest.raises(SpecError) as expected:
-        other.resolve(sites)
-    with pytest.raises(SpecError) as error:
-        meanings.of(other.packed, other.arrays, {})
-    assert str(error.value) == str(expected.value)
+    _check_refused(sites, *(Spec(edits=(Add([1.0] * 8, layer=at),)) for at in (0, 3)))
 
 
 _OF_ONE_LAYER = Spec(edits=(Add(_row(0), layer=1, tokens="generated", scale=4.0),))

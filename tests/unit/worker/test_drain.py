@@ -540,7 +540,7 @@ def test_only_rows_that_hold_their_part_of_the_arena_count_as_held_there(copied,
         _submit(arena, drain, 9, 0, 1)
         time.sleep(0.05)  # the thread waits in the sink
         region = arena.acquire(8)
-        # A head has made one slot of eight.
+        # Eight slots of rows in the arena, of which a head has made one slot in the ring.
         lease, labels = drain._ring.acquire(1), labels_of([1], [0], layouts=(reads_at(0),))
         drain._num_unseen = 0
         drain._put(_Rows(labels, None, region, lease, copied, None))

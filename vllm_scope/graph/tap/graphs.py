@@ -30,7 +30,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 PAYS = 12
 #: None is made where less memory of the device is free. One takes 4 KiB for each of its nodes.
 LEAST_FREE = 1 << 30
-#: Such graphs of one captured graph; the one that was not used for longest goes first.
+#: Most such graphs of one captured graph. For another one, the least recently used is dropped.
 MOST = 4
 #: Taps of a graph with fewer are not left out: a piece of a prefill's forward.
 LEAST_TAPS = 4

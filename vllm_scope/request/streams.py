@@ -1,0 +1,40 @@
+"""What is looked through by its streams: an offline result, and a client's.
+
+Owns:  OverStreams.
+Runs:  in front-ends and in clients. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vllm_scope.request.sites import SiteLayer
+
+
+class OverStreams:
+    """Iteration, `len` and `in` over (site, layer). True, also without streams: `if output.scope`
+    asks whether there is a result."""
+
+    def keys(self) -> list[SiteLayer]:
+        """(site, layer) of each stream."""
+        raise NotImplementedError
+
+    def _at(self, stream: object) -> object:
+        """What there is of a stream, in any of its forms. Raises KeyError, or a TypeError for what
+        is no stream."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[SiteLayer]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __contains__(self, stream: object) -> bool:
+        try:
+            return bool(self._at(stream))
+        except (KeyError, TypeError):
+            return False
