@@ -13,6 +13,7 @@ from vllm_scope.program.operations import Cost, Program, num_vectors
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.heads import Bank
 from vllm_scope.request.nets import Net
+from vllm_scope.request.resolved import Resolved
 
 #: Content of an operation: the columns but those that say where others lie, and its vector.
 Content = tuple[tuple[int, ...], bytes | None]
@@ -60,12 +61,21 @@ def weights_of(one: Program, banks: Mapping[Bank, tuple[Net, ...]]) -> set[Array
     return {weight for net in nets for weight, _ in net.layers}
 
 
+def rows_of_nets(asked: Resolved) -> dict[Bank, list[list[float]]]:
+    """The rows of the first layers of each bank's nets."""
+    return {
+        bank: [row for net in nets for row in net.layers[0][0].numpy.tolist()]
+        for bank, nets in asked.banks.items()
+    }
+
+
 def cost_of(programs: Collection[Program], banks: Mapping[Bank, tuple[Net, ...]]) -> Cost:
     """The cost of distinct programs; a vector that several of them use counts once."""
-    arrays: set[Array] = set()
+    arrays: dict[bytes, Array] = {}
     for one in programs:
-        arrays |= one.vectors | weights_of(one, banks)
-    return Cost(sum(map(num_vectors, arrays)), len(programs), sum(one.num_ops for one in programs))
+        arrays |= {each.digest: each for each in one.vectors | weights_of(one, banks)}
+    count = sum(map(num_vectors, arrays.values()))
+    return Cost(count, len(programs), sum(one.num_ops for one in programs))
 
 
 def program_of(tables: Tables, program_id: int) -> Program:

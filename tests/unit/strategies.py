@@ -151,9 +151,12 @@ def _mlps(width: int) -> st.SearchStrategy[Mlp]:
 
 @st.composite
 def probes(draw: Any, num_layers: int, hidden_size: int) -> Probe:
-    """All kinds, of one layer or several. Their names are distinct with near certainty."""
+    """All kinds, of one layer or several. Their names are distinct with near certainty.
+
+    A pool of three heads has more numbers than taps make at one place.
+    """
     layers = draw(_layers(num_layers))
-    one = arrays(1, hidden_size)
+    one = arrays(draw(st.sampled_from([1, 1, 2, 3])), hidden_size)
     shaped = draw(st.sampled_from([_mlps(hidden_size), st.builds(AttentionPool, one, one)]))
     weights = st.lists(shaped, min_size=len(layers), max_size=len(layers))
     return Probe(

@@ -31,6 +31,7 @@ from vllm_scope.program.operations import (
     OP_GATE_CAST,
     OP_HYSTERESIS,
     OP_READ,
+    OP_SCORE,
     OP_SET,
     REGISTERS,
     SETTERS,
@@ -38,7 +39,7 @@ from vllm_scope.program.operations import (
 )
 
 CODES = (
-    OP_READ, OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET, OP_CHECK, OP_ADD_BOUND,
+    OP_READ, OP_SCORE, OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET, OP_CHECK, OP_ADD_BOUND,
     OP_ADD_FEATURE, *SETTERS, *ADVANCING,
 )  # fmt: skip
 #: Codes whose overflow is the same however sums are ordered.
@@ -188,10 +189,10 @@ def random_tap(
             for code in chain:
                 word = word_in_tap = -1
                 # A number that is told takes the place of a row.
-                if code == OP_READ or (code not in COPIES and rng.random() < telling):
+                if code in (OP_READ, OP_SCORE) or (code not in COPIES and rng.random() < telling):
                     word, word_in_tap = read * row_words, read_here * row_words
                     read, read_here = read + 1, read_here + 1
-                free_length = (OP_ADD, OP_SET, OP_ADD_FEATURE, OP_FEATURE, OP_GATE)
+                free_length = (OP_SCORE, OP_ADD, OP_SET, OP_ADD_FEATURE, OP_FEATURE, OP_GATE)
                 vector = rng.randrange(half) + (0 if code in free_length else half)
                 a = rng.randint(-32, 32) / 16
                 b = a + rng.randint(0, 32) / 16
@@ -365,6 +366,11 @@ def outcome(tap: Tap) -> Outcome:
                     found.told.append((word, value, 1e-4 * (abs(value) + 1)))
             elif code == OP_READ:
                 found.stored.append(Stored(word, x.to(dtype), _slack(x, dtype, is_copy)))
+            elif code == OP_SCORE:
+                value, slack = float(x.to(dtype).double() @ v) + numbers[1], 0.0
+                if not is_copy:  # a row that an edit changed may be rounded the other way
+                    slack = float((_slack(x, dtype, False) * v.abs()).sum())
+                found.told.append((word, value, 1e-4 * (abs(value) + 1) + slack))
             elif code == OP_CHECK:
                 if not x.to(dtype).isfinite().all():
                     found.faults[owner] = (0 if edited else CHECKED) | number + 1

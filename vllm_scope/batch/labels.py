@@ -59,4 +59,4 @@ class Labels(msgspec.Struct, frozen=True, eq=False):
     @property
     def encodes(self) -> bool:
         """True if heads work on some rows on their way out of the arena."""
-        return any(layout.encoded for layout in self.layouts)
+        return any(layout.arena is not layout for layout in self.layouts)

@@ -6,9 +6,11 @@ To:    wrapping.py (replaces symbols), digests.py (compares a vLLM with those th
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 from vllm_scope.config import KEY, ScopeConfig
+from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.vllm_types import VllmConfig
 
 
@@ -294,8 +296,17 @@ CONTRACT: tuple[Seam, ...] = tuple(
 )
 
 
+#: By vLLM's configuration: ours as it was given, and parsed. Requests ask for it too.
+_parsed: Beside[tuple[object, ScopeConfig]] = Beside()
+
+
 def config_of(vllm_config: VllmConfig) -> ScopeConfig | None:
     """The configuration that this engine was started with, or None without one."""
     additional = vllm_config.additional_config
     body = additional.get(KEY) if isinstance(additional, dict) else None
-    return None if body is None else ScopeConfig.parse(body)
+    if body is None:
+        return None
+    known = _parsed.of(vllm_config)
+    if known is None or known[0] != body:
+        known = _parsed.put(vllm_config, (deepcopy(body), ScopeConfig.parse(body)))
+    return known[1]

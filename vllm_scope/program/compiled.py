@@ -129,7 +129,8 @@ class Compiled:
         check: the boundary at which every token of a request with edits is checked; None if
             it has no edits, or is checked on another pipeline stage.
         rows: `compiler.rows_of` of all reads and probes.
-        banks: as in Resolved.
+        banks: Resolved.banks_on_rows.
+        scores: bank that taps make -> point -> the operations that tell its numbers.
         of_phase: False (prompt) or True (generated), and RequestProgram.begun -> the program of
             all of its tokens. Filled only if all picks are uniform.
         phase_columns: the same of their columns.
@@ -145,6 +146,7 @@ class Compiled:
     check: int | None
     rows: Mapping[int, int]
     banks: Mapping[Bank, tuple[Net, ...]]
+    scores: Mapping[Head, Mapping[int, tuple[Op, ...]]] = field(default_factory=dict)
     of_phase: dict[tuple[bool, frozenset[str]], Program | None] = field(default_factory=dict)
     phase_columns: dict[tuple[bool, frozenset[str]], Column] = field(default_factory=dict)
     built: dict[bytes, Program | None] = field(default_factory=dict)
@@ -154,7 +156,7 @@ class Compiled:
         """The same of a spec that differs from this one's in the layers, vectors and numbers of its
         edits alone, and reads nothing."""
         found = Compiled(
-            self.picks, (), edits, self.check, self.rows, self.banks,
+            self.picks, (), edits, self.check, self.rows, self.banks, self.scores,
             phase_columns=self.phase_columns, counts=self.counts,
         )  # fmt: skip
         found.__dict__.update(self._alike)
@@ -174,9 +176,19 @@ class Compiled:
         """Its key in `programs`: unlike an id, it is never used again for another object."""
         return weakref.ref(self)
 
+    @cached_property
+    def scored(self) -> tuple[tuple[int, int, tuple[Op, ...]], ...]:
+        """(index of the pick, point, the operations that tell numbers of its row)."""
+        return tuple(
+            (pick, point, self.scores[head][point])
+            for pick, points, head in self.reads if head is not None and head in self.scores
+            for point in points
+        )  # fmt: skip
+
     @property
     def has_vectors(self) -> bool:
-        return bool(self.edits)
+        """True if some operation here has a vector: an edit's, or a probe's that a tap makes."""
+        return bool(self.edits) or bool(self.scored)
 
     @cached_property
     def used(self) -> tuple[int, ...]:
@@ -237,6 +249,8 @@ class Compiled:
         found = np.zeros(len(self.picks), np.int64)
         for pick, points, _ in self.reads:
             found[pick] += len(points)
+        for pick, _, ops in self.scored:
+            found[pick] += len(ops)
         for edit in self.edits:
             found[edit.pick] += edit.num_ops
         return found
@@ -292,12 +306,15 @@ class Compiled:
     @cached_property
     def op_list(self) -> OpList:
         """Every operation that a token may get."""
-        listed, gates = [], dict[tuple[tuple[int, int], Op], list[int]]()
+        listed, seeing = [], dict[tuple[tuple[int, int], Op], list[int]]()
         for pick, (boundary, group), ops_of, _, gate, values in self.edits:
             listed += [Listed(boundary, group + 1, 0, op, (pick,), -1, values) for op in ops_of(1)]
             for one in gate:
-                gates.setdefault(one, []).append(pick)
-        listed += [Listed(*at, 2, op, picks) for (at, op), picks in gates.items()]
+                seeing.setdefault(one, []).append(pick)
+        for pick, point, ops in self.scored:
+            for op in ops:
+                seeing.setdefault((divmod(point, LEVELS), op), []).append(pick)
+        listed += [Listed(*at, 2, op, picks) for (at, op), picks in seeing.items()]
         if self.check is not None:
             listed.append(Listed(self.check, LEVELS, 0, Op(OP_CHECK), ()))
         return OpList(listed, self.reads, self.rows, len(self.picks))
@@ -385,16 +402,19 @@ class Compiled:
         """The program of a column, which is not kept."""
         points, also = self._delivered(column) if self.reads else ({}, ())
         edits: dict[tuple[int, int], list[Op]] = {}
-        gates: dict[tuple[int, int], dict[Op, None]] = {}
+        seeing: dict[tuple[int, int], dict[Op, None]] = {}
         for pick, place, ops_of, _, gate, _ in self.edits:
             if column[pick]:
                 edits.setdefault(place, []).extend(ops_of(int(column[pick])))
                 for where, op in gate:
-                    gates.setdefault(where, {})[op] = None
+                    seeing.setdefault(where, {})[op] = None
+        for pick, point, ops in self.scored:
+            if column[pick]:
+                seeing.setdefault(divmod(point, LEVELS), {}).update(dict.fromkeys(ops))
         if not (points or edits) and self.check is None:
             return None
         plain, listed = points.pop(None, ()), _listed(points)
-        return build_program(plain, edits, listed, self.check, also, gates)
+        return build_program(plain, edits, listed, self.check, also, seeing)
 
 
 def _listed(

@@ -29,6 +29,7 @@ from vllm_scope.program.operations import (
     Program,
     edit_ops,
     gate_op,
+    score_ops,
     state_op,
 )
 from vllm_scope.program.picks import Pick
@@ -39,7 +40,7 @@ from vllm_scope.program.ranges import (
     remembered,
     remembered_columns,
 )
-from vllm_scope.request.heads import Head, Summed
+from vllm_scope.request.heads import Head, Scored, Summed
 from vllm_scope.request.resolved import Resolved, ResolvedEdit, ResolvedGate
 from vllm_scope.request.selectors import Ids, Selector, Tokens
 from vllm_scope.request.sites import LEVELS, Place, Sites, boundary_of_point
@@ -135,8 +136,22 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
     check = sites.last_of_stream if asked.edits else None
     return Compiled(
         tuple(picks), tuple((at, tuple(points), head) for (at, head), points in reads.items()),
-        tuple(edits), check if check in here else None, rows, asked.banks,
+        tuple(edits), check if check in here else None, rows, asked.banks_on_rows(),
+        _scores(asked),
     )  # fmt: skip
+
+
+def _scores(asked: Resolved) -> dict[Head, dict[int, tuple[Op, ...]]]:
+    """Compiled.scores"""
+    found: dict[Head, dict[int, dict[int, tuple[Op, ...]]]] = {}
+    for cell in (cell for one in asked.banked for cell in one.cells):
+        if isinstance(cell.bank, Scored):
+            here = found.setdefault(cell.bank, {}).setdefault(cell.place.point(), {})
+            here[cell.first] = score_ops(cell)
+    return {
+        bank: {point: sum(cells.values(), ()) for point, cells in points.items()}
+        for bank, points in found.items()
+    }
 
 
 def _compiled_edits(
@@ -279,7 +294,7 @@ class RequestProgram:
 
     @property
     def has_vectors(self) -> bool:
-        """True if it edits at its boundaries."""
+        """As of Compiled."""
         return self._compiled.has_vectors
 
     @property

@@ -22,13 +22,15 @@ from vllm_scope.program.layout import Layout
 from vllm_scope.request.actions.features import MAX_FEATURES
 from vllm_scope.request.actions.states import Hysteresis, Latch, Pid, hysteresis_low
 from vllm_scope.request.arrays import Array
-from vllm_scope.request.heads import Head
+from vllm_scope.request.heads import Head, Scored
 from vllm_scope.request.nets import Ema
-from vllm_scope.request.resolved import ResolvedEdit, ResolvedGate, ToldAt
+from vllm_scope.request.resolved import Cell, ResolvedEdit, ResolvedGate, ToldAt
 from vllm_scope.request.sites import LEVELS, boundary_of_point, point_of
 
 #: Copy the row out.
 OP_READ = 1
+#: Tell the number x . v + b of a linear probe, with x as it would be read.
+OP_SCORE = 2
 #: Edits, in this order: x + a * v; x + a * ||x|| * v; x - (x.v) * v;
 #: x + (clip(x.v, a, b) - x.v) * v; v.
 OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET = 3, 4, 5, 6, 7
@@ -94,8 +96,8 @@ class Op:
         source: the register with a feature's activation, or with the score of a gate with a state,
             which the gate sets. -1 for none.
         register: which one it sets (conditions), or multiplies by (edits). -1 for none.
-        told: where it tells a number: a condition the register's new value, an edit
-            `||change|| / ||x||`. None if nobody asks.
+        told: where it tells a number: a probe its own, a condition the register's new value, an
+            edit `||change|| / ||x||`. None if nobody asks.
     """
 
     code: int
@@ -199,7 +201,7 @@ def build_program(
     encoded: tuple[tuple[Head, tuple[int, ...]], ...] = (),
     check: int | None = None,
     also: tuple[tuple[int, int], ...] = (),
-    gates: Mapping[tuple[int, int], Collection[Op]] = MappingProxyType({}),
+    seeing: Mapping[tuple[int, int], Collection[Op]] = MappingProxyType({}),
 ) -> Program:
     """The program of these reads and edits.
 
@@ -208,13 +210,14 @@ def build_program(
         edits: (boundary, group) -> the edits of that site, in order.
         encoded, also: as in Layout.
         check: the boundary after whose edits the row is checked, or None.
-        gates: (boundary, group) -> the conditions that see the row before the edits of that site.
+        seeing: (boundary, level) -> the probes and conditions that see the row after `level` groups
+            of edits of that boundary.
     """
-    if not (points or encoded or gates):
+    if not (points or encoded or seeing):
         return _editing(edits, check)
     layout = Layout(points, encoded, also)
     read_at = {point: i for i, point in enumerate(layout.arena.points)}
-    boundaries = {boundary_of_point(p) for p in read_at} | {b for b, _ in (*edits, *gates)}
+    boundaries = {boundary_of_point(p) for p in read_at} | {b for b, _ in (*edits, *seeing)}
     boundaries |= set() if check is None else {check}
     taps = []
     for boundary in sorted(boundaries):
@@ -225,7 +228,7 @@ def build_program(
             point = point_of(boundary, level)
             if point in read_at:
                 ops.append(Op(OP_READ, read_at[point]))
-            ops += gates.get((boundary, level), ())
+            ops += seeing.get((boundary, level), ())
         if boundary == check:
             ops.append(Op(OP_CHECK))
         taps.append((boundary, tuple(ops)))
@@ -233,7 +236,7 @@ def build_program(
 
 
 def _editing(edits: Mapping[tuple[int, int], Sequence[Op]], check: int | None) -> Program:
-    """`build_program` without reads and gates."""
+    """`build_program` of edits alone."""
     if not edits and check is not None:
         return _checking(check)
     taps: dict[int, tuple[Op, ...]] = {}
@@ -325,6 +328,23 @@ def _feature_ops(edit: ResolvedEdit, encoder: Array, register: int) -> tuple[Op,
             Op(OP_ADD_FEATURE, 0, vector, a, active, d=d, source=at, register=register, told=told)
         )
     return (*computed, *added)
+
+
+def score_ops(cell: Cell) -> tuple[Op, ...]:
+    """The operations that tell the numbers of a linear probe at one place."""
+    assert cell.net is not None
+    assert isinstance(cell.bank, Scored)
+    ((weight, bias),) = cell.net.layers
+    count, width = weight.shape
+    size = len(weight.data) // count  # a front-end has no numbers of steering modules
+    found = []
+    for i in range(count):
+        data = weight.data[i * size : (i + 1) * size]
+        # A key of its own: a replacement may have the same rows, and counts them by its keys.
+        row = Array.known((width,), data, b"score" + row_key(weight, i))
+        b = 0.0 if bias is None else float(bias.numpy[i])
+        found.append(Op(OP_SCORE, 0, row, b=b, told=(cell.place, cell.bank, cell.first + i)))
+    return tuple(found)
 
 
 def gate_op(gate: ResolvedGate, register: int, score: int = -1) -> Op:

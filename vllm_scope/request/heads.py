@@ -2,8 +2,8 @@
 
 Owns:  CodecChoice (what a caller names), Head and its kinds: Encoding (the codec of a read), Bank
        (the probes at one place), Strongest (of the features of an SAE), Likeliest (tokens, by the
-       model's own unembedding), Told (what taps compute while they edit) and Summed (rows that are
-       added to sums on the device).
+       model's own unembedding), Told (what taps compute while they edit), Scored (the probes at one
+       place that taps compute) and Summed (rows that are added to sums on the device).
 Runs:  CodecChoice everywhere, without torch. A Head is made where the model's sizes are known,
        and travels with what it makes.
 From:  actions, resolve.   To: codecs.packed, worker.probe_bank, layout (the size of its values).
@@ -163,6 +163,13 @@ class Told(Bank):
 
 
 @dataclass(frozen=True)
+class Scored(Told):
+    """As Bank, of few linear probes, whose numbers taps tell: no row leaves its place for them."""
+
+    start: ClassVar[str] = "scored"
+
+
+@dataclass(frozen=True)
 class Strongest(Bank):
     """The strongest features of an SAE that the workers hold: int32 indices, then as many float32
     values, descending. If fewer are active, the values of the others are 0."""
@@ -238,8 +245,7 @@ class Summed(Head):
 @lru_cache(maxsize=4096)
 def known_head(text: str, row_bytes: int) -> Head:
     """The head with these attributes, which came from another process of the engine."""
-    banks = (
-        kind for kind in (Bank, Told, Strongest, Likeliest) if text.startswith(f"{kind.start} ")
-    )
+    kinds = Bank, Told, Scored, Strongest, Likeliest
+    banks = (kind for kind in kinds if text.startswith(f"{kind.start} "))
     kind: type[Head] = next(banks, Encoding)
     return kind(text, row_bytes)

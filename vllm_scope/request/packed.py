@@ -45,7 +45,15 @@ from vllm_scope.request.actions import (
     SetFeature,
 )
 from vllm_scope.request.arrays import Array
-from vllm_scope.request.heads import Bank, CodecChoice, Encoding, Likeliest, Strongest, Told
+from vllm_scope.request.heads import (
+    Bank,
+    CodecChoice,
+    Encoding,
+    Likeliest,
+    Scored,
+    Strongest,
+    Told,
+)
 from vllm_scope.request.nets import AttentionPool, Ema, Mlp, Net, RollingMean
 from vllm_scope.request.resolved import (
     Cell,
@@ -68,7 +76,7 @@ _CLASSES: tuple[type[Any], ...] = (
     Told, Gate, ResolvedGate, FeatureRows, SetFeature, ScaleFeature,
     Latch, Hysteresis, Pid, Features, EncoderRows, HeldSae, ResolvedFeatures, Strongest, Policy,
     LensTopK, Likeliest,
-    Moments, ResolvedMoments,
+    Moments, ResolvedMoments, Scored,
 )  # fmt: skip
 _NUMBER_OF = {cls: number for number, cls in enumerate(_CLASSES)}
 #: Edits, of which `layer` follows from `layers`, and `layers` are kept apart.

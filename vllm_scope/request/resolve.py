@@ -11,7 +11,7 @@ error names the action.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions import (
@@ -27,7 +27,7 @@ from vllm_scope.request.actions import (
     Read,
 )
 from vllm_scope.request.actions.probing import is_monitor
-from vllm_scope.request.heads import LENS, Bank, Encoding, Likeliest, Strongest
+from vllm_scope.request.heads import LENS, Bank, Encoding, Likeliest, Scored, Strongest
 from vllm_scope.request.nets import Net, net_of
 from vllm_scope.request.resolve_edits import module_rows, resolve_edits
 from vllm_scope.request.resolved import (
@@ -41,10 +41,13 @@ from vllm_scope.request.resolved import (
     lens_label,
 )
 from vllm_scope.request.selectors import Word
-from vllm_scope.request.sites import Phase, Place, Sites
+from vllm_scope.request.sites import STREAM, Phase, Place, Sites, kind_of
 
 #: Scores of a token that a policy may see, beside those of monitors.
 MAX_SEEN = 32
+#: Numbers of linear probes at one place, up to which taps make them. Each takes a tap about as long
+#: as copying the row; one matrix product makes all numbers of more probes.
+MOST_SCORED = 4
 
 
 def resolve(
@@ -117,12 +120,7 @@ def _resolve_banked(
     for after, some in zip(afters, nets, strict=True):
         for place, net in some:
             at_place.setdefault((place, after), []).append(net)
-    banks = {
-        (place, after): Bank.of(
-            (net.digest for net in some), sum(net.num_values for net in some), place.group, after
-        )
-        for (place, after), some in at_place.items()
-    }
+    banks = {(place, after): _bank(place, after, some) for (place, after), some in at_place.items()}
     firsts = dict.fromkeys(banks, 0)
     cells: list[tuple[Cell, ...]] = []
     for after, some in zip(afters, nets, strict=True):
@@ -142,6 +140,16 @@ def _resolve_banked(
     )  # fmt: skip
     sparse = zip(features, cells[len(probes) :], strict=True)
     return found, tuple(_resolved_features(one, some, sites) for one, some in sparse)
+
+
+def _bank(place: Place, after: str | None, nets: Sequence[Net]) -> Bank:
+    """The bank of the nets at one place, of one stage."""
+    num_values = sum(net.num_values for net in nets)
+    linear = all(len(net.layers) == 1 for net in nets)
+    # The rows of other sites may be divided among the ranks.
+    few = linear and num_values <= MOST_SCORED and kind_of(place.boundary) == STREAM
+    kind = Scored if few else Bank
+    return kind.of((net.digest for net in nets), num_values, place.group, after)
 
 
 def _place_of(one: Features, sites: Sites, where: str) -> Place:

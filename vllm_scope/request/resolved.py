@@ -20,7 +20,7 @@ from vllm_scope.request.actions import MEMORY, Policy
 from vllm_scope.request.actions.states import State
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.cascade import begins
-from vllm_scope.request.heads import Bank, Encoding, Strongest, Told
+from vllm_scope.request.heads import Bank, Encoding, Scored, Strongest, Told
 from vllm_scope.request.nets import Aggregate, Net
 from vllm_scope.request.selectors import ITEM_BYTES, Ids, Selector, Word, items_of
 from vllm_scope.request.sites import Phase, Place
@@ -418,26 +418,27 @@ class Resolved:
         edits = (edit if x is None else replace(edit, numbers=(x,)) for edit, x in new)
         return replace(self, edits=tuple(edits))
 
-    @property
+    @cached_property
     def banks(self) -> dict[Bank, tuple[Net, ...]]:
         """The nets of each bank, in the order of their numbers."""
-        return self.banks_at(None)
-
-    def banks_at(self, boundaries: frozenset[int] | None) -> dict[Bank, tuple[Net, ...]]:
-        """The same of the banks at some boundaries; the same object at each call."""
-        known: dict[object, dict[Bank, tuple[Net, ...]]] = self.__dict__.setdefault("_banks", {})
-        if boundaries not in known:
-            known[boundaries] = self._banks_at(boundaries)
-        return known[boundaries]
-
-    def _banks_at(self, boundaries: frozenset[int] | None) -> dict[Bank, tuple[Net, ...]]:
         found: dict[Bank, dict[int, Net]] = {}
-        for one in self.banked:
-            for cell in one.cells:
-                here = boundaries is None or cell.place.boundary in boundaries
-                if cell.net is not None and here:
-                    found.setdefault(cell.bank, {})[cell.first] = cell.net
+        for cell in (cell for one in self.banked for cell in one.cells):
+            if cell.net is not None:
+                found.setdefault(cell.bank, {})[cell.first] = cell.net
         return {bank: tuple(nets[at] for at in sorted(nets)) for bank, nets in found.items()}
+
+    def banks_on_rows(self, here: frozenset[int] | None = None) -> dict[Bank, tuple[Net, ...]]:
+        """The same of the banks that work on rows, not in taps, at some boundaries or at all of
+        them; the same object at each call."""
+        known: dict[object, dict[Bank, tuple[Net, ...]]] = self.__dict__.setdefault("_banks", {})
+        if here not in known:
+            cells = (cell for one in self.banked for cell in one.cells)
+            some = {c.bank for c in cells if here is None or c.place.boundary in here}
+            known[here] = {
+                bank: nets for bank, nets in self.banks.items()
+                if bank in some and not isinstance(bank, Scored)
+            }  # fmt: skip
+        return known[here]
 
     @cached_property
     def destinations(self) -> tuple[str, ...]:

@@ -13,12 +13,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vllm_scope.request.heads import Bank
+from vllm_scope.request.heads import Bank, Scored, Told
 from vllm_scope.sinks.options import SinkOptions
 from vllm_scope.sinks.quota import KeyedBytes
 from vllm_scope.sinks.reports import Log, failure
 from vllm_scope.sinks.request import Arrival, Delivery, Ended
 from vllm_scope.sinks.spill import SpillFile
+
+#: Heads each of whose numbers is a value.
+_SCORES = Bank, Scored, Told
 
 
 @dataclass
@@ -41,7 +44,7 @@ class QueuedRows:
     def num_values(self) -> int:
         layout = self.arrival.layout
         encoded = sum(
-            len(points) * (head.row_bytes // 4 if type(head) is Bank else 1)
+            len(points) * (head.row_bytes // 4 if type(head) in _SCORES else 1)
             for head, points in layout.encoded
         )
         return len(self.arrival.positions) * (len(layout.points) + encoded)

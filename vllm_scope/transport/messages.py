@@ -210,7 +210,7 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
             [
                 [(head.text, head.row_bytes, points) for head, points in x.encoded]
                 for x in labels.layouts
-            ] if labels.encodes else [],
+            ] if any(x.encoded for x in labels.layouts) else [],
             [x.also for x in labels.layouts] if any(x.also for x in labels.layouts) else [],
         )  # fmt: skip
 

@@ -29,8 +29,9 @@ SIZE, MOST = 4, Cost(5, 4, 10)
 ROWS = 2 + 1
 BOUNDARIES = (0, 2)
 SITES = Sites(2, SIZE, "float32", BOUNDARIES)
-#: Of one token: (layer, or -1 for the embedding; number of a vector; whether a probe has it).
-Ops = list[tuple[int, int, bool]]
+#: Of one token: (layer, or -1 for the embedding; number of a vector; who has it: False for an
+#: edit, True for a probe whose bank works on rows, "scored" for one whose number a tap makes).
+Ops = list[tuple[int, int, bool | str]]
 
 
 def _held(*programs: Ops) -> Held:
@@ -40,7 +41,9 @@ def _held(*programs: Ops) -> Held:
         for layer, number, probed in ops:
             where = {"site": "embed"} if layer < 0 else {"layers": [layer]}
             where["tokens"] = [position]
-            if probed:
+            if probed == "scored":
+                probes.append(Probe([number] * SIZE, name=f"{len(probes)}", **where))
+            elif probed:
                 weight = Mlp([([[number] * SIZE] * 2, [0, 0]), ([[number] * 2], [0])])
                 probes.append(Probe(weight, name=f"{len(probes)}", **where))
             else:
@@ -51,7 +54,9 @@ def _held(*programs: Ops) -> Held:
     return program.held(program.columns(count), str(programs))
 
 
-OPS = st.tuples(st.sampled_from([-1, 0]), st.integers(1, 4), st.booleans())
+OPS = st.tuples(
+    st.sampled_from([-1, 0]), st.integers(1, 4), st.sampled_from([False, True, "scored"])
+)
 HELD = st.lists(st.lists(OPS, min_size=1, max_size=3), min_size=1, max_size=2)
 
 
@@ -178,6 +183,20 @@ def test_equal_weights_of_several_requests_have_one_place():
     assert admission.held == Cost(ROWS + 1, 2, 4 + 3)
     assert admission.release("two")
     assert admission.admit("other", _held([(-1, 2, True)]))
+
+
+def test_the_weights_of_probes_that_taps_score_have_places_among_the_vectors():
+    admission = Admission(MOST)
+    one = _held([(-1, 1, "scored"), (-1, 2, "scored")], [(-1, 3, "scored")])
+    assert admission.admit("one", one)
+    # One bank: each of the two tokens gets all three numbers.
+    assert admission.held == Cost(3, 1, 3)
+    assert admission.admit("equal", _held([(-1, 1, "scored"), (-1, 2, "scored")]))
+    assert admission.held == Cost(3, 2, 5)
+    assert not admission.admit("other", _held([(-1, number, "scored") for number in (4, 5, 6)]))
+    assert admission.release("one")
+    assert admission.held == Cost(2, 1, 2)
+    assert admission.admit("other", _held([(-1, number, "scored") for number in (4, 5, 6)]))
 
 
 def test_requests_with_equal_programs_hold_them_together():

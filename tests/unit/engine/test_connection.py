@@ -186,6 +186,10 @@ def test_deepseek_in_float16_scales_its_stream_and_has_no_taps():
         anatomy_of(model, config)
 
 
+class Config(SimpleNamespace):
+    """Has a weak reference, as vLLM's."""
+
+
 class Processor:
     """vLLM's OutputProcessor."""
 
@@ -194,7 +198,7 @@ class Engine:
     """An AsyncLLM as far as connecting knows it: one worker, whose road is there or not."""
 
     def __init__(self) -> None:
-        self.vllm_config = SimpleNamespace(
+        self.vllm_config = Config(
             additional_config={"scope": {}}, parallel_config=SimpleNamespace(_api_process_count=4)
         )
         self.output_processor = Processor()

@@ -264,7 +264,7 @@ def test_the_thread_that_runs_the_model_admits_each_quickly(entered, elsewhere, 
         if asked.edits or asked.probes:
             columns = whole.columns(PROMPT + MAX_TOKENS)
             made = whole.held(columns, packed_of(asked)[0].digest)
-            if asked.edits and not made.few:
+            if not made.few:
                 made.rows(WIDTHS)
 
         def admit(asked=asked, ids=ids, columns=columns, made=made, name=str(i)) -> float:

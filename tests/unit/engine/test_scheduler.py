@@ -29,6 +29,10 @@ from vllm_scope.sinks.request import Ended
 from vllm_scope.worker.watch import Judged
 
 
+class Config(SimpleNamespace):
+    """Has a weak reference, as vLLM's."""
+
+
 class Request(SimpleNamespace):
     """vLLM's, as far as the seams know it."""
 
@@ -157,7 +161,7 @@ class Scheduler:
         additional = {"scope": {"vectors_mib": self.most.vectors * 4 * hidden_size / 2**20}}
         pool = Pool()
         self.kv_cache_manager = SimpleNamespace(block_pool=pool)
-        self.vllm_config = SimpleNamespace(
+        self.vllm_config = Config(
             parallel_config=SimpleNamespace(distributed_executor_backend="mp"),
             additional_config=additional,
             num_speculative_tokens=0,

@@ -21,7 +21,7 @@ from vllm_scope.engine.worker.sizes import (
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.program.operations import Cost
-from vllm_scope.request.heads import Bank, Encoding
+from vllm_scope.request.heads import Bank, Encoding, Scored
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import LEVELS, Place, Sites, point_of
 
@@ -148,6 +148,14 @@ def _bank(num_values: int) -> Bank:
         pytest.param(
             Layout((), ((_bank(1), _rows(0, 2, 4, 6)),)), "40 slots a token, of 30",
             id="too-many-rows-of-probes",
+        ),
+        pytest.param(
+            Layout(_rows(0, 2), ((Scored.of([b"a"], 4), _rows(0, 2, 4, 6)),)), None,
+            id="rows-that-taps-score-are-not",
+        ),
+        pytest.param(
+            Layout(_rows(0, 2, 4), ((Scored.of([b"a"], 4), _rows(0)),)), "31 slots a token, of 30",
+            id="a-score-of-a-tap-more",
         ),
         pytest.param(
             Layout((), ((Encoding("small", 16), _rows(0, 2, 4)),)), None,

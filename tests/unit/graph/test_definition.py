@@ -19,6 +19,7 @@ from vllm_scope.program.operations import (
     OP_CHECK,
     OP_CLAMP,
     OP_READ,
+    OP_SCORE,
     OP_SET,
     REGISTERS,
 )
@@ -92,7 +93,8 @@ def _run(
 ) -> Tensor:
     """The arena after a tap whose one program is a chain of (code, word, vector, a, b).
 
-    Unless `tokens` says otherwise each row runs it, from slot 4 * row on.
+    Unless `tokens` says otherwise each row runs it, from slot 4 * row on. A pair of words is where
+    an operation stores in whole steps, and where tap by tap.
 
     Args:
         faults: int32 by owner, written in place.
@@ -104,8 +106,9 @@ def _run(
     for i, (code, word, vector, a, b) in enumerate(ops):
         numbers = torch.tensor([a, b], dtype=torch.float32).view(torch.int32).tolist()
         following = i + 1 if i + 1 < len(ops) else -1
-        word = word if code == OP_READ else -1
-        columns = [code, word, word, vector, *numbers, following, -1, 0, 0, 0, 0]
+        words = word if isinstance(word, tuple) else (word, word)
+        words = words if code in (OP_READ, OP_SCORE) else (-1, -1)
+        columns = [code, *words, vector, *numbers, following, -1, 0, 0, 0, 0]
         table[i] = torch.tensor(columns)
     if tokens is None:
         tokens = [[0, 4 * row, 0, 0] for row in range(len(hidden))]
@@ -232,6 +235,58 @@ def test_a_read_stores_the_row_at_its_place_in_the_chain():
     )  # fmt: skip
     assert arena[:2].tolist() == [ROW, [0, 4, 2, 0]]
     assert (arena[2:].view(torch.int32) == POISON).all()
+
+
+@pytest.mark.parametrize("tap_by_tap", [False, True], ids=["whole-steps", "tap-by-tap"])
+def test_a_score_is_of_the_row_rounded_to_the_dtype_of_the_model(tap_by_tap):
+    """So that it is that of the row which a read delivers."""
+    torch.manual_seed(0)
+    hidden, residual = torch.randn(3, 65).bfloat16(), torch.randn(3, 65).bfloat16()
+    hidden[1, 7] = math.nan
+    vectors, b = torch.randn(2, 65), -0.75
+    kept = hidden.clone(), residual.clone()
+    # Of each token two slots; tap by tap they follow slot 1, and the scores are swapped.
+    tokens = [[0, row if tap_by_tap else 2 * row + 1, 0, 0] for row in range(3)]
+    arena = _run(
+        hidden, residual, (OP_SCORE, (0, 5), 0, 9.0, 0.0), (OP_SCORE, (6, 1), 1, 9.0, b),
+        vectors=vectors.tolist(), tokens=tokens, slots=(1, 2) if tap_by_tap else (0, 0),
+    )  # fmt: skip
+    assert torch.equal(hidden.nan_to_num(), kept[0].nan_to_num())
+    assert torch.equal(residual, kept[1])
+    words = arena.view(torch.int32).view(-1)
+    places = [5, 1] if tap_by_tap else [0, 6]
+    at = torch.tensor([[4 + 8 * row + place for place in places] for row in range(3)])
+    found = words[at].view(torch.float32).double()
+    row = (kept[0].float() + kept[1].float()).to(torch.bfloat16).double()
+    biases = torch.tensor([0.0, b], dtype=torch.float64)
+    assert found.isnan().tolist() == [[False, False], [True, True], [False, False]]
+    finite, v = [0, 2], vectors.double().T
+    torch.testing.assert_close(found[finite], (row @ v + biases)[finite], rtol=0, atol=1e-5)
+    unrounded = (kept[0].double() + kept[1].double()) @ v + biases
+    assert ((found - unrounded)[finite].abs() > 1e-3).any(), "rounding tells"
+    words[at.flatten()] = POISON
+    assert (words == POISON).all()
+
+
+def test_a_score_that_nobody_asks_for_is_not_stored():
+    arena = _run(torch.tensor([ROW]), None, (OP_SCORE, -1, 0, 0, 0), vectors=[DIRECTION])
+    assert (arena.view(torch.int32) == POISON).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))
+def test_scores_and_reads_between_edits_see_the_same_row(dtype):
+    vectors = [[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 2.0, 0.0], [1.0, 2.0, 3.0, -1.0]]
+    arena = _run(
+        torch.tensor([ROW]).to(dtype), None,
+        (OP_SCORE, 0, 2, 0, 0.5), (OP_READ, 4, 0, 0, 0), (OP_ADD, 0, 1, 1.0, 0),
+        (OP_SCORE, 1, 2, 0, 0), (OP_ABLATE, 0, 0, 0, 0), (OP_SCORE, 2, 2, 0, 0),
+        (OP_READ, 8, 0, 0, 0), (OP_SCORE, 3, 0, 0, 0),
+        vectors=vectors, num_slots=16,
+    )  # fmt: skip
+    words = arena.view(torch.int32).view(-1)
+    assert words[:4].view(torch.float32).tolist() == [3 + 8 + 0.5, 3 + 8 + 6, 8 + 6, 0]
+    rows = [words[first : first + 4].view(dtype)[:4].tolist() for first in (4, 8)]
+    assert rows == [ROW, [0, 4, 2, 0]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))

@@ -7,6 +7,7 @@ import tracemalloc
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.oracle import Edited, edits_at, known, level_of, named_point
-from tests.unit.programs import all_programs, runs, weights_of
+from tests.unit.programs import all_programs, rows_of_nets, runs, weights_of
 from tests.unit.strategies import VOCAB, is_selected, selectors, specs
-from vllm_scope import Ablate, Add, Clamp, Mlp, Probe, Read, Replace, Spec, SpecError, TokenIds
+from vllm_scope import (
+    Ablate,
+    Add,
+    AttentionPool,
+    Clamp,
+    Mlp,
+    Probe,
+    Read,
+    Replace,
+    Spec,
+    SpecError,
+    TokenIds,
+)
 from vllm_scope.program import compiled as compiling
 from vllm_scope.program import operations
 from vllm_scope.program.compiler import RequestProgram
@@ -26,13 +39,15 @@ from vllm_scope.program.operations import (
     OP_ADD,
     OP_CHECK,
     OP_READ,
+    OP_SCORE,
     Cost,
     Op,
     Program,
 )
 from vllm_scope.request.actions import Action
-from vllm_scope.request.heads import Bank, Head
+from vllm_scope.request.heads import Bank, Head, Scored
 from vllm_scope.request.resolved import Resolved, ResolvedProbe, ResolvedRead
+from vllm_scope.request.selectors import Selector
 from vllm_scope.request.sites import (
     Phase,
     Place,
@@ -46,6 +61,8 @@ NUM_LAYERS, HIDDEN_SIZE = 2, 4
 EVERYWHERE = tuple(range(2 * NUM_LAYERS + 1))
 SITES = Sites(NUM_LAYERS, HIDDEN_SIZE, "float32", EVERYWHERE)
 V, W = [1.0, 2.0, 0.0, -1.0], [0.0, 3.0, 0.0, 4.0]
+#: Of which a tap makes the numbers itself, and of which a bank makes them of rows that it copies.
+FEW, MANY = 1, 5
 
 
 def _compile(
@@ -57,6 +74,11 @@ def _compile(
     ids = np.array(prompt, np.int64)
     asked = spec.resolve(SITES) if isinstance(spec, Spec) else spec
     return RequestProgram.compile(asked, SITES, frozenset(here), len(ids), ids, drains)
+
+
+def _probes(count: int, name: str = "p", weight: Sequence[float] = V, **fields: Any) -> list[Probe]:
+    """Probes at one place."""
+    return [Probe(weight, name=f"{name} {i}", **fields) for i in range(count)]
 
 
 def _spec(*actions: Action) -> Spec:
@@ -110,18 +132,20 @@ class Walked:
 
     Attributes:
         points: of the rows that taps write.
+        scored: bank whose numbers taps tell, and its point -> (operation, what the row sees).
         made: (what is made of the row, None for the row itself; point).
         check: the boundary at whose end the row is checked.
     """
 
     points: dict[int, list[Op]]
+    scored: dict[tuple[Head, int], list[tuple[Op, list[Op]]]]
     made: set[tuple[Head | None, int]]
     edits: dict[int, list[Op]]
     check: int | None = None
 
 
 def _walk(program: Program | None) -> Walked:
-    found = Walked({}, set(), {})
+    found = Walked({}, {}, set(), {})
     for boundary, ops in program.taps if program is not None else ():
         applied: list[Op] = []
         for op in ops:
@@ -130,6 +154,11 @@ def _walk(program: Program | None) -> Walked:
                 assert boundary_of_point(point) == boundary
                 assert point not in found.points
                 found.points[point] = list(applied)
+            elif op.code == OP_SCORE:
+                place, bank, _ = op.told
+                assert place.boundary == boundary
+                row = bank, program.layout.row_of(place.point())
+                found.scored.setdefault(row, []).append((op, list(applied)))
             elif op.code == OP_CHECK:
                 assert found.check is None
                 assert op is ops[-1]
@@ -144,7 +173,9 @@ def _walk(program: Program | None) -> Walked:
         assert all(list(points) == sorted(points) for _, points in listed)
         found.made = {(head, point) for head, points in listed for point in points}
         assert len(found.made) == sum(len(points) for _, points in listed)
-        assert {point for _, point in found.made} == set(found.points)
+        scored = {pair for pair in found.made if isinstance(pair[0], Scored)}
+        assert scored == set(found.scored)
+        assert {point for _, point in found.made - scored} == set(found.points)
     return found
 
 
@@ -168,14 +199,20 @@ def _check_token(
         assert named in program.layout.names_of(point)
         due.add((head, point))
         expected = edits_at(asked, SITES, boundary, level_of(SITES, stream, when), position, prompt)
-        assert _same_edits(walked.points[point], expected)
+        if not isinstance(head, Scored):
+            assert _same_edits(walked.points[point], expected)
+            continue
+        ops = [op for op, _ in walked.scored[head, point]]
+        assert [op.told[2] for op in ops] == list(range(head.row_bytes // 4))
+        assert [op.vector.numpy.tolist() for op in ops] == rows_of_nets(asked)[head]
+        assert all(_same_edits(seen, expected) for _, seen in walked.scored[head, point])
     checked = bool(asked.edits) and EVERYWHERE[-1] in here
     assert walked.check == (EVERYWHERE[-1] if checked else None)
     assert walked.made == due
     if program is not None:
-        banks = {head for head, _ in due if isinstance(head, Bank)}
-        nets = [net for bank in banks for net in asked.banks[bank]]
-        assert weights_of(program, asked.banks) == {w for net in nets for w, _ in net.layers}
+        on_rows = asked.banks_on_rows()
+        nets = [net for head, _ in due for net in on_rows.get(head, ())]
+        assert weights_of(program, on_rows) == {w for net in nets for w, _ in net.layers}
     for boundary in EVERYWHERE:
         expected = edits_at(asked, SITES, boundary, 2, position, prompt) if boundary in here else []
         assert _same_edits(walked.edits.get(boundary, []), expected)
@@ -228,7 +265,7 @@ def test_each_token_gets_its_actions_whatever_the_chunks(spec, prompt, here, dat
     arrays = {
         array.digest: array
         for one in distinct
-        for array in one.vectors | weights_of(one, asked.banks)
+        for array in one.vectors | weights_of(one, asked.banks_on_rows())
     }
     num_vectors = sum(len(array.data) // (4 * array.shape[-1]) for array in arrays.values())
     takes = Cost(num_vectors, len(distinct), sum(one.num_ops for one in distinct))
@@ -432,26 +469,35 @@ def test_a_layout_is_rows_and_then_the_numbers_of_each_bank():
     assert program.layout.at(2) == Layout((points[1],), ((five, points[1:2]),))
     assert program.layout.at(3) == Layout()
     assert Layout().slots(Widths((112,))) == 0
-    # What probes need is read where it is read anyway.
-    assert program.taps == Program.reading(points).taps
+    # What five probes need is read where it is read anyway. A tap makes the numbers of two.
+    assert (type(five), type(two)) == (Bank, Scored)
+    assert program.layout.arena == Layout(points, ((two, points[2:]),))
+    scores = [(tap, op) for tap, ops in program.taps for op in ops if op.code == OP_SCORE]
+    place = Place("resid_post", 1)
+    assert [(tap, op.told) for tap, op in scores] == [(4, (place, two, i)) for i in range(2)]
+    without = [(tap, tuple(op for op in ops if op.code != OP_SCORE)) for tap, ops in program.taps]
+    assert tuple(without) == Program.reading(points).taps
 
 
-def test_equal_probes_at_two_layers_are_one_bank():
-    asked = _spec(*(Probe(V, layer=i, name=f"{i}") for i in (0, 1))).resolve(SITES)
+@pytest.mark.parametrize("count", [FEW, MANY])
+def test_equal_probes_at_two_layers_are_one_bank(count):
+    probes = (probe for i in (0, 1) for probe in _probes(count, f"{i}", layer=i))
+    asked = _spec(*probes).resolve(SITES)
     ((_, _, program),) = runs(_compile(asked, [1]), 0, 1)
     (bank,) = asked.banks
     assert program.layout == Layout((), ((bank, (point_of(2, 1), point_of(4, 1))),))
 
 
-def test_a_probe_sees_a_row_that_a_read_names_otherwise():
+@pytest.mark.parametrize("count", [FEW, MANY])
+def test_a_probe_sees_a_row_that_a_read_names_otherwise(count):
     """The exit of a layer is the entry of the next, unless an edit is between them."""
-    probe, read = Probe(V, site="resid_pre", layer=1, name="p"), Read("resid_post", layer=0)
+    probes, read = _probes(count, site="resid_pre", layer=1), Read("resid_post", layer=0)
     exit_, entry = point_of(2, 1), point_of(2, 2)
     for edits, point, also in (
         ((), exit_, ((entry, exit_),)),
         ((Add(V, site="resid_pre", layer=1),), entry, ()),
     ):
-        asked = _spec(probe, read, *edits).resolve(SITES)
+        asked = _spec(*probes, read, *edits).resolve(SITES)
         ((_, _, program),) = runs(_compile(asked, [1]), 0, 1)
         (bank,) = asked.banks
         assert program.layout == Layout((exit_,), ((bank, (point,)),), also)
@@ -492,17 +538,32 @@ def test_the_rows_of_a_replacement_go_to_their_positions():
         ),
         pytest.param([Replace(V, positions=[50], layer=0)], Cost(0, 1, 0 + 1), id="past-the-end"),
         pytest.param(
-            [
-                Probe(V, layer=0, name="a"),
-                Probe(V, layer=0, name="b"),
-                Clamp(V, lo=0, hi=1, layer=0),
-            ],
-            # One read, of which all probes are computed.
-            Cost(2, 1, 2 + 1),
+            [*_probes(2, layer=0), Clamp(V, lo=0, hi=1, layer=0)],
+            # A score for each probe. Equal weights have one vector.
+            Cost(2, 1, 2 + 1 + 1),
             id="probes-and-a-clamp",
         ),
         pytest.param(
+            [*_probes(MANY, layer=0), Clamp(V, lo=0, hi=1, layer=0)],
+            # One read, of which all probes are computed.
+            Cost(2, 1, 2 + 1),
+            id="many-probes-and-a-clamp",
+        ),
+        pytest.param(
             [Probe([V, W], layers=[0, 1], name="p")], Cost(2, 1, 2), id="a-probe-of-two-layers"
+        ),
+        pytest.param(
+            [*_probes(MANY, layers=[0, 1], weight=[V, W])], Cost(2, 1, 2), id="many-of-two-layers"
+        ),
+        pytest.param(
+            [Probe(AttentionPool([V, W], [W, V]), layer=0, name="p")],
+            Cost(4, 1, 4),
+            id="a-pool-of-two-heads-has-four-scores",
+        ),
+        pytest.param(
+            [Probe(AttentionPool([V, W, V], [W, V, V]), layer=0, name="p")],
+            Cost(6, 1, 1),
+            id="a-pool-of-three-heads-has-a-row",
         ),
         pytest.param(
             [Probe(Mlp([([V, W, V], [0, 0, 0]), ([[1, 2, 3]], [0])]), layer=0, name="p")],
@@ -512,8 +573,13 @@ def test_the_rows_of_a_replacement_go_to_their_positions():
         pytest.param(
             [Probe(V, layer=0, name="p", tokens="prompt"), Probe(W, layer=0, name="q")],
             # One bank: a token that is scored by one of them is scored by both.
-            Cost(2, 1, 1),
+            Cost(2, 1, 2),
             id="probes-of-unlike-tokens",
+        ),
+        pytest.param(
+            [*_probes(MANY, layer=0, tokens="prompt"), Probe(W, layer=0, name="q")],
+            Cost(2, 1, 1),
+            id="many-probes-of-unlike-tokens",
         ),
     ],
 )
@@ -542,32 +608,35 @@ def test_a_cost_fits_where_each_of_its_parts_does():
 
 
 @pytest.mark.parametrize(
-    ("actions", "edits", "uniform"),
+    ("actions", "vectors", "uniform"),
     [
         ([Read("embed")], False, True),
         ([Read("embed", tokens=[0])], False, False),
         ([Read("embed", tokens="last")], False, False),
-        ([Probe(V, layer=0, name="p", tokens="generated")], False, True),
-        ([Probe(V, layer=0, name="p", tokens=[0])], False, False),
+        (_probes(FEW, layer=0, tokens="generated"), True, True),
+        (_probes(FEW, layer=0, tokens=[0]), True, False),
+        (_probes(MANY, layer=0, tokens="generated"), False, True),
+        (_probes(MANY, layer=0, tokens=[0]), False, False),
         ([Add(V, layer=0)], True, True),
         ([Read("embed"), Add(V, layer=0, tokens=[0])], True, False),
         ([Replace(V, positions=[0], layer=0)], True, False),
     ],
 )
-def test_a_request_knows_what_it_needs(actions, edits, uniform):
+def test_a_request_knows_what_it_needs(actions, vectors, uniform):
     program = _compile(_spec(*actions), [1, 1])
-    assert (program.has_vectors, program.generated_is_uniform) == (edits, uniform)
+    assert (program.has_vectors, program.generated_is_uniform) == (vectors, uniform)
     assert not program.empty
 
 
 NOTHING_HERE = [
     pytest.param((Read("resid_post", layer=1),), (0, 1), True, id="a-read-of-another-stage"),
-    pytest.param((Probe(V, layer=1, name="p"),), (0, 1), True, id="a-probe-of-another-stage"),
-    pytest.param(
-        (Probe(V, layer=1, name="p"),),
-        EVERYWHERE,
-        False,
-        id="a-probe-on-a-rank-that-delivers-nothing",
+    *(
+        pytest.param(probes, here, drains, id=f"{len(probes)}-{where}")
+        for probes in (_probes(FEW, layer=1), _probes(MANY, layer=1))
+        for here, drains, where in (
+            ((0, 1), True, "probes-of-another-stage"),
+            (EVERYWHERE, False, "probes-on-a-rank-that-delivers-nothing"),
+        )
     ),
     pytest.param((Add(V, layer=0), Read("embed")), (1,), True, id="edits-of-another-stage"),
     pytest.param((Read("embed"),), EVERYWHERE, False, id="reads-on-a-rank-that-delivers-nothing"),
@@ -629,14 +698,35 @@ def test_programs_are_remembered_up_to_so_many_bytes_of_all_specs(monkeypatch):
     assert used < 3 << 20
 
 
+def _at_one_place(i: int, tokens: Selector) -> Probe:
+    return Probe(V, layer=0, name=f"{i}", tokens=tokens)
+
+
+def _at_32_places(i: int, tokens: Selector) -> Probe:
+    return Probe(V, layer=i % 32, name=f"{i}", tokens=tokens)
+
+
+def _at_all_layers(i: int, tokens: Selector) -> Probe:
+    site = ("resid_pre", "resid_mid", "resid_post")[i % 3]
+    return Probe([V] * 32, site=site, layers=range(32), name=f"{i}", tokens=tokens)
+
+
+def _edits(i: int, tokens: Selector) -> Add:
+    return Add(V, layer=i % 32, tokens=tokens)
+
+
 @pytest.mark.parametrize(
     ("bits", "layers", "beside", "words"),
     [
         pytest.param(12, [0], None, "in more than 1,024 different ways", id="programs"),
         pytest.param(10, "all", None, "and edits together; at most 16,384", id="operations"),
-        pytest.param(12, [0], Probe, "in more than 1,024 different ways", id="with-probes"),
-        pytest.param(10, [0], Add, "in more than 512 different ways", id="with-vectors"),
-        pytest.param(9, "all", Add, "and edits together; at most 8,192", id="ops-with-vectors"),
+        pytest.param(12, [0], _at_one_place, "in more than 1,024 different ways", id="with-probes"),
+        pytest.param(10, [0], _at_32_places, "in more than 512 different ways", id="with-scores"),
+        pytest.param(10, [0], _edits, "in more than 512 different ways", id="with-vectors"),
+        pytest.param(9, "all", _edits, "and edits together; at most 8,192", id="ops-with-vectors"),
+        pytest.param(
+            9, [0], _at_all_layers, "scores and edits together; at most 8,192", id="ops-with-scores"
+        ),
     ],
 )
 def test_a_request_whose_tokens_are_treated_in_too_many_ways_builds_nothing(
@@ -647,11 +737,7 @@ def test_a_request_whose_tokens_are_treated_in_too_many_ways_builds_nothing(
         Read("resid_post", layers=layers, tokens=[p for p in range(4096) if p >> bit & 1])
         for bit in range(bits)
     ]
-    named = [{"name": str(i)} if beside is Probe else {} for i in range(bits)]
-    others = [
-        beside(V, layer=i % 32, tokens=read.tokens, **named[i])
-        for i, read in enumerate(reads) if beside
-    ]  # fmt: skip
+    others = [] if beside is None else [beside(i, read.tokens) for i, read in enumerate(reads)]
     asked = _spec(*reads, *others).resolve(sites)
     monkeypatch.setattr(compiling, "build_program", lambda *_: pytest.fail("built"))
     ids = np.ones(4096, np.int64)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,8 +13,8 @@ from tests.unit.planned import SITES, Engine, compile_actions, held
 from tests.unit.programs import all_programs, on_the_device, program_of, programs_of, runs
 from vllm_scope import Add, CapacityError, Probe, Read
 from vllm_scope.program.compiler import OVERSHOOT, RequestProgram
-from vllm_scope.program.operations import Op, Program
-from vllm_scope.request.sites import boundary_of_point
+from vllm_scope.program.layout import boundaries_of
+from vllm_scope.program.operations import OP_ADD, OP_READ, OP_SCORE, Op, Program
 
 V = np.ones(4)
 FIRST = Probe(V, layer=1, name="a", threshold=1.0)
@@ -20,21 +22,49 @@ SECOND = Probe(V, layer=3, name="b", after="a", threshold=1.0)
 THIRD = Probe(V, layers=[1], name="c", after="b")
 
 
-def boundaries(program: Program | None) -> list[int]:
-    """Of the rows that taps copy."""
-    return [] if program is None else [boundary_of_point(p) for p in program.layout.arena.points]
+class Stages(NamedTuple):
+    """The probes of each stage, and the operation by which a tap delivers for them."""
+
+    first: list[Probe]
+    second: list[Probe]
+    third: list[Probe]
+    code: int
 
 
+def _five(probe: Probe) -> list[Probe]:
+    """More than a tap makes the numbers of: it copies the row."""
+    return [probe, *(replace(probe, name=f"{probe.name} {i}") for i in range(4))]
+
+
+SCORED = Stages([FIRST], [SECOND], [THIRD], OP_SCORE)
+ON_ROWS = Stages(_five(FIRST), _five(SECOND), _five(THIRD), OP_READ)
+either = pytest.mark.parametrize("stages", [SCORED, ON_ROWS], ids=["scored", "on-rows"])
+
+
+def boundaries(program: Program | None, code: int) -> list[int]:
+    """Where taps copy rows, or tell numbers of them."""
+    if program is None:
+        return []
+    found = [tap for tap, ops in program.taps if any(op.code == code for op in ops)]
+    assert set(found) == boundaries_of(program.layout)
+    return found
+
+
+@either
 @pytest.mark.parametrize("more", [[], [Add(V, layer=0, tokens=[6])]], ids=["uniform", "positions"])
-def test_a_token_gets_a_later_stage_only_after_the_verdict_and_only_if_it_is_generated(more):
-    program = compile_actions(THIRD, SECOND, FIRST, *more)
+def test_a_token_gets_a_later_stage_only_after_the_verdict_and_only_if_it_is_generated(
+    more, stages
+):
+    first, second, third, code = stages
+    program = compile_actions(*third, *second, *first, *more)
     begun = program.after(["a"])
     for one, generated in ((program, [4]), (begun, [4, 8]), (begun.after(["b"]), [4, 8])):
         rows = {
-            at: boundaries(p) for first, n, p in runs(one, 0, 8) for at in range(first, first + n)
-        }
+            at: boundaries(p, code)
+            for first, n, p in runs(one, 0, 8) for at in range(first, first + n)
+        }  # fmt: skip
         assert rows == {at: [4] if at < 4 else generated for at in range(8)}
-        assert boundaries(one.generated_superset()) == generated
+        assert boundaries(one.generated_superset(), code) == generated
     heads = [len(one.generated_superset().layout.encoded) for one in (program, begun)]
     assert heads == [1, 2]
     assert len(program.last_stage.generated_superset().layout.encoded) == 3
@@ -42,24 +72,26 @@ def test_a_token_gets_a_later_stage_only_after_the_verdict_and_only_if_it_is_gen
     assert begun.after(["a"]) is begun
 
 
-def test_room_is_counted_with_every_stage():
+@either
+def test_room_is_counted_with_every_stage(stages):
     """So that a stage that begins does not lack it."""
     edit = Add(V, layer=0, tokens=[6])
-    program = compile_actions(FIRST, SECOND, edit)
+    program = compile_actions(*stages.first, *stages.second, edit)
     columns = program.columns(12 + OVERSHOOT)
     known = set(programs_of(program, columns))
     for one in (program, program.after(["a"])):
         assert {p for _, _, p in runs(one, 0, 12)} <= known
-    plain = compile_actions(FIRST, edit)
+    plain = compile_actions(*stages.first, edit)
     assert program.cost(12).programs == 2 * plain.cost(12).programs
     assert set(all_programs(program, 12)) == known
     assert len(known) == program.cost(12).programs
 
 
-def test_a_planner_reads_for_a_later_stage_from_the_step_after_it_was_told():
+@either
+def test_a_planner_reads_for_a_later_stage_from_the_step_after_it_was_told(stages):
     engine = Engine()
     for name in ("flagged", "calm"):
-        engine.add(name, FIRST, SECOND)
+        engine.add(name, *stages.first, *stages.second)
     engine.step(flagged=(0, 4), calm=(0, 4))
     for position in (4, 5):
         plan, _ = engine.step(flagged=(position, 1), calm=(position, 1))
@@ -69,11 +101,13 @@ def test_a_planner_reads_for_a_later_stage_from_the_step_after_it_was_told():
         plan, failures = engine.step(flagged=(position, 1), calm=(position, 1))
         assert failures == []
         layouts = [plan.labels.layouts[at] for at in plan.labels.layout_of]
-        assert [len(layout.arena.points) for layout in layouts] == [2, 1]
+        assert [boundaries_of(layout) for layout in layouts] == [{4, 8}, {4}]
+        assert plan.num_slots == 2 + 1
     # Preempted and computed again. Of tokens of the prompt nothing more is read.
     plan, _ = engine.step(flagged=(0, 8))
     layouts = [plan.labels.layouts[at] for at in plan.labels.layout_of]
-    assert [len(layout.arena.points) for layout in layouts] == [1] * 4 + [2] * 4
+    assert [boundaries_of(layout) for layout in layouts] == [{4}] * 4 + [{4, 8}] * 4
+    assert plan.num_slots == 4 + 4 * 2
     engine.planner.begin_stages("gone", ("a",))
     for name in ("flagged", "calm"):
         engine.planner.finish_request(name)
@@ -82,12 +116,15 @@ def test_a_planner_reads_for_a_later_stage_from_the_step_after_it_was_told():
 
 @pytest.mark.parametrize("more", [[], [Read("embed", tokens=[5])]], ids=["uniform", "by-position"])
 @pytest.mark.parametrize("begins", range(4))
-def test_new_scales_and_a_stage_that_begins_hold_together_in_any_order(begins, more):
+@either
+def test_new_scales_and_a_stage_that_begins_hold_together_in_any_order(stages, begins, more):
+    probes = *stages.first, *stages.second
+
     def program(scale: float) -> RequestProgram:
-        return compile_actions(FIRST, SECOND, Add(V, layer=0, scale=scale), *more)
+        return compile_actions(*probes, Add(V, layer=0, scale=scale), *more)
 
     engine = Engine()
-    engine.add("a", FIRST, SECOND, Add(V, layer=0), *more)
+    engine.add("a", *probes, Add(V, layer=0), *more)
     reserve = program(1.0).cost_of_change(program(1.0).columns(64 + OVERSHOOT)).programs
     for i, (first, scale) in enumerate([(7, 2.0), (9, 5.0), (9, 3.0), (12, 4.0)]):
         if i == begins:
@@ -109,13 +146,17 @@ def test_new_scales_and_a_stage_that_begins_hold_together_in_any_order(begins, m
             assert [op.a for op in added([one])] == [scales[at]]
             assert len(one.layout.encoded) == (1 if at < 4 else 2)
     engine.planner.finish_request("a")
-    assert added(program_of(engine.tables, i) for i in engine.tables._ops_of) == []
+    left = (program_of(engine.tables, i) for i in engine.tables._ops_of)
+    assert set().union(*(one.vectors for one in left)) == set()
 
 
 @pytest.mark.parametrize("more", [[], [Read("embed", tokens=[5])]], ids=["uniform", "by-position"])
 @pytest.mark.parametrize("begins", range(3))
-def test_stages_and_new_scales_made_at_once_are_those_made_one_by_one(begins, more, monkeypatch):
-    actions = FIRST, SECOND, THIRD, *more
+@either
+def test_stages_and_new_scales_made_at_once_are_those_made_one_by_one(
+    stages, begins, more, monkeypatch
+):
+    actions = *stages.first, *stages.second, *stages.third, *more
     found = []
     for few in (0, 1 << 20):
         monkeypatch.setattr("vllm_scope.program.held._FEW", few)
@@ -140,9 +181,11 @@ def test_stages_and_new_scales_made_at_once_are_those_made_one_by_one(begins, mo
 
 
 @pytest.mark.parametrize("told", [("a",), ("a", "b"), ("b",)])
-def test_every_stage_of_a_longer_cascade_is_held_if_programs_depend_on_positions(told):
+@either
+def test_every_stage_of_a_longer_cascade_is_held_if_programs_depend_on_positions(stages, told):
+    probes = *stages.first, *stages.second, *stages.third
     engine = Engine()
-    engine.add("a", FIRST, SECOND, THIRD, Add(V, layer=0), Read("embed", tokens=[5]))
+    engine.add("a", *probes, Add(V, layer=0), Read("embed", tokens=[5]))
     for i in range(len(told)):
         engine.planner.begin_stages("a", told[: i + 1])
         for at in (0, 4, 5, 6):
@@ -151,14 +194,14 @@ def test_every_stage_of_a_longer_cascade_is_held_if_programs_depend_on_positions
 
 
 def added(programs: Iterable[Program]) -> list[Op]:
-    """The operations with a vector."""
+    """The edits."""
     taps = (tap for one in programs for tap in one.taps)
-    return [op for _, ops in taps for op in ops if op.vector is not None]
+    return [op for _, ops in taps for op in ops if op.code == OP_ADD]
 
 
 def test_without_room_a_request_goes_on_as_before():
     engine = Engine(num_programs=4)
-    engine.add("a", FIRST, SECOND)
+    engine.add("a", *ON_ROWS.first, *ON_ROWS.second)
     for i in range(3):
         engine.add(f"r{i}", Read("embed"), Read("resid_post", layers=[i]))
     with pytest.raises(CapacityError):
@@ -166,3 +209,15 @@ def test_without_room_a_request_goes_on_as_before():
     plan, failures = engine.step(a=(4, 1))
     assert (failures, plan.num_slots) == ([], 1)
     assert SITES.step_tokens == 1
+
+
+def test_a_request_whose_taps_score_has_room_for_its_later_stages_from_the_start():
+    engine = Engine(num_programs=4)
+    engine.add("a", *SCORED.first, *SCORED.second)
+    for i in range(2):
+        engine.add(f"r{i}", Read("embed"), Read("resid_post", layers=[i]))
+    with pytest.raises(CapacityError):
+        engine.add("r2", Read("embed"), Read("resid_post", layers=[2]))
+    engine.planner.begin_stages("a", ("a",))
+    plan, failures = engine.step(a=(4, 1))
+    assert (failures, plan.num_slots) == ([], 2)

@@ -121,7 +121,7 @@ def test_programs_made_at_once_are_those_built_one_by_one(
         assert tables.num_delivered[found] == one_by_one.num_delivered[number]
         expected[one] = found
     assert len(set(expected.values())) == len(expected)
-    cost = cost_of(programs_of(program, columns), resolved.banks)
+    cost = cost_of(programs_of(program, columns), resolved.banks_on_rows())
     if any(isinstance(edit, Replace) for edit in spec.edits):
         # A replacement's row counts also beside an equal vector of another edit.
         assert cost.vectors <= held.cost.vectors

@@ -25,7 +25,7 @@ from vllm_scope.graph.tap.definition import tap_rows
 from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, boundaries_of
-from vllm_scope.request.heads import Bank, Encoding
+from vllm_scope.request.heads import Bank, Encoding, Scored
 from vllm_scope.request.sites import (
     EDIT_SITES,
     INNER_SITES,
@@ -69,13 +69,14 @@ points_of_any_kind = st.sets(
 
 sizes = st.integers(1, 70)
 kinds = st.integers(0, len(KINDS) - 1)
+banks = st.sampled_from([None, Bank, Scored])
 
 
 @st.composite
 def layouts(draw: Any) -> Layout:
     encoded = tuple(
-        (Bank.of([bytes([kind])], size) if bank else Encoding(f"{kind} {size}", size), points)
-        for kind, size, bank in draw(st.sets(st.tuples(kinds, sizes, st.booleans()), max_size=5))
+        (bank.of([bytes([kind])], size) if bank else Encoding(f"{kind} {size}", size), points)
+        for kind, size, bank in draw(st.sets(st.tuples(kinds, sizes, banks), max_size=5))
         if (points := tuple(p for p in draw(points_of_any_kind) if kind_of_point(p) == kind))
     )  # fmt: skip
     return Layout(draw(points_of_any_kind), encoded)
@@ -164,6 +165,10 @@ def specs(draw: Any) -> Spec:
         mlps = [Mlp([(np.stack([w, -w]), [0.5, i]), ([[1, -2]], [3])], "tanh") for w in linear]
         weights = mlps if is_mlp else np.stack(linear)
         probes.append(Probe(weights, site=site, layers=layers, name=f"p{i}", bias=i / 4))
+    if draw(st.booleans()):  # more than taps score at one place
+        weights = np.linspace(-2, 2, 5 * HIDDEN_SIZE).reshape(5, HIDDEN_SIZE)
+        site, layer = draw(st.sampled_from(["resid_pre", "resid_post"])), draw(st.integers(0, 1))
+        probes += [Probe(w, site=site, layer=layer, name=f"q{i}") for i, w in enumerate(weights)]
     reads, known = [], {}
     for read in draw(_READS):  # a stream has one codec
         if all(known.setdefault((read.site, k), read.codec) == read.codec for k in read.layers):
@@ -217,7 +222,7 @@ class Step:
         self.blocks: list[dict[tuple[str, int, str | None], Any]] = [{} for _ in asked]
         self.packer = Packer(dtype, CPU, self.widths)
         for key, one in enumerate(self.asked):
-            self.packer.hold(key, (), one.banks)
+            self.packer.hold(key, (), one.banks_on_rows())
 
     def tap(self, boundary: int, arena: torch.Tensor, base: int, per_token: int) -> None:
         tables, tap = self.tables, EVERYWHERE.index(boundary)
@@ -331,8 +336,9 @@ def check_scores(step: Step, key: int, result: ScopeResult) -> None:
         torch.testing.assert_close(result.scores[probe.name], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("copies", [1, 5], ids=["scored", "on-rows"])
 @pytest.mark.parametrize("tap_by_tap", [False, True])
-def test_probes_of_two_sites_that_share_a_row_have_scores_of_their_own(tap_by_tap):
+def test_probes_of_two_sites_that_share_a_row_have_scores_of_their_own(tap_by_tap, copies):
     """The exit of layer 0 is the entry of layer 1."""
     weights = np.linspace(-1, 1, HIDDEN_SIZE), np.linspace(3, 2, HIDDEN_SIZE)
     probes = (
@@ -341,7 +347,8 @@ def test_probes_of_two_sites_that_share_a_row_have_scores_of_their_own(tap_by_ta
         Probe(np.stack(weights), site="resid_post", layers=[1, 0], name="both"),
     )
     for some in (probes, probes[:2]):
-        step = Step([Spec(probes=some)] * 2, torch.float32, 0)
+        each = (replace(one, name=f"{one.name} {i}") for one in some for i in range(copies))
+        step = Step([Spec(probes=tuple(each))] * 2, torch.float32, 0)
         step.run(tap_by_tap)
         for key, pending in enumerate(step.pending):
             pending.finish(0, None)

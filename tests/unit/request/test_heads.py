@@ -19,7 +19,7 @@ from vllm_scope.codecs.rp8 import MAX_PROJECTION
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.program.operations import Program, build_program
-from vllm_scope.request.heads import READ_CODECS, Bank, CodecChoice, known_head
+from vllm_scope.request.heads import READ_CODECS, Bank, CodecChoice, Scored, Told, known_head
 from vllm_scope.request.sites import Sites, point_of
 from vllm_scope.request.spec import scope
 
@@ -167,7 +167,8 @@ def test_a_program_reads_each_point_once_however_many_codecs_it_has():
 
 def test_a_head_is_known_in_another_process_by_its_text_and_size():
     encoding = resolved(Read("embed", codec="int8"))[0].encoding
-    for head in (encoding, Bank.of([b"one", b"other"], 3)):
+    banks = (kind.of([b"one", b"other"], 3) for kind in (Bank, Told, Scored))
+    for head in (encoding, *banks):
         again = known_head(head.text, head.row_bytes)
         assert (again, type(again)) == (head, type(head))
 

@@ -12,7 +12,7 @@ from tests.unit.request.test_packed import _through_a_ticket
 from tests.unit.saes import published
 from tests.unit.saes.published import D_IN, D_SAE, K
 from vllm_scope import Features, Probe, Spec, SpecError, scope, spec_schema
-from vllm_scope.request.heads import Bank, Strongest, known_head
+from vllm_scope.request.heads import Bank, Scored, Strongest, known_head
 from vllm_scope.request.packed import pack, unpack
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.sites import Sites
@@ -119,7 +119,7 @@ def test_single_features_are_a_net_in_the_bank_of_the_place(saes):
     asked = resolved(saes, Features("jumprelu", indices=[7, 2], threshold=1.0))
     (one,) = asked.features
     (cell,) = one.cells
-    assert type(cell.bank) is Bank
+    assert type(cell.bank) is Scored
     assert cell.net.num_values == one.num_values == 2
     feature = saes["jumprelu"].feature(7)
     weight, bias = cell.net.layers[0]
@@ -132,6 +132,9 @@ def test_single_features_are_a_net_in_the_bank_of_the_place(saes):
     (scored,), (sparse,) = (getattr(both.resolve(SITES), x) for x in ("probes", "features"))
     assert scored.cells[0].bank == sparse.cells[0].bank
     assert (scored.cells[0].first, sparse.cells[0].first) == (0, 1)
+    (many,) = resolved(saes, Features("jumprelu", indices=[7, 2, 3, 5, 10])).features
+    assert type(many.cells[0].bank) is Bank
+    assert many.cells[0].net.num_values == many.num_values == 5
 
 
 def test_a_topk_sae_delivers_its_own_k_at_most(saes):

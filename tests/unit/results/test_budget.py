@@ -12,7 +12,7 @@ from tests.unit.programs import runs
 from vllm_scope import Add, CapacityError, Probe, Read, Spec, SpecError
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import SLOT_BYTES, Widths
-from vllm_scope.request.heads import Bank
+from vllm_scope.request.heads import Scored
 from vllm_scope.request.sites import Sites
 from vllm_scope.results.budget import LABEL_BYTES, Asker, Budget, asking, bytes_of_prompt
 from vllm_scope.results.inbox import Inbox
@@ -187,7 +187,7 @@ def test_rows_and_scores_of_other_destinations_are_not_kept(inbox):
     pending = opened(inbox, spec, 10)
     deliver(inbox, pending, spec, 10, 0, 10)
     sizes = {key.what: table._values.shape[1:] for key, table in pending._tables.items()}
-    shared, other = (Bank.of([b""], count).nameless for count in (2, 1))
+    shared, other = (Scored.of([b""], count).nameless for count in (2, 1))
     assert sizes == {None: (1, ROW), shared: (1, 8), other: (0, 4)}
     alone = Spec((Read("resid_post", to="files"),), (PROBE,))
     other = opened(inbox, alone, 10)

@@ -14,11 +14,13 @@ import pytest
 from tests.unit.recording import PATIENCE_S, POINTS, SITES, TOKEN_BYTES, Live, Other, Whole, side
 from vllm_scope import Read
 from vllm_scope.program.layout import Layout, Widths
+from vllm_scope.request.heads import Bank, Encoding, Scored, Told
 from vllm_scope.request.sites import Sites, point_of
 from vllm_scope.request.spec import Spec
 from vllm_scope.sinks import Manifest, Report, RequestInfo
 from vllm_scope.sinks.options import SinkOptions
 from vllm_scope.sinks.request import Arrival, Delivery, Ended
+from vllm_scope.sinks.sink_queue import QueuedRows
 from vllm_scope.sinks.sink_thread import SinkThread
 from vllm_scope.sinks.spill import SpillFile
 
@@ -402,6 +404,15 @@ def test_a_row_that_comes_after_a_dropped_one_is_delivered(monkeypatch):
         manifests = [here.manifest(key) for key in range(2)]
         assert here.router.counters()["mine"]["drops"] == 4
     assert [(m.status, m.delivered) for m in manifests] == [("partial", 4), ("ok", 6)]
+
+
+@pytest.mark.parametrize("kind", [Bank, Told, Scored])
+def test_each_number_of_a_bank_counts_as_a_value(kind):
+    layout = Layout(POINTS[:1], ((kind.of([b"a"], 3), POINTS[1:]), (Encoding("e", 20), POINTS[:1])))
+    widths = Widths((16,))
+    data = np.zeros((5, 16 * layout.slots(widths)), np.uint8)
+    rows = QueuedRows(None, Arrival(layout, np.arange(5), data, widths))
+    assert rows.num_values == 5 * (1 + 2 * 3 + 1)
 
 
 def until(true, seconds: float = 5.0) -> None:

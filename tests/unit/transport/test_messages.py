@@ -24,7 +24,7 @@ from vllm_scope import CompatError
 from vllm_scope.batch.labels import Labels
 from vllm_scope.control import Decided
 from vllm_scope.program.layout import Layout, Widths
-from vllm_scope.request.heads import Bank, Encoding
+from vllm_scope.request.heads import Bank, Encoding, Scored
 from vllm_scope.request.sites import point_of
 from vllm_scope.sinks import RowBatch
 from vllm_scope.transport.messages import (
@@ -43,7 +43,7 @@ from vllm_scope.transport.senders.tcp import PIECE_BYTES
 PATIENCE_S = 3
 
 #: Of three probes: one slot.
-BANK = Bank.of([b"one", b"two", b"three"], 3)
+BANK, SCORED = (kind.of([b"one", b"two", b"three"], 3) for kind in (Bank, Scored))
 
 _receivers: list[Receiver] = []
 
@@ -223,6 +223,22 @@ def test_layouts_with_heads_arrive_and_their_rows_are_cut_where_they_end(road, i
         assert len(messages[-1].slots) == sum(slots_per_token(messages[-1], None))
     assert torch.equal(torch.cat([m.slots for m in messages]), content)
     assert len(messages) == (1 if road == "shared" else 2)
+
+
+def test_layouts_of_which_taps_tell_all_numbers_arrive(road, inbox):
+    layouts = reads_at(0, encoded=((SCORED, (1,)),)), Layout((), ((SCORED, (0, 1)),)), reads_at(2)
+    labels = labels_of(range(6), range(6), np.arange(6) % 3, layouts)
+    assert not labels.encodes
+    num_slots = sum(slots_per_token(labels, None))
+    assert num_slots == 2 * (2 + 2 + 1)
+    ring = HostRing(num_slots, cuda=False)
+    sender = inbox.open(road, ring)
+    sender.send_rows(RowBatch(labels, ring.acquire(num_slots), Widths((ROW_BYTES,))))
+    message = inbox.next()
+    assert message.layouts == list(layouts)
+    assert [[type(head) for head, _ in x.encoded] for x in message.layouts] == [
+        [Scored], [Scored], []
+    ]  # fmt: skip
 
 
 def test_layouts_with_further_names_of_rows_arrive(road, inbox):

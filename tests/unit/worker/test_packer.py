@@ -259,8 +259,8 @@ def test_banks_that_work_together_work_once_a_step(monkeypatch):
     layout = Layout((), tuple((bank, (point,)) for bank, point in zip(nets, (A, B), strict=True)))
     packer, num_products = Packer(torch.float32, CPU, Widths((4 * HIDDEN_SIZE,)), stacks=True), []
     packer.hold(1, (), nets)
-    bmm = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda *args: num_products.append(args) or bmm(*args))
+    product = torch.baddbmm
+    monkeypatch.setattr(torch, "baddbmm", lambda *args: num_products.append(args) or product(*args))
     made = []
     for num_steps in (1, 2):
         labels = packer._plan.labels if num_steps == 2 else labels_of([0] * 3, (layout,))

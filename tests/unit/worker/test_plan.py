@@ -286,10 +286,16 @@ def test_256_decoding_requests_are_planned_in_little_time(tokens, most_ms, capsy
     assert statistics.median(took) < most_ms
 
 
-def test_prompts_whose_tokens_are_all_probed_cost_no_python_per_request(monkeypatch):
+def probes(count: int, **fields: str) -> list[Probe]:
+    weight = [1.0, 2.0, 0.0, 1.0]
+    return [Probe(weight, layer=1, name=f"{i}", **fields) for i in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 5], ids=["scored", "on-rows"])
+def test_prompts_whose_tokens_are_all_probed_cost_no_python_per_request(count, monkeypatch):
     engine = Engine()
     for name in "abc":
-        engine.add(name, Probe([1.0, 2.0, 0.0, 1.0], layer=1, name="p"), num_prompt=10)
+        engine.add(name, *probes(count), num_prompt=10)
     by_request = [engine.step(**{name: (0, 10)})[0] for name in "abc"]
     monkeypatch.setattr(engine.planner, "_ids", lambda *_: pytest.fail("it looked at a request"))
     plan, failures = engine.step(a=(0, 10), b=(4, 6), c=(9, 2))
@@ -300,8 +306,9 @@ def test_prompts_whose_tokens_are_all_probed_cost_no_python_per_request(monkeypa
     assert plan.labels.layouts == by_request[0].labels.layouts
 
 
-def test_prompts_of_which_no_token_is_probed_have_no_rows_before_they_generate():
+@pytest.mark.parametrize("count", [1, 5], ids=["scored", "on-rows"])
+def test_prompts_of_which_no_token_is_probed_have_no_rows_before_they_generate(count):
     engine = Engine()
-    engine.add("a", Probe([1.0] * 4, layer=1, name="p", tokens="generated"), num_prompt=10)
+    engine.add("a", *probes(count, tokens="generated"), num_prompt=10)
     assert engine.step(a=(0, 10))[0] is None
     assert engine.step(a=(9, 3))[0].rows.tolist() == [1, 2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -11,29 +13,38 @@ from vllm_scope import Ablate, Add, CapacityError, Probe, Read, Replace, Spec
 from vllm_scope.program.compiler import OVERSHOOT
 from vllm_scope.program.layout import Layout
 from vllm_scope.program.operations import NO_PROGRAM
+from vllm_scope.request.heads import Bank
 from vllm_scope.request.sites import point_of
 from vllm_scope.worker import plan as planning
 
 V = [1.0, 2.0, 0.0, -1.0]
-#: Of one probe, V.
-(BANK,) = Spec(probes=(Probe(V, layer=0, name="p"),)).resolve(SITES).banks
+#: Of which a tap makes the number, and of which it copies the row for a bank.
+ONE, FIVE = ([Probe(V, layer=0, name=f"{i}") for i in range(count)] for count in (1, 5))
+either = pytest.mark.parametrize("probes", [ONE, FIVE], ids=["scored", "on-rows"])
 
 
-def test_rows_that_are_only_edited_take_no_slots_and_have_no_label():
+def bank_of(probes: list[Probe]) -> Bank:
+    (found,) = Spec(probes=tuple(probes)).resolve(SITES).banks
+    return found
+
+
+@either
+def test_rows_that_are_only_edited_take_no_slots_and_have_no_label(probes):
     engine = Engine()
     engine.add("edits", Add(V, layer=0))
     engine.add("reads", Read("embed"), Read("resid_post", layers=[3], tokens="generated"))
-    engine.add("both", Ablate(V, layer=1), Read("embed", tokens=[1]), Probe(V, layer=0, name="p"))
+    engine.add("both", Ablate(V, layer=1), Read("embed", tokens=[1]), *probes)
     plan, failures = engine.step(edits=(0, 2), reads=(3, 2), both=(0, 2))
     assert failures == []
     assert plan.rows.tolist() == [0, 1, 2, 3, 4, 5]
     assert plan.delivers.tolist() == [False, False, True, True, True, True]
     assert plan.labels.rows.tolist() == [2, 3, 4, 5]
     assert plan.labels.positions.tolist() == [3, 4, 0, 1]
-    # A row; two rows; the row of a score; two rows, one of them for a score.
+    # A row; two rows; one score, or the row of five; a row and the same.
     assert np.diff([*plan.offsets, plan.num_slots]).tolist() == [0, 0, 1, 2, 1, 2]
-    assert plan.num_delivered == 1 + 2 + 1 + 2
-    scores = ((BANK, (point_of(2, 1),)),)
+    each = 1 if probes is ONE else 2  # slots of the numbers
+    assert plan.num_delivered == 1 + 2 + each + (1 + each)
+    scores = ((bank_of(probes), (point_of(2, 1),)),)
     assert [plan.labels.layouts[i] for i in plan.labels.layout_of] == [
         Layout((point_of(0, 1),)),
         Layout((point_of(0, 1), point_of(8, 1))),
@@ -197,12 +208,15 @@ def test_where_positions_are_guessed_an_edited_request_still_reads_a_few_tokens(
     assert plan.rows.tolist() == [0, 1, 2]
 
 
-def test_where_positions_are_guessed_probes_of_single_tokens_are_all_scored():
+@either
+def test_where_positions_are_guessed_probes_of_single_tokens_are_all_scored(probes):
     engine = Engine()
-    engine.add("a", Probe(V, layer=0, name="p", tokens=[8]), Read("embed", tokens=[9]))
+    some = (replace(probe, tokens=[8]) for probe in probes)
+    engine.add("a", *some, Read("embed", tokens=[9]))
     plan, failures = engine.step(optimistic=True, a=(7, 3))
     assert failures == []
-    assert plan.labels.layouts == (Layout((point_of(0, 1),), ((BANK, (point_of(2, 1),)),)),)
+    made = ((bank_of(probes), (point_of(2, 1),)),)
+    assert plan.labels.layouts == (Layout((point_of(0, 1),), made),)
 
 
 def test_a_request_that_enters_has_room_where_the_last_step_read_much():

@@ -28,10 +28,12 @@ def index_of(manager: object) -> ScoreIndex | None:
 
 def new_index(scheduler: Scheduler) -> None:
     """Make the index, if there is none and scores are to be kept."""
+    manager = scheduler.kv_cache_manager
+    if index_of(manager) is not None or not manager.enable_caching:
+        return
     config = config_of(scheduler.vllm_config)
     assert config is not None
-    manager = scheduler.kv_cache_manager
-    if index_of(manager) is None and config.scores_mib and manager.enable_caching:
+    if config.scores_mib:
         most_bytes = int(config.scores_mib * 2**20)
         step_tokens = 1 + scheduler.vllm_config.num_speculative_tokens
         index = ScoreIndex(_hash_block_size(scheduler), most_bytes, step_tokens)

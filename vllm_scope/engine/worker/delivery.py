@@ -156,7 +156,7 @@ class WorkerDelivery:
             self.memory.leave_out_rows(key)
         encodings = [read.encoding for read in asked.reads if read.encoding is not None]
         if encodings or asked.banked:
-            self.drain.add_request(key, encodings, asked.banks_at(self.here))
+            self.drain.add_request(key, encodings, asked.banks_on_rows(self.here))
         if asked.moments:
             self.drain.add_moments(key, len(prompt_ids), asked.moments)
         if asked.watched:

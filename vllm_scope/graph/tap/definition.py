@@ -29,6 +29,7 @@ from vllm_scope.program.operations import (
     OP_GATE,
     OP_GATE_COSINE,
     OP_READ,
+    OP_SCORE,
     OP_SET,
     REGISTERS,
     SETTERS,
@@ -156,6 +157,9 @@ def tap_rows(
                     edited[bad] = True
             elif code == OP_READ:
                 _store(x[some].to(hidden.dtype), words, start)
+            elif code == OP_SCORE:
+                along = _dot(x[some].to(hidden.dtype).float(), vectors[_vectors_of(op)])
+                _tell((along + _number(op, NUMBER_B)).numpy(), words, start, op[:, column] >= 0)
             else:
                 x = x.clone() if x is came else x
                 register = op[:, REGISTER]

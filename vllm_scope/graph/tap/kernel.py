@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # The opcodes of program/operations.py. A test in tests/interpreter compares them.
 OP_READ = tl.constexpr(1)
+OP_SCORE = tl.constexpr(2)
 OP_ADD = tl.constexpr(3)
 OP_ADD_NORM = tl.constexpr(4)
 OP_ABLATE = tl.constexpr(5)
@@ -202,7 +203,10 @@ def _tap_kernel(
             b = tl.load(op + 5).to(tl.float32, bitcast=True)
             register = tl.load(op + 7)
             held = tl.load(host_ptr + 2).to(tl.pointer_type(tl.float32)) + row * REGISTERS
-            if code >= OP_GATE:
+            if code == OP_SCORE:
+                if offset >= 0:
+                    tl.store(out, tl.sum(x.to(dtype).to(tl.float32) * v, 0) + b)
+            elif code >= OP_GATE:
                 c = tl.load(op + 9).to(tl.float32, bitcast=True)
                 d = tl.load(op + 10).to(tl.float32, bitcast=True)
                 score = tl.sum(x * v, 0)
