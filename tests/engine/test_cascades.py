@@ -77,8 +77,8 @@ def check(output, position: int, probes: list[Probe] = DEAR) -> None:
 
 @contextmanager
 def counted(monkeypatch):
-    """Rows that went through a bank, by the bank's number of values, and that taps scored, by "told";
-    points that taps copied."""
+    """Rows that went through a bank, by the bank's number of values, and numbers of taps, as
+    "told"; points that taps copied."""
     rows, points = Counter(), Counter()
     pack, submit = probe_bank.DeviceBank.pack, drain.Drain.submit
 

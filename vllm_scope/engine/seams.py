@@ -6,7 +6,6 @@ To:    wrapping.py (replaces symbols), digests.py (compares a vLLM with those th
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import dataclass, replace
 
 from vllm_scope.config import KEY, ScopeConfig
@@ -307,6 +306,6 @@ def config_of(vllm_config: VllmConfig) -> ScopeConfig | None:
     if body is None:
         return None
     known = _parsed.of(vllm_config)
-    if known is None or known[0] != body:
-        known = _parsed.put(vllm_config, (deepcopy(body), ScopeConfig.parse(body)))
+    if known is None or known[0] is not body:
+        known = _parsed.put(vllm_config, (body, ScopeConfig.parse(body)))
     return known[1]

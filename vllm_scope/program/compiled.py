@@ -34,17 +34,18 @@ from vllm_scope.program.picks import Pick
 from vllm_scope.program.ranges import ColumnRange, PicksKey, can_remember
 from vllm_scope.program.table_rows import Listed, OpList
 from vllm_scope.request.arrays import Array
-from vllm_scope.request.heads import Bank, Head
+from vllm_scope.request.heads import Bank, Head, Told
 from vllm_scope.request.nets import Net
 from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.sites import LEVELS
 
 #: Limits of one request: distinct programs, and operations of all its programs together. If the
-#: request edits, the thread that launches the model writes the programs to the device's tables
-#: before the request's first step: about 0.3 us per operation. If it only reads, that thread builds
-#: the programs in the steps that need them: 15 us per program, and 1.3 us per operation.
+#: request edits, or taps score its rows, the thread that launches the model writes the programs to
+#: the device's tables before the request's first step: about 0.3 us per operation. If it only
+#: reads, that thread builds the programs in the steps that need them: 15 us per program, and 1.3 us
+#: per operation.
 MOST_PROGRAMS, MOST_OPS = 1024, 1 << 14
-MOST_PROGRAMS_WITH_VECTORS, MOST_OPS_WITH_VECTORS = 512, 1 << 13
+MOST_PROGRAMS_WITH_EDITS, MOST_OPS_WITH_EDITS = 512, 1 << 13
 #: Bound of the programs of all specs that this process keeps.
 REMEMBERED_BYTES = 64 << 20
 _PROGRAM_BYTES, _OP_BYTES = 2048, 256
@@ -156,7 +157,7 @@ class Compiled:
         """The same of a spec that differs from this one's in the layers, vectors and numbers of its
         edits alone, and reads nothing."""
         found = Compiled(
-            self.picks, (), edits, self.check, self.rows, self.banks, self.scores,
+            self.picks, (), edits, self.check, self.rows, self.banks,
             phase_columns=self.phase_columns, counts=self.counts,
         )  # fmt: skip
         found.__dict__.update(self._alike)
@@ -247,8 +248,8 @@ class Compiled:
     def ops_of_picks(self) -> NDArray[np.int64]:
         """[num_picks]: how many operations a token gets from each pick."""
         found = np.zeros(len(self.picks), np.int64)
-        for pick, points, _ in self.reads:
-            found[pick] += len(points)
+        for pick, points, head in self.reads:
+            found[pick] += 0 if isinstance(head, Told) else len(points)
         for pick, _, ops in self.scored:
             found[pick] += len(ops)
         for edit in self.edits:
@@ -286,8 +287,8 @@ class Compiled:
     def check_size(self, columns: Collection[Column]) -> None:
         """Raises SpecError for more programs or operations than one request may have."""
         most, most_ops = MOST_PROGRAMS, MOST_OPS
-        if self.has_vectors:
-            most, most_ops = MOST_PROGRAMS_WITH_VECTORS, MOST_OPS_WITH_VECTORS
+        if self.edits:  # an operator's monitor, which taps may score, refuses no request
+            most, most_ops = MOST_PROGRAMS_WITH_EDITS, MOST_OPS_WITH_EDITS
         if len(columns) > most:
             raise SpecError(
                 f"the request's tokens are treated in more than {most:,} different ways; "

@@ -429,7 +429,7 @@ class RequestProgram:
         compiled = self._compiled
         if self.begun or not compiled.remembers:
             return made()
-        size = compiled.has_vectors, compiled.ops_of_picks.tobytes()
+        size = bool(compiled.edits), compiled.ops_of_picks.tobytes()
         key = ColumnsKey(compiled.picks_key, size, self.num_prompt, num_positions, drafts)
         return remembered_columns(key, made)
 

@@ -80,6 +80,7 @@ class Held:
         if not compiled.has_vectors:
             return True
         each = len(compiled.edits) + sum(len(points) for _, points, _ in compiled.reads)
+        each += sum(len(ops) - 1 for _, _, ops in compiled.scored)
         return len(self) * each <= _FEW
 
     @property

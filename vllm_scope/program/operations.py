@@ -150,7 +150,7 @@ class Program:
 @dataclass(frozen=True)
 class Cost:
     """What a request takes of the device tables while it runs. A probe's weight counts as its
-    vectors do, though it has memory of its own.
+    vectors do, also if it has memory of its own.
 
     Attributes:
         lens_rows: rows that its lenses are applied to, which take the device's time.
@@ -336,11 +336,10 @@ def score_ops(cell: Cell) -> tuple[Op, ...]:
     assert isinstance(cell.bank, Scored)
     ((weight, bias),) = cell.net.layers
     count, width = weight.shape
-    size = len(weight.data) // count  # a front-end has no numbers of steering modules
     found = []
     for i in range(count):
-        data = weight.data[i * size : (i + 1) * size]
-        # A key of its own: a replacement may have the same rows, and counts them by its keys.
+        data = weight.data[4 * width * i : 4 * width * (i + 1)]
+        # A replacement may have the same rows, and counts them by its own keys.
         row = Array.known((width,), data, b"score" + row_key(weight, i))
         b = 0.0 if bias is None else float(bias.numpy[i])
         found.append(Op(OP_SCORE, 0, row, b=b, told=(cell.place, cell.bank, cell.first + i)))

@@ -1,8 +1,8 @@
 """All programs of a request at once, as rows of the op table.
 
 Owns:  OpList (every operation that a token of a spec may get, in order), and TableRows.
-Runs:  in workers, when a request that edits arrives; in EngineCore, to count what it takes. numpy,
-       no torch.
+Runs:  in workers, when a request whose programs have vectors arrives; in EngineCore, to count what
+       it takes. numpy, no torch.
 From:  compiled.   To: graph.tap.tables, core.admission.
 
 Promise: the operations are those of the programs that `Compiled.program` builds one by one. Here

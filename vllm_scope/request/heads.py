@@ -156,15 +156,16 @@ class Bank(Head):
 
 @dataclass(frozen=True)
 class Told(Bank):
-    """Values of gates and doses of edits at one place: float32 numbers, side by side. Taps compute
-    them and write them to the arena, so that nothing is left to compute."""
+    """Numbers that taps compute and write to the arena, so that nothing is left to compute;
+    float32, side by side. In this class they are values of gates and doses of edits at one place.
+    """
 
     start: ClassVar[str] = "told"
 
 
 @dataclass(frozen=True)
 class Scored(Told):
-    """As Bank, of few linear probes, whose numbers taps tell: no row leaves its place for them."""
+    """As Bank, of few linear nets, whose numbers taps compute: no row is copied for them."""
 
     start: ClassVar[str] = "scored"
 

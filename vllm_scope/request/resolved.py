@@ -66,7 +66,7 @@ class Cell:
 
     Attributes:
         bank: all probes of the request at this place.
-        net: None for a number that taps tell, and for a Strongest.
+        net: None for the value of a gate, the dose of an edit, and a Strongest.
         first: the first of the bank's numbers that are this probe's.
     """
 
@@ -298,14 +298,18 @@ class Resolved:
         gates = [edit.gate for edit in self.edits if edit.gate is not None]
         vectors |= {id(gate.vector): len(gate.vector.data) for gate in gates}
         cells = (cell for one in self.banked for cell in one.cells)
-        nets = {id(cell.net): cell.net for cell in cells if cell.net is not None}
+        # The rows of a weight that taps apply are kept beside it.
+        nets = {
+            id(cell.net): cell.net.num_bytes * (2 if isinstance(cell.bank, Scored) else 1)
+            for cell in cells if cell.net is not None
+        }  # fmt: skip
         num_streams = sum(len(read.streams) for read in self.reads)
         actions = (*self.taking, *self.edits)
         items = sum(map(items_of, {one.tokens for one in actions}))
         # An edit's direction is kept twice: as given, and at length 1.
         return (
             2 * sum(vectors.values())
-            + sum(net.num_bytes for net in nets.values())
+            + sum(nets.values())
             + _STREAM_BYTES * num_streams
             + _ACTION_BYTES * (len(actions) + len(nets) + len(set(map(id, gates))))
             + ITEM_BYTES * items

@@ -13,15 +13,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vllm_scope.request.heads import Bank, Scored, Told
+from vllm_scope.request.heads import Bank, Head, Strongest
 from vllm_scope.sinks.options import SinkOptions
 from vllm_scope.sinks.quota import KeyedBytes
 from vllm_scope.sinks.reports import Log, failure
 from vllm_scope.sinks.request import Arrival, Delivery, Ended
 from vllm_scope.sinks.spill import SpillFile
-
-#: Heads each of whose numbers is a value.
-_SCORES = Bank, Scored, Told
 
 
 @dataclass
@@ -44,7 +41,7 @@ class QueuedRows:
     def num_values(self) -> int:
         layout = self.arrival.layout
         encoded = sum(
-            len(points) * (head.row_bytes // 4 if type(head) in _SCORES else 1)
+            len(points) * (head.row_bytes // 4 if _is_scores(head) else 1)
             for head, points in layout.encoded
         )
         return len(self.arrival.positions) * (len(layout.points) + encoded)
@@ -54,6 +51,10 @@ class QueuedRows:
 class QueuedEnd:
     delivery: Delivery
     ended: Ended
+
+
+def _is_scores(head: Head) -> bool:
+    return isinstance(head, Bank) and not isinstance(head, Strongest)
 
 
 class QueuedFlush:

@@ -88,6 +88,7 @@ class _Rows(msgspec.Struct, frozen=True, eq=False):
             copies them.
         tapped: on a GPU, for rows that the drain thread copies: the event after which they are in
             the region.
+        watched: the watch waits for `copied`, so no later step may use that event.
         positions: int64 [num_rows], the true positions of the batch's rows; None if the
             labels' positions are true.
     """
@@ -99,6 +100,7 @@ class _Rows(msgspec.Struct, frozen=True, eq=False):
     copied: torch.cuda.Event | None
     positions: Tensor | None
     tapped: torch.cuda.Event | None = None
+    watched: bool = False
 
     @property
     def waits(self) -> Region | None:
@@ -185,7 +187,7 @@ class Drain:
         self._joins = self._cuda if joins is None else joins
         #: On a CPU: steps may wait that the drain thread fills.
         self._unfilled = False
-        self._packer = Packer(arena.slots.dtype, arena.slots.device, widths, saes, side=self._side)
+        self._packer = Packer(arena.slots.dtype, arena.slots.device, widths, saes)
         #: Used events, for reuse: making one takes longer than recording it.
         self._events: list[torch.cuda.Event] = []
         if self._cuda:
@@ -206,7 +208,10 @@ class Drain:
         Raises:
             CapacityError: there is no room for it.
         """
-        self._packer.hold(key, encodings, banks)
+        if not (encodings or banks):
+            return
+        with self._side():
+            self._packer.hold(key, encodings, banks)
 
     def warm(self, call: Callable[[], None]) -> None:
         """Call something before the first step, where rows are worked on: on a GPU on the drain's
@@ -405,7 +410,7 @@ class Drain:
             step = replace(step, region=None)
         wait = step.copied.synchronize if step.copied is not None else _nothing_to_wait_for
         self._watch.add(partial(_true_labels, step), wait, step.lease, step.boundary)
-        return step
+        return replace(step, watched=True)
 
     def _wait_for_sums(self) -> None:
         """Wait until the drain thread has filled all steps before this one: a request's rows are
@@ -475,7 +480,8 @@ class Drain:
         """The event after the copy, None if these rows are lost; and the positions' copy."""
         if positions is not None:
             positions = self._to_host(positions)
-        # Sums ask for it later. A stream waits for what was recorded when it was told to wait.
+        # One event does for all steps, as a stream waits for what was recorded when it was told
+        # to wait. Sums look at theirs later.
         written = torch.cuda.Event() if labels.sums else self._tapped
         written.record(self._stream_of_taps())
         # Blocking: the drain thread sleeps in `synchronize` instead of spinning.
@@ -630,7 +636,9 @@ class Drain:
         finally:
             for step in steps:
                 step.lease.release()
-                self._events += [one for one in (step.copied, step.tapped) if one is not None]
+                for used in (step.tapped, None if step.watched else step.copied):
+                    if used is not None:
+                        self._events.append(used)
 
     def _write_joined(self, steps: list[_Rows]) -> None:
         """Give steps that may be joined to the sink. Their rows are there."""

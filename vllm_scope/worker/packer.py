@@ -18,7 +18,6 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -125,8 +124,6 @@ class Packer:
         stacks: True if banks that are alike work together, which takes fewer launches. None means
             on a GPU alone: without it a score does not depend, in its last bit, on the requests
             beside it.
-        side: the stream on which rows are worked on. It is entered where something is made for a
-            request: entering it takes the host 0.1 ms.
     """
 
     dtype: torch.dtype
@@ -134,7 +131,6 @@ class Packer:
     widths: Widths
     saes: PairMakers = field(default_factory=lambda: NONE)
     stacks: bool | None = None
-    side: Callable[[], AbstractContextManager[object]] = nullcontext
     _plan: _Plan | None = None
     _sized: _Sized | None = None
     #: Request key -> the projections that it may need.
@@ -143,7 +139,7 @@ class Packer:
     _probing: dict[int, Mapping[Bank, Sequence[Net]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._banks = Banks(self.device, self.side)
+        self._banks = Banks(self.device)
         self._packing = threading.Lock()
         if self.stacks is None:
             self.stacks = self.device.type == "cuda"
@@ -180,9 +176,8 @@ class Packer:
                 "same k and seed, or send it again later."
             )
         try:
-            with self.side():
-                for encoding in large:
-                    packing_of(encoding).codec.prepare(self.device)
+            for encoding in large:
+                packing_of(encoding).codec.prepare(self.device)
         except torch.OutOfMemoryError:
             raise CapacityError(
                 "the device has no room for rp8's projection; take a smaller k, or send it later."

@@ -97,8 +97,8 @@ class Planner:
         """Plan a request's tokens from now on.
 
         Args:
-            held: of a request with edits, every program that a token of it may get, so that none
-                can lack room later; else None.
+            held: of a request whose programs have vectors, every program that a token of it may
+                get, so that none can lack room later; else None.
             logged: its range of the log of states.
 
         Raises:

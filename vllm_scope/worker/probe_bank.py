@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -148,18 +147,10 @@ def _to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Banks:
-    """The banks that running requests hold, and some that were held last.
+    """The banks that running requests hold, and some that were held last."""
 
-    Args:
-        side: as in Packer.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        side: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        self._device, self._side = device, side
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         #: Requests are added on the worker's thread and released on the drain thread.
         self._lock = threading.Lock()
         #: The one that was used longest ago comes first.
@@ -172,9 +163,8 @@ class Banks:
         """Raises torch.OutOfMemoryError if the device has no room; then none is held."""
         with self._lock:
             try:
-                new = {bank: nets for bank, nets in banks.items() if bank not in self._loaded}
-                with self._side() if new else nullcontext():
-                    for bank, nets in new.items():
+                for bank, nets in banks.items():
+                    if bank not in self._loaded:
                         self._loaded[bank] = DeviceBank(nets, self._device)
             except torch.OutOfMemoryError:
                 self._drop_idle(0)

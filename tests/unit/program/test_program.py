@@ -721,11 +721,15 @@ def _edits(i: int, tokens: Selector) -> Add:
         pytest.param(12, [0], None, "in more than 1,024 different ways", id="programs"),
         pytest.param(10, "all", None, "and edits together; at most 16,384", id="operations"),
         pytest.param(12, [0], _at_one_place, "in more than 1,024 different ways", id="with-probes"),
-        pytest.param(10, [0], _at_32_places, "in more than 512 different ways", id="with-scores"),
+        pytest.param(11, [0], _at_32_places, "in more than 1,024 different ways", id="with-scores"),
         pytest.param(10, [0], _edits, "in more than 512 different ways", id="with-vectors"),
         pytest.param(9, "all", _edits, "and edits together; at most 8,192", id="ops-with-vectors"),
         pytest.param(
-            9, [0], _at_all_layers, "scores and edits together; at most 8,192", id="ops-with-scores"
+            9,
+            [0],
+            _at_all_layers,
+            "scores and edits together; at most 16,384",
+            id="ops-with-scores",
         ),
     ],
 )
@@ -746,6 +750,26 @@ def test_a_request_whose_tokens_are_treated_in_too_many_ways_builds_nothing(
     with pytest.raises(SpecError, match=words):
         all_programs(program, 4200)
     assert time.thread_time() - started < 0.1
+
+
+def test_a_probe_beside_reads_does_not_make_them_too_many():
+    """An operator's monitor is such a probe."""
+    sites = Sites(32, 4, "float32", tuple(range(65)))
+    reads = [
+        Read("resid_post", layers=[bit], tokens=[p for p in range(1000) if p >> bit & 1])
+        for bit in range(10)
+    ]
+    alone, beside = _spec(*reads), _spec(*reads, Probe(V, layer=0, name="p"))
+    counts = []
+    for spec in (alone, beside):
+        asked, ids = spec.resolve(sites), np.ones(1000, np.int64)
+        program = RequestProgram.compile(asked, sites, frozenset(sites.boundaries), 1000, ids)
+        held = program.held(program.columns(1000))
+        counts.append((held.num_programs, held.num_ops))
+    (num_programs, num_ops), scored = counts
+    # Of 999 positions, and of drafts. The probe has a program for position 0 too, and a score each.
+    assert num_programs == 999 + 1
+    assert scored == (num_programs + 1, num_ops + num_programs + 1)
 
 
 def test_programs_go_with_the_spec_that_they_are_of():

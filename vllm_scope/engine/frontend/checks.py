@@ -153,9 +153,11 @@ def check_room(
         if most_changes:
             cost += program.cost_of_change(every) * most_changes
         if (program.has_vectors or asked.banked) and not cost.fits(limits.capacity):
+            more = ", or raise additional_config['scope'].vectors_mib"
+            more *= cost.vectors > limits.capacity.vectors
             raise SpecError(
                 f"the request takes {cost}; this engine has {limits.capacity}. Edit or probe fewer "
-                "places, or raise additional_config['scope'].vectors_mib."
+                f"places{more}."
             )
         return program.takes_most
     return False

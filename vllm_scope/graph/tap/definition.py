@@ -123,7 +123,7 @@ def tap_rows(
     came = hidden.index_select(0, index).float()
     if residual is not None:
         came = came + residual.index_select(0, index).float()
-    x = came
+    x, rounded = came, None
     edited = np.zeros(len(rows), bool)
     words, numbers = arena.view(torch.int32).view(-1).numpy(), ops.numpy()
     registers = states.array_at(ctypes.c_float, int(host[2]), (len(tokens), REGISTERS))
@@ -151,14 +151,17 @@ def tap_rows(
                 bad = here[~x[some].to(hidden.dtype).isfinite().all(1).numpy()]
                 if len(bad):
                     x = x.clone() if x is came else x
-                    x[torch.from_numpy(bad)] = 0
+                    x[torch.from_numpy(bad)], rounded = 0, None
                     for which, how in (edited[bad], 0), (~edited[bad], CHECKED):
                         _report(host, table[rows[bad[which]], OWNER], how | number + 1)
                     edited[bad] = True
             elif code == OP_READ:
                 _store(x[some].to(hidden.dtype), words, start)
             elif code == OP_SCORE:
-                along = _dot(x[some].to(hidden.dtype).float(), vectors[_vectors_of(op)])
+                if rounded is None:
+                    rounded = x.to(hidden.dtype).float()
+                same = (op[:, VECTOR] == op[0, VECTOR]).all()
+                along = _dot(rounded[some], vectors[_vectors_of(op[:1] if same else op)])
                 _tell((along + _number(op, NUMBER_B)).numpy(), words, start, op[:, column] >= 0)
             else:
                 x = x.clone() if x is came else x
@@ -169,7 +172,7 @@ def tap_rows(
                 new = _edited(code, old, op, vectors, torch.from_numpy(part), source)
                 if (wanted := op[:, column] >= 0).any():
                     _tell(_relative(new - old, old), words, start, wanted)
-                x[some] = new
+                x[some], rounded = new, None
                 edited[here] |= part != 0
         at[live] = told[:, NEXT]
     if edited.any():
@@ -236,9 +239,12 @@ def _number(op: np.ndarray, column: int) -> Tensor:
 
 
 def _dot(x: Tensor, v: Tensor) -> Tensor:
-    """[num_rows] of two [num_rows, hidden_size]. A row's result does not depend on the others:
-    torch's sums do, in the last bit."""
-    return torch.from_numpy(np.einsum("ij,ij->i", x.detach().numpy(), v.numpy()))
+    """[num_rows] of [num_rows, hidden_size] and as many vectors, or one for all rows. A row's
+    result does not depend on the others: torch's sums do, in the last bit."""
+    rows, vectors = x.detach().numpy(), v.numpy()
+    if len(vectors) == 1:
+        return torch.from_numpy(np.einsum("ij,j->i", rows, vectors[0]))
+    return torch.from_numpy(np.einsum("ij,ij->i", rows, vectors))
 
 
 def _norm(x: Tensor) -> Tensor:
