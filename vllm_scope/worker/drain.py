@@ -48,7 +48,7 @@ from vllm_scope.transport.ring import HostRing, JoinedLease, Lease
 from vllm_scope.worker.arena import Arena, Region, StreamFence
 from vllm_scope.worker.held_saes import NONE, PairMakers
 from vllm_scope.worker.packer import Packer, first_slots
-from vllm_scope.worker.score_store import ScoreStore
+from vllm_scope.worker.score_store import Filled, ScoreStore
 from vllm_scope.worker.summing import Summing
 from vllm_scope.worker.watch import Watch
 
@@ -74,6 +74,9 @@ HEAD_FAILED = (
     "the device; the worker's log says why. Send the request again when others have finished, or "
     "start with a smaller gpu_memory_utilization."
 )
+#: Scores are kept after at most so many steps more: the store has the last few blocks of each
+#: request's tokens (score_store).
+MOST_STEPS_KEPT = 16
 #: How long a question about sums, or a change of the weights, waits for the rows before it.
 ANSWER_S = 300.0
 
@@ -131,8 +134,15 @@ class _Stored:
     whole: bool = False
 
 
+@dataclass(frozen=True)
+class _Keep:
+    """Scores that the store keeps, of steps before this."""
+
+    filled: Sequence[Filled]
+
+
 #: What the thread does, in order. A call has no rows.
-_Item = _Rows | _Finish | _Stored | Callable[[], None]
+_Item = _Rows | _Finish | _Stored | _Keep | Callable[[], None]
 
 
 class Drain:
@@ -374,6 +384,10 @@ class Drain:
         if self._watch:  # it waits for them
             self.hurry()
 
+    def keep(self, filled: Sequence[Filled]) -> None:
+        """Keep scores of the rows that were submitted so far."""
+        self._put(_Keep(filled))
+
     def later(self, call: Callable[[], None]) -> None:
         """Call something on the drain thread, after the rows that were submitted so far."""
         self._put(call)
@@ -565,12 +579,17 @@ class Drain:
     def _deliver(self, items: list[_Item]) -> None:
         steps: list[_Rows] = []
         stored: list[_Stored] = []
+        kept: list[Filled] = []
         for kind, same in groupby(items, type):
             some = list(same)
-            # Rows are collected before a call that keeps their scores, and sent before an end.
-            if steps and kind is not _Rows:
-                self._guard(partial(self._write, steps))
-                steps = []
+            if kind is _Keep:
+                kept += [one for item in some if isinstance(item, _Keep) for one in item.filled]
+                if len(steps) < MOST_STEPS_KEPT:
+                    continue  # so that later steps may be joined with these
+            # Rows are collected before their scores are kept, and sent before an end.
+            if kind is not _Rows:
+                self._write_and_keep(steps, kept)
+                steps, kept = [], []
             # Calls that come between stored scores do not concern those that are in the ring.
             if stored and kind in (_Rows, _Finish):
                 self._write_all_stored(stored)
@@ -585,15 +604,20 @@ class Drain:
                     stored.append(item)
                 elif isinstance(item, _Rows):
                     if steps and not _may_join(steps, item):
-                        self._guard(partial(self._write, steps))
-                        steps = []
+                        self._write_and_keep(steps, kept)
+                        steps, kept = [], []
                     steps.append(item)
-                elif not isinstance(item, _Finish):
+                elif not isinstance(item, _Finish | _Keep):
                     self._guard(item)
-        if steps:
-            self._guard(partial(self._write, steps))
+        self._write_and_keep(steps, kept)
         if stored:
             self._write_all_stored(stored)
+
+    def _write_and_keep(self, steps: list[_Rows], kept: Sequence[Filled]) -> None:
+        if steps:
+            self._guard(partial(self._write, steps))
+        if kept and self._store is not None:
+            self._guard(partial(self._store.keep, kept))
 
     def _end(self, items: Sequence[_Finish]) -> None:
         """End requests whose rows were written."""

@@ -1,6 +1,6 @@
 """Scores of KV blocks, for requests that take the blocks' KV from the prefix cache.
 
-Owns:  ScoreStore.
+Owns:  ScoreStore, Filled.
 Runs:  on the drain thread, in the order of steps.
 From:  drain (each step's rows), core.score_index (what to keep and to forget).
 To:    drain (the scores of cached tokens).
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,22 @@ Bytes = NDArray[np.uint8]
 _BLOCKS_BACK = 4
 
 
+class Filled(NamedTuple):
+    """Blocks that a request has filled.
+
+    Attributes:
+        key: of the request.
+        first: the number of the first of them.
+        hashes: of the blocks.
+        probes: the digest of the request's probes.
+    """
+
+    key: int
+    first: int
+    hashes: Sequence[bytes]
+    probes: bytes
+
+
 @dataclass(frozen=True)
 class _Run:
     """Several tokens of one step.
@@ -42,19 +59,6 @@ class _Run:
     positions: Ints
     data: Bytes
     slots: Ints | None
-
-
-@dataclass
-class _Collected:
-    """The tokens of one request that are in no block yet.
-
-    Attributes:
-        row: its row in the ring of single tokens.
-    """
-
-    layout: Layout
-    row: int
-    runs: list[_Run] = field(default_factory=list)
 
 
 class _Singles:
@@ -91,6 +95,20 @@ class _Singles:
         self.values[rows, at] = data
 
 
+@dataclass
+class _Collected:
+    """The tokens of one request that are in no block yet.
+
+    Attributes:
+        singles: the ring of single tokens of its layout, and its row there.
+    """
+
+    layout: Layout
+    singles: _Singles
+    row: int
+    runs: list[_Run] = field(default_factory=list)
+
+
 class ScoreStore:
     """The scores of KV blocks, by block hash and digest of the probes.
 
@@ -121,14 +139,14 @@ class ScoreStore:
         if singles is None:
             size = layout.slots(self._widths) * SLOT_BYTES
             singles = self._singles[layout] = _Singles(_BLOCKS_BACK * self._block_size, size)
-        self._requests[key] = _Collected(layout, singles.take())
+        self._requests[key] = _Collected(layout, singles, singles.take())
         self._last = None
 
     def end(self, key: int) -> None:
         collected = self._requests.pop(key, None)
         if collected is None:
             return
-        self._singles[collected.layout].give_back(collected.row)
+        collected.singles.give_back(collected.row)
         self._last = None
         if not any(one.layout == collected.layout for one in self._requests.values()):
             del self._singles[collected.layout]
@@ -176,32 +194,57 @@ class ScoreStore:
                 found.append(slot * SLOT_BYTES + np.arange(num_slots * SLOT_BYTES))
         return np.concatenate([np.zeros(0, np.int64), *found])
 
-    def keep(self, key: int, first: int, hashes: Sequence[bytes], probes: bytes) -> None:
-        """Make blocks of what was collected. A block that lacks a token is not kept: EngineCore,
-        which believes that it is, must hear of it before a request wants it."""
-        collected, size = self._requests.get(key), self._block_size
-        blocks: list[Bytes | None] = [None] * len(hashes)
-        if collected is not None and hashes:
-            blocks = self._made(collected, first * size, len(hashes))
-        for block_hash, block in zip(hashes, blocks, strict=True):
-            if block is not None:
-                self._blocks[block_hash, probes] = block
+    def keep(self, filled: Iterable[Filled]) -> None:
+        """Make blocks of what was collected of some requests. A block that lacks a token is not
+        kept: EngineCore, which believes that it is, must hear of it before a request wants it."""
+        #: The usual case of decoding, by the ring that has the tokens: many requests fill one block
+        #: each.
+        decoding: dict[int, list[tuple[_Collected, Filled]]] = {}
+        for one in filled:
+            collected = self._requests.get(one.key)
+            if collected is not None and len(one.hashes) == 1 and not collected.runs:
+                decoding.setdefault(id(collected.singles), []).append((collected, one))
             else:
-                # What was kept before may be of other weights of the model.
-                self._blocks.pop((block_hash, probes), None)
-                self._missing.append((block_hash, probes))
+                self._keep_one(collected, one)
+        for some in decoding.values():
+            self._keep_singles(some[0][0].singles, some)
+
+    def _keep_singles(self, singles: _Singles, some: Sequence[tuple[_Collected, Filled]]) -> None:
+        """Keep a block of single tokens of each of some requests."""
+        rows = np.array([collected.row for collected, _ in some])[:, None]
+        first = np.array([one.first for _, one in some])[:, None] * self._block_size
+        wanted = first + np.arange(self._block_size)
+        at = wanted % singles.positions.shape[1]
+        whole: list[bool] = (singles.positions[rows, at] == wanted).all(axis=1).tolist()
+        for (_, one), all_there, block in zip(some, whole, singles.values[rows, at], strict=True):
+            # A copy: blocks are forgotten one by one.
+            self._put(one.hashes[0], one.probes, block.copy() if all_there else None)
+
+    def _keep_one(self, collected: _Collected | None, one: Filled) -> None:
+        blocks: list[Bytes | None] = [None] * len(one.hashes)
+        if collected is not None and one.hashes:
+            blocks = self._made(collected, one.first * self._block_size, len(one.hashes))
+        for block_hash, block in zip(one.hashes, blocks, strict=True):
+            self._put(block_hash, one.probes, block)
         if collected is not None:
-            stop = (first + len(hashes)) * size
+            stop = (one.first + len(one.hashes)) * self._block_size
             collected.runs = [run for run in collected.runs if run.positions.max() >= stop]
+
+    def _put(self, block_hash: bytes, probes: bytes, block: Bytes | None) -> None:
+        """Keep a block; None for one that lacks a token."""
+        if block is not None:
+            self._blocks[block_hash, probes] = block
+            return
+        # What was kept before may be of other weights of the model.
+        self._blocks.pop((block_hash, probes), None)
+        self._missing.append((block_hash, probes))
 
     def _made(self, collected: _Collected, start: int, count: int) -> list[Bytes | None]:
         """Consecutive blocks; None for one that lacks a token."""
-        size, singles = count * self._block_size, self._singles[collected.layout]
+        size, singles = count * self._block_size, collected.singles
         wanted = np.arange(start, start + size)
         at = wanted % singles.positions.shape[1]
         there = singles.positions[collected.row, at] == wanted
-        if count == 1 and not collected.runs and there.all():  # the usual case of decoding
-            return [singles.values[collected.row, at]]
         block = np.zeros((size, singles.values.shape[2]), np.uint8)
         #: Which bytes are there, and of each single token, of which step.
         filled, steps = np.zeros(block.shape, bool), np.zeros(size, np.int64)

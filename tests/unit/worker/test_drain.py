@@ -24,7 +24,8 @@ from vllm_scope.request.sites import Place, point_of
 from vllm_scope.sinks import RowBatch
 from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
-from vllm_scope.worker.drain import Drain, _may_join, _Rows
+from vllm_scope.worker.drain import MOST_STEPS_KEPT, Drain, _may_join, _Rows
+from vllm_scope.worker.score_store import Filled
 from vllm_scope.worker.watch import Watch
 
 CPU = torch.device("cpu")
@@ -321,6 +322,43 @@ def test_steps_that_wait_together_come_joined():
         sink.gate.set()
     assert sink.events == [*_rows(1, 0, 100, (0, 2)), (1, None)]
     assert sink.num_batches < 50
+
+
+class Store:
+    """Notes what a ScoreStore is told: positions that were collected, and what is kept."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def collect(self, labels, lease, boundary) -> None:
+        self.told += [("collect", p) for p in labels.positions.tolist()]
+
+    def keep(self, filled) -> None:
+        self.told += [("keep", one.first) for one in filled]
+
+    def end(self, key: int) -> None:
+        self.told.append(("end", key))
+
+
+def test_scores_are_kept_after_their_steps_and_soon_and_do_not_part_joined_steps():
+    with _drain(400, 400) as (arena, drain, sink):
+        store: Any = Store()
+        drain._store = store
+        sink.gate.clear()
+        _submit(arena, drain, 9, 99, 1)  # the thread waits here
+        for step in range(3 * MOST_STEPS_KEPT):
+            _submit(arena, drain, 1, step, 1)
+            drain.keep([Filled(1, step, [b"hash"], b"probes")])
+        drain.finish_request(1)
+        sink.gate.set()
+        _until(lambda: (1, None) in sink.events)
+        assert sink.events == [*_rows(9, 99, 1), *_rows(1, 0, 3 * MOST_STEPS_KEPT), (1, None)]
+        assert sink.num_batches <= 1 + 4
+        assert store.told[-1] == ("end", 1)
+        for step in range(3 * MOST_STEPS_KEPT):
+            kept = store.told.index(("keep", step))
+            before = [p for what, p in store.told[:kept] if what == "collect" and p != 99]
+            assert step < len(before) <= step + MOST_STEPS_KEPT
 
 
 def test_close_delivers_what_waits_and_closes_the_sink_once():

@@ -16,7 +16,7 @@ from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, boundaries_of,
 from vllm_scope.request.heads import Bank
 from vllm_scope.request.sites import boundary_of_point, point_of
 from vllm_scope.transport.ring import Lease
-from vllm_scope.worker.score_store import ScoreStore
+from vllm_scope.worker.score_store import Filled, ScoreStore
 
 WIDTHS = Widths((64,))
 SIZE = 4
@@ -84,7 +84,7 @@ class Worker:
 
     def keep(self, key: int, first: int = 0, count: int = 1, probes: bytes = P) -> list[bytes]:
         hashes = [b"%d:%d" % (key, i) for i in range(first, first + count)]
-        self.store.keep(key, first, hashes, probes)
+        self.store.keep([Filled(key, first, hashes, probes)])
         return hashes
 
     def stored(self, *hashes: bytes, layout: Layout = WIDE, probes: bytes = P) -> np.ndarray | None:
@@ -289,3 +289,38 @@ def _check_kept(worker: Worker, key: int, first: int, count: int, lost: set[Toke
             assert worker.stored(block, layout=layout) is None
         else:
             worker.check(key, block, first=i, layout=layout)
+
+
+@pytest.mark.parametrize(
+    "steps", [range(SIZE), range(SIZE - 1)], ids=["whole", "one-is-not-whole"]
+)
+def test_blocks_of_many_requests_are_kept_at_once(steps):
+    """Decoding requests of two layouts, one of which had a prompt, and one that has ended."""
+    worker = Worker(1, 2, 3)
+    worker.store.begin(4, NARROW, SIZE)
+    worker.step(*tokens(3, *range(SIZE)))
+    for position in range(SIZE):
+        some = [Token(key, position, WIDE) for key in (1, 2) if key == 1 or position in steps]
+        worker.step(*some, Token(4, position, NARROW))
+    worker.store.end(5)
+    hashes = {key: b"%d:0" % key for key in (1, 2, 3, 4, 5)}
+    worker.store.keep([Filled(key, 0, [one], P) for key, one in hashes.items()])
+    worker.check(1, hashes[1])
+    worker.check(3, hashes[3])
+    worker.check(4, hashes[4], layout=NARROW)
+    missing = [(hashes[5], P)]
+    if len(steps) >= SIZE:
+        worker.check(2, hashes[2])
+    else:
+        missing.append((hashes[2], P))
+        assert worker.stored(hashes[2]) is None
+        missing.append((hashes[2], P))
+    assert sorted(worker.store.take_missing()) == sorted(missing)
+
+
+def test_a_block_is_freed_without_those_that_were_kept_with_it():
+    worker = Worker(1, 2)
+    for position in range(SIZE):
+        worker.step(*tokens(1, position), *tokens(2, position))
+    worker.store.keep([Filled(key, 0, [b"%d:0" % key], P) for key in (1, 2)])
+    assert all(block.base is None for block in worker.store._blocks.values())

@@ -196,10 +196,6 @@ class WorkerDelivery:
             )  # fmt: skip
             self.drain.submit_stored(labels, partial(self.store.fill, some, entrant.scores))
 
-    def keep_blocks(self, key: int, first: int, hashes: Sequence[bytes], scores: bytes) -> None:
-        """Keep the scores of blocks that a request has filled."""
-        self.drain.later(partial(self.store.keep, key, first, hashes, scores))
-
     def forget_scores(self, keys: Sequence[ScoreKey]) -> None:
         self.drain.later(partial(self.store.forget, keys))
 

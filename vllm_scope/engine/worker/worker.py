@@ -62,6 +62,7 @@ from vllm_scope.transport.messages import Address
 from vllm_scope.vectors import load_vectors
 from vllm_scope.worker.held_saes import PairMaker
 from vllm_scope.worker.plan import Planner
+from vllm_scope.worker.score_store import Filled
 
 logger = logging.getLogger("vllm.vllm_scope")
 
@@ -457,10 +458,13 @@ class ScopeWorker:
         """Keep the scores of blocks that were filled by the forward that was just enqueued."""
         if self._delivery is None:
             return
+        filled = []
         for req_id, (first, hashes) in news.filled.items():
-            if req_id in self._keeping:
-                key, scores = self._keeping[req_id]
-                self._delivery.keep_blocks(key, first, hashes, scores)
+            known = self._keeping.get(req_id)
+            if known is not None:
+                filled.append(Filled(known[0], first, hashes, known[1]))
+        if filled:
+            self._delivery.drain.keep(filled)
         if news.forgotten_scores:
             self._delivery.forget_scores(news.forgotten_scores)
 
