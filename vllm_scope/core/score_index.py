@@ -93,6 +93,10 @@ class ScoreIndex:
         """How many blocks a running request has filled; None for one that is new."""
         return self._told.get(request_id)
 
+    def may_fill(self, request_id: str, num_tokens: int) -> bool:
+        """True if `fill` may find a block with so many tokens."""
+        return num_tokens >= (self._told[request_id] + 1) * self.block_size
+
     def fill(
         self, request_id: str, hashes: Sequence[bytes], num_tokens: int, probes: bytes,
         token_bytes: int,

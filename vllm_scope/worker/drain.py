@@ -582,10 +582,9 @@ class Drain:
         kept: list[Filled] = []
         for kind, same in groupby(items, type):
             some = list(same)
-            if kind is _Keep:
+            if kind is _Keep:  # later, so that more steps may be joined with those before it
                 kept += [one for item in some if isinstance(item, _Keep) for one in item.filled]
-                if len(steps) < MOST_STEPS_KEPT:
-                    continue  # so that later steps may be joined with these
+                continue
             # Rows are collected before their scores are kept, and sent before an end.
             if kind is not _Rows:
                 self._write_and_keep(steps, kept)
@@ -603,11 +602,12 @@ class Drain:
                     self._guard(partial(self._fill_stored, item))
                     stored.append(item)
                 elif isinstance(item, _Rows):
-                    if steps and not _may_join(steps, item):
+                    late = bool(kept) and len(steps) >= MOST_STEPS_KEPT
+                    if steps and (late or not _may_join(steps, item)):
                         self._write_and_keep(steps, kept)
                         steps, kept = [], []
                     steps.append(item)
-                elif not isinstance(item, _Finish | _Keep):
+                elif not isinstance(item, _Finish | _Keep):  # as the kind says
                     self._guard(item)
         self._write_and_keep(steps, kept)
         if stored:
