@@ -48,7 +48,7 @@ from vllm_scope.transport.ring import HostRing, JoinedLease, Lease
 from vllm_scope.worker.arena import Arena, Region, StreamFence
 from vllm_scope.worker.held_saes import NONE, PairMakers
 from vllm_scope.worker.packer import Packer, first_slots
-from vllm_scope.worker.score_store import Filled, ScoreStore
+from vllm_scope.worker.score_store import MOST_STEPS_KEPT, Filled, ScoreStore
 from vllm_scope.worker.summing import Summing
 from vllm_scope.worker.watch import Watch
 
@@ -74,9 +74,6 @@ HEAD_FAILED = (
     "the device; the worker's log says why. Send the request again when others have finished, or "
     "start with a smaller gpu_memory_utilization."
 )
-#: Scores are kept after at most so many steps more: the store has the last few blocks of each
-#: request's tokens (score_store).
-MOST_STEPS_KEPT = 16
 #: How long a question about sums, or a change of the weights, waits for the rows before it.
 ANSWER_S = 300.0
 

@@ -10,8 +10,10 @@ The store keeps each token's bytes as they were delivered. They are scores only,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -24,10 +26,13 @@ from vllm_scope.core.score_index import ScoreKey
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.transport.ring import Lease
 
+logger = logging.getLogger("vllm.vllm_scope")
+
 Bytes = NDArray[np.uint8]
-#: Steps of single tokens are kept for so many blocks: EngineCore names a block a few steps after
-#: its last token was computed.
-_BLOCKS_BACK = 4
+#: Steps of single tokens are kept for so many blocks, and for so many steps more: EngineCore names
+#: a block a few steps after its last token was computed, and the drain may collect MOST_STEPS_KEPT
+#: steps before it keeps the block.
+_BLOCKS_BACK, MOST_STEPS_KEPT = 4, 16
 
 
 class Filled(NamedTuple):
@@ -114,10 +119,11 @@ class ScoreStore:
 
     Args:
         widths: of raw rows.
+        step_tokens: as in Sites.
     """
 
-    def __init__(self, widths: Widths) -> None:
-        self._widths = widths
+    def __init__(self, widths: Widths, step_tokens: int = 1) -> None:
+        self._widths, self._step_tokens = widths, step_tokens
         #: Tokens of a block; the same for all requests.
         self._block_size = 0
         self._blocks: dict[ScoreKey, Bytes] = {}
@@ -125,8 +131,8 @@ class ScoreStore:
         self._singles: dict[Layout, _Singles] = {}
         self._step = 0
         self._missing: list[ScoreKey] = []
-        #: The keys of the last step of single tokens, and their rows.
-        self._last: tuple[NDArray[np.int64], Ints] | None = None
+        #: The ring and the keys of the last step of single tokens, and their rows.
+        self._last: tuple[_Singles, NDArray[np.int64], Ints] | None = None
 
     def __bool__(self) -> bool:
         """True if some request's scores are collected."""
@@ -138,7 +144,8 @@ class ScoreStore:
         singles = self._singles.get(layout)
         if singles is None:
             size = layout.slots(self._widths) * SLOT_BYTES
-            singles = self._singles[layout] = _Singles(_BLOCKS_BACK * self._block_size, size)
+            span = _BLOCKS_BACK * block_size + (MOST_STEPS_KEPT + 2) * self._step_tokens
+            singles = self._singles[layout] = _Singles(span, size)
         self._requests[key] = _Collected(layout, singles, singles.take())
         self._last = None
 
@@ -161,7 +168,7 @@ class ScoreStore:
             if singles is None:
                 continue
             keys, positions = labels.keys[tokens], labels.positions[tokens]
-            rows = self._rows_of(keys) if boundary is None else None
+            rows = self._rows_of(keys, singles) if boundary is None else None
             if rows is not None:
                 singles.put(self._step, rows, positions, data)
                 continue
@@ -173,15 +180,17 @@ class ScoreStore:
                     run = _Run(self._step, positions[some].copy(), part.copy(), slots)
                     collected.runs.append(run)
 
-    def _rows_of(self, keys: NDArray[np.int64]) -> Ints | None:
-        """The rows of single tokens; None if a request has several, or is not collected."""
-        if self._last is not None and np.array_equal(self._last[0], keys):
-            return self._last[1]
-        known = [self._requests.get(key) for key in keys.tolist()]
-        if None in known or len(set(keys.tolist())) < len(keys):
+    def _rows_of(self, keys: NDArray[np.int64], singles: _Singles) -> Ints | None:
+        """The rows of single tokens; None if a request has several, or is not collected there."""
+        last = self._last
+        if last is not None and last[0] is singles and np.array_equal(last[1], keys):
+            return last[2]
+        known = (self._requests.get(key) for key in keys.tolist())
+        here = [one.row for one in known if one is not None and one.singles is singles]
+        if len(here) < len(keys) or len(set(keys.tolist())) < len(keys):
             return None
-        rows = np.array([one.row for one in known if one is not None], np.int64)
-        self._last = (keys.copy(), rows)
+        rows = np.array(here, np.int64)
+        self._last = (singles, keys.copy(), rows)
         return rows
 
     def _slots_at(self, layout: Layout, boundary: int) -> Ints:
@@ -205,9 +214,20 @@ class ScoreStore:
             if collected is not None and len(one.hashes) == 1 and not collected.runs:
                 decoding.setdefault(id(collected.singles), []).append((collected, one))
             else:
-                self._keep_one(collected, one)
+                self._guard(partial(self._keep_one, collected, one), [one])
         for some in decoding.values():
-            self._keep_singles(some[0][0].singles, some)
+            call = partial(self._keep_singles, some[0][0].singles, some)
+            self._guard(call, [one for _, one in some])
+
+    def _guard(self, call: Callable[[], None], filled: Iterable[Filled]) -> None:
+        """Call what keeps these blocks. If it fails, as for want of memory, none is kept."""
+        try:
+            call()
+        except Exception:
+            logger.exception("vllm-scope: scores of some blocks could not be kept")
+            for one in filled:
+                for block_hash in one.hashes:
+                    self._put(block_hash, one.probes, None)
 
     def _keep_singles(self, singles: _Singles, some: Sequence[tuple[_Collected, Filled]]) -> None:
         """Keep a block of single tokens of each of some requests."""

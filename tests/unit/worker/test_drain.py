@@ -24,8 +24,8 @@ from vllm_scope.request.sites import Place, point_of
 from vllm_scope.sinks import RowBatch
 from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
-from vllm_scope.worker.drain import MOST_STEPS_KEPT, Drain, _may_join, _Rows
-from vllm_scope.worker.score_store import Filled
+from vllm_scope.worker.drain import Drain, _may_join, _Rows
+from vllm_scope.worker.score_store import MOST_STEPS_KEPT, Filled
 from vllm_scope.worker.watch import Watch
 
 CPU = torch.device("cpu")

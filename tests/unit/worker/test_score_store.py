@@ -16,7 +16,7 @@ from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, boundaries_of,
 from vllm_scope.request.heads import Bank
 from vllm_scope.request.sites import boundary_of_point, point_of
 from vllm_scope.transport.ring import Lease
-from vllm_scope.worker.score_store import Filled, ScoreStore
+from vllm_scope.worker.score_store import MOST_STEPS_KEPT, Filled, ScoreStore
 
 WIDTHS = Widths((64,))
 SIZE = 4
@@ -233,7 +233,7 @@ def test_a_long_request_takes_no_more_memory_than_a_short_one():
             worker.check(1, *worker.keep(1, block), first=block)
     (collected,), (singles,) = worker.store._requests.values(), worker.store._singles.values()
     assert not collected.runs
-    assert singles.values.shape[1] <= 4 * SIZE
+    assert singles.values.shape[1] <= 4 * SIZE + MOST_STEPS_KEPT + 2
     for first in range(100 * SIZE, 120 * SIZE, SIZE):
         worker.step(*tokens(1, *range(first, first + SIZE)))
         worker.keep(1, first // SIZE)
@@ -291,9 +291,7 @@ def _check_kept(worker: Worker, key: int, first: int, count: int, lost: set[Toke
             worker.check(key, block, first=i, layout=layout)
 
 
-@pytest.mark.parametrize(
-    "steps", [range(SIZE), range(SIZE - 1)], ids=["whole", "one-is-not-whole"]
-)
+@pytest.mark.parametrize("steps", [range(SIZE), range(SIZE - 1)], ids=["whole", "one-is-not-whole"])
 def test_blocks_of_many_requests_are_kept_at_once(steps):
     """Decoding requests of two layouts, one of which had a prompt, and one that has ended."""
     worker = Worker(1, 2, 3)
@@ -324,3 +322,58 @@ def test_a_block_is_freed_without_those_that_were_kept_with_it():
         worker.step(*tokens(1, position), *tokens(2, position))
     worker.store.keep([Filled(key, 0, [b"%d:0" % key], P) for key in (1, 2)])
     assert all(block.base is None for block in worker.store._blocks.values())
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 16])
+@pytest.mark.parametrize("step_tokens", [1, 4])
+def test_a_block_is_whole_also_if_it_is_kept_some_steps_later(size, step_tokens):
+    """The longest that the drain and EngineCore take. All but the last step have drafts that are
+    accepted, and the last one writes where the block's tokens may lie."""
+    store = ScoreStore(WIDTHS, step_tokens)
+    store.begin(1, NARROW, size)
+    num_slots = len(slots_at(NARROW, None))
+
+    def step(first: int, count: int) -> None:
+        keys, positions = [1] * count, range(first, first + count)
+        labels = labels_of(keys, positions, [0] * count, (NARROW,))
+        slots = np.full((count * num_slots, SLOT_BYTES), first % 256, np.uint8)
+        store.collect(labels, lease_of(slots), None)
+
+    for position in range(size):
+        step(position, 1)
+    for i in range(MOST_STEPS_KEPT + 1):
+        step(size + i * step_tokens, step_tokens)
+    step(size + (MOST_STEPS_KEPT + 1) * step_tokens, 1)
+    store.keep([Filled(1, 0, [b"0"], P)])
+    assert store.take_missing() == []
+
+
+def test_a_single_token_of_another_layout_takes_no_row_of_its_ring():
+    worker = Worker(1)
+    worker.store.begin(2, NARROW, SIZE)
+    for position in range(SIZE):
+        worker.step(Token(2, position, NARROW))
+    # A later stage of request 1 delivers what request 2 always does.
+    worker.step(Token(1, 1, NARROW))
+    (block,) = worker.keep(2)
+    worker.check(2, block, layout=NARROW)
+
+
+def test_a_block_that_cannot_be_kept_is_missing_and_the_others_are_kept(monkeypatch, caplog):
+    worker = Worker(1, 2, 3)
+    for position in range(SIZE):
+        worker.step(*tokens(1, position), *tokens(3, position))
+    worker.step(*tokens(2, *range(SIZE)))
+    made = ScoreStore._made
+
+    def failing(self, collected, start, count):
+        if collected is self._requests[2]:
+            raise MemoryError
+        return made(self, collected, start, count)
+
+    monkeypatch.setattr(ScoreStore, "_made", failing)
+    worker.store.keep([Filled(key, 0, [b"%d:0" % key], P) for key in (1, 2, 3)])
+    worker.check(1, b"1:0")
+    worker.check(3, b"3:0")
+    assert worker.store.take_missing() == [(b"2:0", P)]
+    assert "could not be kept" in caplog.text

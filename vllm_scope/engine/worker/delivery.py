@@ -105,7 +105,7 @@ class WorkerDelivery:
         configs = config.sink_configs(), config.global_sink_configs()
         router = Router(memory, *configs, sites, here)
         watch = Watch(sizes.widths, drafts, memory.tell)
-        store = ScoreStore(sizes.widths)
+        store = ScoreStore(sizes.widths, sites.step_tokens)
         loaded = {name: one.load() for name, one in config.policy_configs().items()}
         drain = Drain(
             arena, ring, router, sizes.widths, watch, store, saes, int(config.moments_mib * 2**20)
