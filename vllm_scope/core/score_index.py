@@ -73,7 +73,7 @@ class ScoreIndex:
         Args:
             num_tokens: of the request that are known now. A step adds at most `step_tokens`.
         """
-        full = (self._told[request_id] + 1) * self.block_size
+        full = self._next_full(request_id)
         if self._frozen.get(request_id, full) >= full:
             steps = (full - num_tokens) // self._step_tokens - _AT_ONCE
             self._look_at(request_id, self._step + max(1, steps))
@@ -95,7 +95,11 @@ class ScoreIndex:
 
     def may_fill(self, request_id: str, num_tokens: int) -> bool:
         """True if `fill` may find a block with so many tokens."""
-        return num_tokens >= (self._told[request_id] + 1) * self.block_size
+        return num_tokens >= self._next_full(request_id)
+
+    def _next_full(self, request_id: str) -> int:
+        """How many tokens fill the request's next block."""
+        return (self._told[request_id] + 1) * self.block_size
 
     def fill(
         self, request_id: str, hashes: Sequence[bytes], num_tokens: int, probes: bytes,

@@ -295,7 +295,7 @@ CONTRACT: tuple[Seam, ...] = tuple(
 )
 
 
-#: By vLLM's configuration: ours as it was given, and parsed. Requests ask for it too.
+#: vLLM's configuration -> ours as it was given, and parsed. It is asked for with each request.
 _parsed: Beside[tuple[object, ScopeConfig]] = Beside()
 
 

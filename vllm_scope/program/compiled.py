@@ -131,7 +131,7 @@ class Compiled:
             it has no edits, or is checked on another pipeline stage.
         rows: `compiler.rows_of` of all reads and probes.
         banks: Resolved.banks_on_rows.
-        scores: bank that taps make -> point -> the operations that tell its numbers.
+        scored: (index of the pick, point, the operations that tell numbers of its row).
         of_phase: False (prompt) or True (generated), and RequestProgram.begun -> the program of
             all of its tokens. Filled only if all picks are uniform.
         phase_columns: the same of their columns.
@@ -147,7 +147,7 @@ class Compiled:
     check: int | None
     rows: Mapping[int, int]
     banks: Mapping[Bank, tuple[Net, ...]]
-    scores: Mapping[Head, Mapping[int, tuple[Op, ...]]] = field(default_factory=dict)
+    scored: tuple[tuple[int, int, tuple[Op, ...]], ...] = ()
     of_phase: dict[tuple[bool, frozenset[str]], Program | None] = field(default_factory=dict)
     phase_columns: dict[tuple[bool, frozenset[str]], Column] = field(default_factory=dict)
     built: dict[bytes, Program | None] = field(default_factory=dict)
@@ -177,18 +177,9 @@ class Compiled:
         """Its key in `programs`: unlike an id, it is never used again for another object."""
         return weakref.ref(self)
 
-    @cached_property
-    def scored(self) -> tuple[tuple[int, int, tuple[Op, ...]], ...]:
-        """(index of the pick, point, the operations that tell numbers of its row)."""
-        return tuple(
-            (pick, point, self.scores[head][point])
-            for pick, points, head in self.reads if head is not None and head in self.scores
-            for point in points
-        )  # fmt: skip
-
     @property
     def has_vectors(self) -> bool:
-        """True if some operation here has a vector: an edit's, or a probe's that a tap makes."""
+        """True if some operation here has a vector: an edit, or a probe that a tap computes."""
         return bool(self.edits) or bool(self.scored)
 
     @cached_property

@@ -118,6 +118,7 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
     rows = rows_of(asked, asked)
     #: (pick, what is made of the row) -> points. Many probes share one bank.
     reads: dict[tuple[int, Head | None], dict[int, None]] = {}
+    scored, scores = [], _scores(asked)
     edits = []
     made: dict[Hashable, tuple[Op, ...]] = {}
     gates = _gate_ops(asked)
@@ -127,6 +128,8 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
         at = pick(tokens, "deliver", after=after)
         if boundary_of_point(point) in here and drains:
             reads.setdefault((at, head), {})[point] = None
+            if (head, point) in scores:
+                scored.append((at, point, scores[head, point]))
     for _, group in groupby(asked.edits, _action_of):
         some = list(group)
         first = some[0]
@@ -137,21 +140,18 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
     return Compiled(
         tuple(picks), tuple((at, tuple(points), head) for (at, head), points in reads.items()),
         tuple(edits), check if check in here else None, rows, asked.banks_on_rows(),
-        _scores(asked),
+        tuple(scored),
     )  # fmt: skip
 
 
-def _scores(asked: Resolved) -> dict[Head, dict[int, tuple[Op, ...]]]:
-    """Compiled.scores"""
-    found: dict[Head, dict[int, dict[int, tuple[Op, ...]]]] = {}
+def _scores(asked: Resolved) -> dict[tuple[Head | None, int], tuple[Op, ...]]:
+    """(bank that taps compute, point) -> the operations that tell its numbers, in their order."""
+    found: dict[tuple[Head | None, int], tuple[Op, ...]] = {}
     for cell in (cell for one in asked.banked for cell in one.cells):
         if isinstance(cell.bank, Scored):
-            here = found.setdefault(cell.bank, {}).setdefault(cell.place.point(), {})
-            here[cell.first] = score_ops(cell)
-    return {
-        bank: {point: sum(cells.values(), ()) for point, cells in points.items()}
-        for bank, points in found.items()
-    }
+            key = cell.bank, cell.place.point()
+            found[key] = (*found.get(key, ()), *score_ops(cell))
+    return found
 
 
 def _compiled_edits(

@@ -29,7 +29,7 @@ from vllm_scope.request.sites import LEVELS, boundary_of_point, point_of
 
 #: Copy the row out.
 OP_READ = 1
-#: Tell the number x . v + b of a linear probe, with x as it would be read.
+#: Write x . v + b, the number of a linear probe, with x rounded to the model's dtype as in a read.
 OP_SCORE = 2
 #: Edits, in this order: x + a * v; x + a * ||x|| * v; x - (x.v) * v;
 #: x + (clip(x.v, a, b) - x.v) * v; v.

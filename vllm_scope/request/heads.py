@@ -165,7 +165,7 @@ class Told(Bank):
 
 @dataclass(frozen=True)
 class Scored(Told):
-    """As Bank, of few linear nets, whose numbers taps compute: no row is copied for them."""
+    """A Bank of few linear nets. Taps compute its numbers, so no row is copied for it."""
 
     start: ClassVar[str] = "scored"
 

@@ -181,7 +181,8 @@ class ScoreStore:
                     collected.runs.append(run)
 
     def _rows_of(self, keys: NDArray[np.int64], singles: _Singles) -> Ints | None:
-        """The rows of single tokens; None if a request has several, or is not collected there."""
+        """The row of each request's token in a ring; None if some request has several tokens, or
+        belongs to another ring."""
         last = self._last
         if last is not None and last[0] is singles and np.array_equal(last[1], keys):
             return last[2]

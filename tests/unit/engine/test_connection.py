@@ -187,7 +187,7 @@ def test_deepseek_in_float16_scales_its_stream_and_has_no_taps():
 
 
 class Config(SimpleNamespace):
-    """Has a weak reference, as vLLM's."""
+    """Can be referenced weakly, as vLLM's configuration can."""
 
 
 class Processor:

@@ -30,7 +30,7 @@ from vllm_scope.worker.watch import Judged
 
 
 class Config(SimpleNamespace):
-    """Has a weak reference, as vLLM's."""
+    """Can be referenced weakly, as vLLM's configuration can."""
 
 
 class Request(SimpleNamespace):

@@ -93,8 +93,8 @@ def _run(
 ) -> Tensor:
     """The arena after a tap whose one program is a chain of (code, word, vector, a, b).
 
-    Unless `tokens` says otherwise each row runs it, from slot 4 * row on. A pair of words is where
-    an operation stores in whole steps, and where tap by tap.
+    Unless `tokens` says otherwise each row runs it, from slot 4 * row on. `word` may be a
+    pair: where the operation stores in a whole step, and in one that is drained tap by tap.
 
     Args:
         faults: int32 by owner, written in place.

@@ -767,7 +767,8 @@ def test_a_probe_beside_reads_does_not_make_them_too_many():
         held = program.held(program.columns(1000))
         counts.append((held.num_programs, held.num_ops))
     (num_programs, num_ops), scored = counts
-    # Of 999 positions, and of drafts. The probe has a program for position 0 too, and a score each.
+    # One for each of 999 positions, and one for drafts. With the probe position 0 has one too, and
+    # each program has a score more.
     assert num_programs == 999 + 1
     assert scored == (num_programs + 1, num_ops + num_programs + 1)
 

@@ -67,18 +67,16 @@ def fill_blocks(scheduler: Scheduler, output: SchedulerOutput, news: StepNews) -
         # Drafts may be rejected: tokens that are not known yet fill no block.
         num_tokens = min(request.num_computed_tokens, request.num_tokens)
         scheduled = request_id in output.num_scheduled_tokens
-        if not (scheduled and index.may_fill(request_id, num_tokens)):
-            index.look_again(request_id, request.num_tokens)
-            continue
-        known = entered(request)
-        assert known is not None
-        asked = known.asked
-        found = index.fill(
-            request_id, request.block_hashes, num_tokens, asked.scores_alone or b"",
-            asked.score_bytes,
-        )  # fmt: skip
-        if found is not None:
-            news.filled[request_id] = found
+        if scheduled and index.may_fill(request_id, num_tokens):
+            known = entered(request)
+            assert known is not None
+            asked = known.asked
+            found = index.fill(
+                request_id, request.block_hashes, num_tokens, asked.scores_alone or b"",
+                asked.score_bytes,
+            )  # fmt: skip
+            if found is not None:
+                news.filled[request_id] = found
         index.look_again(request_id, request.num_tokens)
     news.forgotten_scores = index.take_forgotten()
 

@@ -153,8 +153,8 @@ def check_room(
         if most_changes:
             cost += program.cost_of_change(every) * most_changes
         if (program.has_vectors or asked.banked) and not cost.fits(limits.capacity):
-            more = ", or raise additional_config['scope'].vectors_mib"
-            more *= cost.vectors > limits.capacity.vectors
+            lacks_vectors = cost.vectors > limits.capacity.vectors
+            more = ", or raise additional_config['scope'].vectors_mib" if lacks_vectors else ""
             raise SpecError(
                 f"the request takes {cost}; this engine has {limits.capacity}. Edit or probe fewer "
                 f"places{more}."

@@ -155,8 +155,9 @@ class WorkerDelivery:
         if key >= 0 and MEMORY not in asked.destinations:
             self.memory.leave_out_rows(key)
         encodings = [read.encoding for read in asked.reads if read.encoding is not None]
-        if encodings or asked.banked:
-            self.drain.add_request(key, encodings, asked.banks_on_rows(self.here))
+        banks = asked.banks_on_rows(self.here)
+        if encodings or banks:
+            self.drain.add_request(key, encodings, banks)
         if asked.moments:
             self.drain.add_moments(key, len(prompt_ids), asked.moments)
         if asked.watched:

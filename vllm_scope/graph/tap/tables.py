@@ -65,7 +65,7 @@ from vllm_scope.program.table_rows import TableRows
 from vllm_scope.request.heads import Head
 from vllm_scope.request.sites import STREAM, boundary_of_point
 
-#: Programs with vectors that requests may hold, and further ones for programs that only read.
+#: Places for programs with vectors, which requests hold, and for programs that only read.
 HELD_PROGRAMS, FREE_PROGRAMS = 8192, 4096
 #: Owners: number of requests whose faults have a word each.
 MOST_OWNERS = 1 << 16
