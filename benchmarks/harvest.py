@@ -1,13 +1,14 @@
 """A harvest of the toy model, beside loops with Hugging Face's `output_hidden_states`.
 
-    python -m benchmarks.harvest
     VLLM_ENABLE_V1_MULTIPROCESSING=0 python -m benchmarks.harvest  # vLLM in this process
+    python -m benchmarks.harvest                                   # vLLM in processes of its own
 
 All in one run, on the same token ids, at the same layers, without the time that a model takes to
 start. A loop keeps its rows in memory; the harvest writes shards, hashes and figures. One loop
 computes one document at a time; another one pads batches of documents, whose rows differ in their
 last bits then. Each loop is measured with one thread and with all, and the faster one counts. Turns
-alternate, because other programs' load drifts.
+alternate, because other programs' load drifts. The loops have a process of their own, because vLLM
+binds the threads of the process that it computes in.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import cycle, islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +77,17 @@ def whole(tokenizer: Any, count: int) -> list[list[int]]:
     return [tokenizer(one.text)["input_ids"] for one in documents(0, "train", 0, count)]
 
 
-def loop(model: Any, ids: Sequence[Sequence[int]], num_threads: int, batch: int = 1) -> Rate:
+@contextmanager
+def process_of_loops() -> Iterator[Executor]:
+    """A process in which `loop` has run once."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        pool.submit(loop, [[1, 2, 3]], 1).result()
+        yield pool
+
+
+def loop(ids: Sequence[Sequence[int]], num_threads: int, batch: int = 1) -> Rate:
     """Args: batch: documents that are computed at once, padded behind the shorter ones' ends."""
+    model = huggingface()
     torch.set_num_threads(num_threads)
     rows = []
     started = time.perf_counter()
@@ -108,13 +122,17 @@ def harvest(llm: Any, ids: Sequence[Sequence[int]], long: Long = "split") -> Rat
 
 def compare(
     llm: Any,
-    model: Any,
+    pool: Executor,
     ids: Sequence[Sequence[int]],
     long: Long = "split",
     turns: int = 3,
     loops: Mapping[str, int] = LOOPS,
 ) -> list[Ratio]:
-    """Tokens per second of the harvest over those of each loop, turn by turn. Prints all."""
+    """Tokens per second of the harvest over those of each loop, turn by turn. Prints all.
+
+    Args:
+        pool: where the loops run, of `process_of_loops`.
+    """
     mean = sum(map(len, ids)) / len(ids)
     print(f"{len(ids)} documents of {mean:.1f} tokens, {long}; documents and tokens per second")
     rates: dict[str, list[Rate]] = {}
@@ -122,7 +140,8 @@ def compare(
         now = {"harvest": harvest(llm, ids, long)}
         for name, batch in loops.items():
             some = ids[: LOOPED if batch == 1 else 4 * LOOPED]
-            each = [loop(model, some, n, batch) for n in sorted({1, os.cpu_count() or 1})]
+            threads = sorted({1, os.cpu_count() or 1})
+            each = [pool.submit(loop, some, n, batch).result() for n in threads]
             now[name] = max(each, key=lambda one: one.tokens)
         for name, rate in now.items():
             print(f"  {name:20} {rate.documents:8.0f} {rate.tokens:8.0f}", flush=True)
@@ -134,12 +153,12 @@ def compare(
     return ratios
 
 
-def huggingface() -> tuple[Any, Any]:
-    """The toy model and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+@cache
+def huggingface() -> Any:
+    """The toy model."""
+    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(TOYWORLD, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(TOYWORLD)
+    return AutoModelForCausalLM.from_pretrained(TOYWORLD, dtype=torch.float32).eval()
 
 
 def main() -> None:
@@ -148,15 +167,17 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--long", choices=("split", "pack"), nargs="+", default=("split", "pack"))
     args = parser.parse_args()
+    from transformers import AutoTokenizer
     from vllm import LLM
 
-    model, tokenizer = huggingface()
-    # vLLM's CPU backend takes "uni" only where its engine runs in this process.
-    llm = LLM(str(TOYWORLD), **ENGINE, distributed_executor_backend="uni")
-    harvest(llm, facts(tokenizer, 256))  # connects, and warms up
-    for ids in (facts(tokenizer, args.documents), whole(tokenizer, args.documents // 4)):
-        for long in args.long:
-            compare(llm, model, ids, long, args.turns)
+    tokenizer = AutoTokenizer.from_pretrained(TOYWORLD)
+    with process_of_loops() as pool:
+        # vLLM's CPU backend takes "uni" only where its engine runs in this process.
+        llm = LLM(str(TOYWORLD), **ENGINE, distributed_executor_backend="uni")
+        harvest(llm, facts(tokenizer, 256))  # connects, and warms up
+        for ids in (facts(tokenizer, args.documents), whole(tokenizer, args.documents // 4)):
+            for long in args.long:
+                compare(llm, pool, ids, long, args.turns)
 
 
 if __name__ == "__main__":
