@@ -183,9 +183,9 @@ class Road:
         return self.decoder.decode(message)
 
     def enter(self, request: Any) -> tuple[Any, Any]:
-        from vllm_scope.engine.params import without_ticket
+        from vllm_scope.engine.params import ticket_of, without_ticket
 
-        found = self.core.enter(request)
+        found = self.core.enter(request, ticket_of(request.sampling_params))
         request.sampling_params = without_ticket(request.sampling_params)
         return request, found
 

@@ -19,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import copy
 from itertools import count
 from pathlib import Path
 from pickle import dumps, loads
@@ -29,6 +30,7 @@ import numpy as np
 
 from benchmarks.entry import Road
 from vllm_scope.engine.frontend.heap import frozen_heap
+from vllm_scope.engine.frontend.sweeping import CELLS_TOGETHER
 
 NUM_PROMPT, AT_ONCE = 24, 64
 
@@ -39,10 +41,11 @@ class Timed:
     def __init__(self) -> None:
         self.times: defaultdict[str, list[float]] = defaultdict(list)
 
-    def __call__(self, stage: str, call: Callable[..., Any], *args: Any) -> Any:
+    def __call__(self, stage: str, call: Callable[..., Any], *args: Any, num: int = 1) -> Any:
+        """The result of a call, whose time is that of `num` cells."""
         started = time.thread_time()
         found = call(*args)
-        self.times[stage].append(1e6 * (time.thread_time() - started))
+        self.times[stage] += [1e6 * (time.thread_time() - started) / num] * num
         return found
 
 
@@ -77,30 +80,51 @@ class Cells:
         self.jobs = self.plan.jobs()
         read = next(self.jobs)
         assert read is not None
-        self.plan.take(read, {5: 0.0, 50: 0.0}, None, None)
+        self.plan.take(read, np.zeros(2), None, None)
         self.alike = Alike(road.connection)
         self.params = params_of((5, 50))
 
-    def opened(self) -> Any:
-        """A cell's message."""
+    def opened(self, num: int) -> Any:
+        """The message of some cells."""
         from vllm.v1.engine import EngineCoreRequest
 
         from vllm_scope.engine.frontend.alike import asking
-        from vllm_scope.engine.frontend.sweeping import cell_of
+        from vllm_scope.engine.frontend.sweeping import cells_of
 
-        job = self.timed("front-end: edits", next, self.jobs)
-        prepared = self.timed("front-end: prepared", cell_of, self.alike, job, self.params)
-        params = asking(self.params)
-        name = str(next(self.numbers))
-        request: Any = EngineCoreRequest(name, job.ids, None, params, None, 0.0, None, None, None)
-        self.timed("front-end: buffer and ticket", self.road.open, (request, prepared))
-        return self.timed("message: encoded", self.road.encode, (request,))
+        timed, name = self.timed, str(next(self.numbers))
+        jobs = [timed("front-end: edits", next, self.jobs) for _ in range(num)]
+        args = self.alike, jobs, self.params
+        prepared = timed("front-end: prepared", cells_of, *args, num=num)
+        params, ids = asking(self.params), jobs[0].ids
+        request: Any = EngineCoreRequest(name, ids, None, params, None, 0.0, None, None, None)
+        timed("front-end: buffer and ticket", self.road.open, (request, prepared), num=num)
+        return timed("message: encoded", self.road.encode, (request,), num=num)
+
+    def entered(self, message: Any) -> list[Any]:
+        """The requests of a message in EngineCore."""
+        from vllm_scope.engine.params import ticket_of, without_ticket
+
+        def parts(request: Any) -> Any:
+            ticket = ticket_of(request.sampling_params)
+            assert ticket is not None
+            return ticket.of_variants()
+
+        def enter(ticket: Any) -> Any:
+            one = copy(request)
+            one.request_id = str(next(self.numbers))
+            return one, self.road.core.enter(one, ticket)
+
+        timed, num = self.timed, CELLS_TOGETHER
+        request = timed("message: decoded", self.road.decode, message, num=num)
+        tickets = timed("EngineCore: tickets", parts, request, num=num)
+        request.sampling_params = without_ticket(request.sampling_params)
+        return [timed("EngineCore: entered", enter, ticket) for ticket in tickets]
 
     def step(self, num: int) -> int:
         """Send as many cells through one step; returns the bytes of the last message."""
-        timed, road, messages = self.timed, self.road, [self.opened() for _ in range(num)]
-        came = [timed("message: decoded", road.decode, one) for one in messages]
-        entered = [timed("EngineCore: entered", road.enter, one) for one in came]
+        timed, road, each = self.timed, self.road, CELLS_TOGETHER
+        messages = [self.opened(each) for _ in range(num // each)]
+        entered = [one for message in messages for one in self.entered(message)]
         admitted = [timed("EngineCore: admitted, news", road.admit, one) for one in entered]
         names = [one.request_id for one, _ in entered]
         requests = [

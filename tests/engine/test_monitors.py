@@ -93,13 +93,13 @@ def test_without_monitors_a_plain_request_has_no_scope(llm):
 
 
 def test_weights_travel_once_and_are_freed_when_the_monitor_is_unset(llm, monkeypatch):
-    sizes, original = [], entry.CoreScope.enter
+    sizes, original = [], entry.ticket_of
 
-    def recorded(self, request):
-        sizes.append(len(request.sampling_params.extra_args[TICKET]))
-        return original(self, request)
+    def recorded(params):
+        sizes.append(len(params.extra_args[TICKET]))
+        return original(params)
 
-    monkeypatch.setattr(entry.CoreScope, "enter", recorded)
+    monkeypatch.setattr(entry, "ticket_of", recorded)
     weights = [numbers(seed, 128).tolist() for seed in (5, 6)]
     wide = {"weight": weights, "layers": [0, 1], "threshold": 1e30}
     set_monitors(llm, {"wide": wide, "low": FLAG})

@@ -48,7 +48,7 @@ def register() -> None:
     wrapping.check_version(vllm.__version__)
     from vllm_scope import compat as faces
     from vllm_scope.engine import environment, monitors, refusals, rust_frontend
-    from vllm_scope.engine.core import clearing, scheduler, scores, verdicts
+    from vllm_scope.engine.core import clearing, scheduler, scores, variants, verdicts
     from vllm_scope.engine.core import entry as core
     from vllm_scope.engine.frontend import outputs
     from vllm_scope.engine.frontend import requests as frontend
@@ -65,6 +65,7 @@ def register() -> None:
     scheduler.wrap()
     faults.wrap()
     verdicts.wrap()
+    variants.wrap()  # after the other wrappers of what it wraps
     scores.wrap()
     clearing.wrap()
     refusals.wrap()

@@ -75,12 +75,23 @@ def named(error: ScopeError, where: str) -> ScopeError:
 
 def refusal_in(completion: CompletionOutput) -> ScopeError | None:
     """Why EngineCore refused a completion's request; None if it did not."""
-    text = completion.stop_reason
-    if completion.finish_reason != "error" or not str(text).startswith(_MARK):
+    if completion.finish_reason != "error" or not str(completion.stop_reason).startswith(_MARK):
         return None
-    kind, sentence = text.removeprefix(_MARK).split(": ", 1)
+    kind, sentence = _parts(completion.stop_reason)
     busies = {one.__name__: one for one in (CapacityError, UnheldError)}
     return busy(sentence, busies[kind]) if kind in busies else refusal()(sentence)
+
+
+def _parts(text: str) -> tuple[str, str]:
+    """The error's class and its sentence, of what `refused` made."""
+    kind, sentence = text.removeprefix(_MARK).split(": ", 1)
+    return kind, sentence
+
+
+def sentence_in(stop_reason: object) -> str:
+    """Why a request failed, of its last output's stop_reason."""
+    text = str(stop_reason)
+    return _parts(text)[1] if text.startswith(_MARK) else "the request failed"
 
 
 def refused(request_id: str, error: ScopeError) -> Last:

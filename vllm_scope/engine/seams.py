@@ -125,7 +125,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     ),
     "outputs": (
         _uses("CompletionOutput", "index finish_reason stop_reason logprobs"),
-        _uses("RequestOutput", "request_id outputs"),
+        _uses("RequestOutput", "request_id outputs kv_transfer_params"),
     ),
     "sampling_params": (
         _uses("SamplingParams", "n max_tokens extra_args output_kind logprob_token_ids skip_clone"),
@@ -164,15 +164,16 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     "v1.engine": (
         _uses("EngineCoreRequest", "request_id external_req_id sampling_params prompt_token_ids "
               "resumable cache_salt client_index"),
-        _uses("EngineCoreOutput", "request_id new_token_ids finish_reason stop_reason"),
+        _uses("EngineCoreOutput", "request_id new_token_ids finish_reason stop_reason "
+              "new_logprobs kv_transfer_params"),
         _uses("EngineCoreOutputs", "outputs finished_requests"),
-        _uses("FinishReason", "ERROR STOP"),
+        _uses("FinishReason", "ERROR LENGTH STOP"),
     ),
     "v1.request": (
         _uses("Request", "request_id sampling_params prompt_token_ids output_token_ids num_tokens "
               "num_computed_tokens num_in_flight_tokens num_prompt_tokens block_hashes "
               "client_index skip_reading_prefix_cache get_finished_reason"),
-        _uses("RequestStatus", "FINISHED_ERROR FINISHED_STOPPED"),
+        _uses("RequestStatus", "FINISHED_ABORTED FINISHED_ERROR FINISHED_STOPPED"),
     ),
     "v1.core.sched.scheduler": (
         _wraps("Scheduler.add_request", "request",

@@ -177,6 +177,7 @@ class RequestOutput(Protocol):
 
     request_id: str
     outputs: list[CompletionOutput]
+    kv_transfer_params: Any
 
 
 class Engine(Protocol):
@@ -233,12 +234,14 @@ class EngineCoreOutput(Protocol):
     request_id: str
     finish_reason: object
     stop_reason: Any
+    new_logprobs: object
 
 
 class EngineCoreOutputs(Protocol):
     """vllm.v1.engine.EngineCoreOutputs"""
 
     outputs: list[EngineCoreOutput]
+    finished_requests: set[str] | None
 
 
 class Request(Protocol):
@@ -333,6 +336,7 @@ class Scheduler(Protocol):
     kv_cache_manager: KVCacheManager
     block_size: int
 
+    def add_request(self, request: Request, /) -> object: ...
     def finish_requests(
         self, request_ids: Iterable[str], finished_status: object, /
     ) -> Iterable[Request]: ...

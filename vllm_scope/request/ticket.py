@@ -57,6 +57,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
         modules: the names of steering modules that it refers to; EngineCore has their vectors.
         spec: what it asks for.
         arrays: of the spec's Arrays, those that EngineCore may not hold (core.sent_ahead).
+        variants: of a request that stands for several, what each of them asks for. Each has a
+            prompt and parameters as this request; `spec` is the first's, and `arrays` are of all.
     """
 
     recipient: Recipient
@@ -64,12 +66,15 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     modules: tuple[str, ...]
     spec: Packed
     arrays: list[_Travelling]
+    variants: list[Packed] = []
 
     @staticmethod
     def decode(data: bytes) -> Ticket:
         came = _decode(data)
         modules, spec = _content_of(came)
-        return Ticket(came.recipient, came.first_position, modules, spec, came.arrays)
+        return Ticket(
+            came.recipient, came.first_position, modules, spec, came.arrays, came.variants
+        )
 
     def encode(self) -> bytes:
         key = self.spec.digest, len(self.modules)
@@ -79,7 +84,17 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
             if len(content) > _LONG:
                 content = zlib.compress(content, 1)
             _sent.put(key, content, len(content))
-        return _encode(_Wire(self.recipient, self.first_position, *key, content, self.arrays))
+        parts = self.recipient, self.first_position, *key, content, self.arrays, self.variants
+        return _encode(_Wire(*parts))
+
+    def of_variants(self) -> list[Ticket]:
+        """A ticket for each variant."""
+        arrays = {one[0]: one for one in self.arrays}
+        return [
+            Ticket(self.recipient, self.first_position, self.modules, one,
+                   [arrays[digest] for digest in one.arrays])
+            for one in self.variants
+        ]  # fmt: skip
 
     def own_arrays(self) -> dict[bytes, Array]:
         """The Arrays that travelled with it, by digest."""
@@ -101,6 +116,7 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True):
     num_modules: int
     content: bytes
     arrays: list[_Travelling]
+    variants: list[Packed]
 
 
 _Content = tuple[tuple[str, ...], Packed]

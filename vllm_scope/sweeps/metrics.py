@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError, naming, shown
 from vllm_scope.request.bounded_json import is_unicode
@@ -26,8 +27,9 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: Texts of several tokens that a warning names.
 _MOST_TOLD = 3
-#: Token id -> log-probability of the next token.
-Logprobs = Mapping[int, float]
+#: Log-probabilities of the next token, float64: of a metric's tokens in their order, or of all
+#: tokens by their ids.
+Logprobs = NDArray[np.float64]
 #: A text -> its token ids, without special tokens.
 Encode = Callable[[str], list[int]]
 
@@ -47,13 +49,12 @@ class Metric(ABC):
         """
 
     @abstractmethod
-    def value(self, found: Logprobs, clean: Logprobs, ids: tuple[int, ...]) -> float:
+    def value(self, found: Logprobs, clean: Logprobs) -> float:
         """The value of one cell.
 
         Args:
             found: with the edit.
             clean: of the same prompt without the edit.
-            ids: the prompt's `token_ids`.
         """
 
 
@@ -84,8 +85,8 @@ class LogitDifference(Metric):
                 )
         return list(zip(a, b, strict=True))
 
-    def value(self, found: Logprobs, clean: Logprobs, ids: tuple[int, ...]) -> float:
-        return found[ids[0]] - found[ids[1]]
+    def value(self, found: Logprobs, clean: Logprobs) -> float:
+        return float(found[0] - found[1])
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ class Logprob(Metric):
     def token_ids(self, encode: Encode, num_prompts: int) -> list[tuple[int, ...]]:
         return [(one,) for one in _tokens(self.token, encode, num_prompts, "Logprob.token")]
 
-    def value(self, found: Logprobs, clean: Logprobs, ids: tuple[int, ...]) -> float:
-        return found[ids[0]]
+    def value(self, found: Logprobs, clean: Logprobs) -> float:
+        return float(found[0])
 
 
 @dataclass(frozen=True)
@@ -119,11 +120,10 @@ class KL(Metric):
     def token_ids(self, encode: Encode, num_prompts: int) -> list[tuple[int, ...]]:
         return [()] * num_prompts
 
-    def value(self, found: Logprobs, clean: Logprobs, ids: tuple[int, ...]) -> float:
-        p = np.fromiter(clean.values(), np.float64, len(clean))
-        q = np.fromiter((found[i] for i in clean), np.float64, len(clean))
-        some = p > -np.inf
-        return float(np.sum(np.exp(p[some]) * (p[some] - q[some])))
+    def value(self, found: Logprobs, clean: Logprobs) -> float:
+        some = clean > -np.inf
+        p, q = clean[some], found[some]
+        return float(np.sum(np.exp(p) * (p - q)))
 
 
 def encode_text(text: str, encode: Encode, where: str) -> list[int]:

@@ -84,6 +84,11 @@ class Job:
     def reads(self) -> bool:
         return any(isinstance(action, Read) for action in self.actions)
 
+    @property
+    def edits_alone(self) -> bool:
+        """True if it is a cell's only request, and nothing is read."""
+        return self.place is not None and self.then is None and not self.reads
+
 
 def _checked(
     each: list[list[int]], where: str, check: Callable[[list[int], str], None] | None
@@ -390,7 +395,7 @@ class Plan:
         Raises:
             ScopeError: a read failed, without which its cells cannot be.
         """
-        i, metric, ids = job.prompt, self.sweep.metric, self.token_ids[job.prompt]
+        i, metric = job.prompt, self.sweep.metric
         known = self._of[i]
         if job.place is not None:
             value = np.nan
@@ -401,7 +406,7 @@ class Plan:
                 self.table.errors[i, *job.place] = error or "the request failed"
             else:
                 assert known.clean is not None
-                value = metric.value(found, known.clean, ids)
+                value = metric.value(found, known.clean)
                 self.table.values[i, *job.place] = value
             self._left[i] -= 1
             if not self._left[i]:
@@ -415,9 +420,9 @@ class Plan:
             known.source, known.of_source = rows, found
         else:
             known.plain, known.clean = rows, found
-            self.table.plain[i] = metric.value(found, found, ids)
+            self.table.plain[i] = metric.value(found, found)
         if known.clean is not None and known.of_source is not None:
-            self.table.source[i] = metric.value(known.of_source, known.clean, ids)
+            self.table.source[i] = metric.value(known.of_source, known.clean)
         return None
 
     def _after(self, job: Job, then: Step, rows: ReadRows | None) -> Job:

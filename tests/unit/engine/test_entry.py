@@ -31,7 +31,7 @@ from vllm_scope.engine.core import entry as core
 from vllm_scope.engine.core.entered import entered
 from vllm_scope.engine.core.entry import CoreScope
 from vllm_scope.engine.model import foreign_connector
-from vllm_scope.engine.params import TICKET
+from vllm_scope.engine.params import TICKET, ticket_of
 from vllm_scope.program.block_keys import BlockKeys
 from vllm_scope.program.compiler import OVERSHOOT
 from vllm_scope.program.layout import Widths
@@ -75,6 +75,10 @@ def _request(*actions: Any, name: str = "r", num_prompt: int = 8, first: int | N
     )
 
 
+def _enter(engine: CoreScope, request: Any) -> Any:
+    return engine.enter(request, ticket_of(request.sampling_params))
+
+
 # What a request is given when it enters
 
 
@@ -84,7 +88,7 @@ def test_names_and_the_servers_edits_mean_what_they_mean_when_a_request_enters()
     engine.registry.register("other", _module(W))
     engine.registry.set_edits(scope(Add(W, layer=1))["scope"])
     request = _request(Add("m"), Read("embed"), first=3)
-    found = engine.enter(request)
+    found = _enter(engine, request)
     engine.registry.register("m", _module(W))
     engine.registry.set_edits(None)
     values = [(edit.stream[1], edit.values.numpy.tolist()) for edit in found.asked.edits]
@@ -92,21 +96,21 @@ def test_names_and_the_servers_edits_mean_what_they_mean_when_a_request_enters()
     assert found.held.cost == Cost(2, 1, 3 + 1)  # each token is checked, too
     assert (found.recipient, found.first_read) == (Recipient(5, "f"), 3)
     assert found.unchecked
-    later = engine.enter(request)
+    later = _enter(engine, request)
     assert [edit.values.numpy.tolist() for edit in later.asked.edits] == [W]
 
 
 def test_a_request_holds_the_rows_of_its_lenses():
     asked = LensTopK(top_k=2), LensTopK(layers=[1], tokens=[-1, 3], name="b")
-    found = _core().enter(_request(*asked, num_prompt=8))
+    found = _enter(_core(), _request(*asked, num_prompt=8))
     # 8 tokens and 9 generated ones at two layers; the last one is known later.
     assert found.reserve == Cost(lens_rows=2 * 17 + 2)
-    again = _core().enter(_request(LensTopK(), num_prompt=3))
+    again = _enter(_core(), _request(LensTopK(), num_prompt=3))
     assert again.reserve == Cost(lens_rows=2 * 12)
 
 
 def test_a_request_that_only_reads_holds_no_places_and_keys_no_block():
-    found = _core().enter(_request(Read("embed"), first=0))
+    found = _enter(_core(), _request(Read("embed"), first=0))
     assert (found.held, found.keys, found.first_edited) == (None, None, None)
     assert (found.first_read, found.unchecked) == (0, False)
 
@@ -125,8 +129,10 @@ def test_a_request_whose_policy_sets_scales_has_room_for_them_and_blocks_of_its_
     engine.policies = {"p": PolicyConfig("p", PolicyOptions(most_changes=5), {})}
     probe, policy = Probe(V, layer=1, name="s", tokens="generated"), Policy("p")
     named, unnamed = (Add(V, layer=0, tokens=tokens, name=name) for name in ("e", None))
-    one, other = (engine.enter(_request(named, probe, policy)) for _ in range(2))
-    plain, without = (engine.enter(_request(*some)) for some in ((named, probe), (unnamed, probe)))
+    one, other = (_enter(engine, _request(named, probe, policy)) for _ in range(2))
+    plain, without = (
+        _enter(engine, _request(*some)) for some in ((named, probe), (unnamed, probe))
+    )
     assert (one.reserve.vectors, one.reserve.programs) == (0, 5 * num_programs)
     assert one.reserve.ops >= one.reserve.programs
     assert plain.reserve == without.reserve == Cost()
@@ -134,14 +140,14 @@ def test_a_request_whose_policy_sets_scales_has_room_for_them_and_blocks_of_its_
     assert len({x.keys.key(0, 4) for x in (one, other, plain, without)}) == 1
     engine.most = Cost(100, one.held.num_programs + one.reserve.programs - 1, 100)
     with pytest.raises(CapacityError, match="the request takes"):
-        engine.enter(_request(named, probe, policy))
+        _enter(engine, _request(named, probe, policy))
 
 
 def test_plain_requests_enter_as_they_are():
     engine = _core()
-    assert engine.enter(_request()) is None
+    assert _enter(engine, _request()) is None
     pooling = SimpleNamespace(request_id="p", sampling_params=None, prompt_token_ids=[1])
-    assert engine.enter(pooling) is None
+    assert _enter(engine, pooling) is None
 
 
 def test_requests_of_the_same_spec_share_what_it_means():
@@ -149,9 +155,9 @@ def test_requests_of_the_same_spec_share_what_it_means():
     engine.registry.register("m", _module(V))
     for server in (None, scope(Add(W, layer=1))["scope"]):
         engine.registry.set_edits(server)
-        found = [engine.enter(_request(Add("m"), Read("embed"))) for _ in range(2)]
+        found = [_enter(engine, _request(Add("m"), Read("embed"))) for _ in range(2)]
         assert found[0].asked is found[1].asked
-    alone = [engine.enter(_request()) for _ in range(2)]
+    alone = [_enter(engine, _request()) for _ in range(2)]
     assert alone[0].asked is alone[1].asked
 
 
@@ -164,7 +170,7 @@ def test_programs_for_a_worker_in_this_process_are_made_when_the_request_enters(
     engine = _core()
     engine.widths = widths
     edits = [Add(V, layer=0, scale=i + 1.0, tokens=[i]) for i in range(8)]
-    held = engine.enter(_request(*edits)).held
+    held = _enter(engine, _request(*edits)).held
     assert made == ([] if widths is None else [widths])
     if widths is not None:  # the worker's thread makes none
         assert held.rows(widths).num_ops == held.num_ops
@@ -174,20 +180,20 @@ def test_programs_for_a_worker_in_this_process_are_made_when_the_request_enters(
 def test_the_servers_edits_concern_plain_requests_too():
     engine = _core()
     engine.registry.set_edits(scope(Add(W, layer=1))["scope"])
-    found = engine.enter(_request())
+    found = _enter(engine, _request())
     assert found.recipient is None
     assert found.held.cost == Cost(1, 1, 1 + 1)
     assert found.keys.key(0, 4) is not None
     engine.registry.set_edits(None)
-    assert engine.enter(_request()) is None
+    assert _enter(engine, _request()) is None
 
 
 def test_global_sinks_read_plain_requests_too():
     engine = _core()
     engine.everywhere = Spec((Read("embed", tokens="last_prompt"),)).resolve(SITES)
-    found = engine.enter(_request())
+    found = _enter(engine, _request())
     assert (found.recipient, found.first_read, found.unchecked) == (None, 7, True)
-    assert engine.enter(_request(Read("embed"), first=2)).first_read == 2
+    assert _enter(engine, _request(Read("embed"), first=2)).first_read == 2
 
 
 def test_prompt_embeddings_enter_as_they_are_and_are_never_edited():
@@ -195,12 +201,12 @@ def test_prompt_embeddings_enter_as_they_are_and_are_never_edited():
     engine.everywhere = Spec((Read("embed"),)).resolve(SITES)
     request = _request()
     request.prompt_token_ids = None
-    assert engine.enter(request) is None
+    assert _enter(engine, request) is None
     engine.registry.set_edits(scope(Add(W, layer=1))["scope"])
     with pytest.raises(SpecError, match="prompt embeddings cannot be edited; send text"):
-        engine.enter(request)
+        _enter(engine, request)
     pooling = SimpleNamespace(request_id="p", sampling_params=None, prompt_token_ids=None)
-    assert engine.enter(pooling) is None
+    assert _enter(engine, pooling) is None
 
 
 def test_the_cost_counts_the_positions_that_a_step_may_overshoot():
@@ -208,7 +214,7 @@ def test_the_cost_counts_the_positions_that_a_step_may_overshoot():
     last = 8 + 10 + OVERSHOOT - 1
     # Tokens that are not edited are checked.
     for position, cost in ((last, Cost(1, 2, 1 + 2)), (last + 1, Cost(0, 1, 1))):
-        found = engine.enter(_request(Add(V, layer=0, tokens=[position])))
+        found = _enter(engine, _request(Add(V, layer=0, tokens=[position])))
         assert found.held.cost == cost
 
 
@@ -225,7 +231,7 @@ def test_the_cost_counts_the_positions_that_a_step_may_overshoot():
 def test_a_request_that_is_no_longer_possible_is_refused_when_it_enters(action, error, words):
     engine = _core(Cost(5, 5, 5))
     with pytest.raises(error, match=words):
-        engine.enter(_request(action))
+        _enter(engine, _request(action))
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
@@ -450,11 +456,11 @@ def test_edited_kv_is_never_shared_under_plain_tokens():
     engine.connector = "LMCacheConnectorV1"
     text = scope(Add(V, layer=0))["scope"]
     for refused in (
-        lambda: engine.enter(_request(Add(V, layer=0))),
+        lambda: _enter(engine, _request(Add(V, layer=0))),
         lambda: engine.check_edits(text),
     ):
         with pytest.raises(SpecError, match=r"through 'LMCacheConnectorV1'.* edits need"):
             refused()
     engine.check_edits(None)
-    assert engine.enter(_request(Probe(V, layer=0, name="p"))).keys is None
-    assert engine.enter(_request(Read("embed"))).keys is None
+    assert _enter(engine, _request(Probe(V, layer=0, name="p"))).keys is None
+    assert _enter(engine, _request(Read("embed"))).keys is None

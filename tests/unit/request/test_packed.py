@@ -31,6 +31,18 @@ def test_a_spec_arrives_as_it_was_sent(spec):
     assert came.packed == spec.packed
 
 
+def test_the_specs_of_a_request_that_stands_for_several_arrive_each_with_its_vectors():
+    each = [Spec(edits=(Replace([[1.0 + i] * 8], positions=[3], layer=i),)) for i in range(3)]
+    vectors = {digest: array for one in each for digest, array in one.arrays.items()}
+    packed = [one.packed for one in each]
+    sent = Ticket(Recipient(1, "f"), None, (), packed[0], travelling(vectors.values()), packed)
+    came = Ticket.decode(sent.encode())
+    assert came == sent
+    tickets = came.of_variants()
+    assert [Spec.unpack(one.spec, one.own_arrays()) for one in tickets] == each
+    assert [len(one.arrays) for one in tickets] == [1] * 3
+
+
 @given(specs(num_layers=4, hidden_size=8))
 def test_a_resolved_spec_arrives_as_it_was_sent(spec):
     asked = spec.resolve(SITES)

@@ -65,7 +65,7 @@ def run(plan, fail=lambda job: None):
         found.append((job, result))
         error = job.error or fail(job)
         rows = None if result is None else ReadRows(result)
-        plan.take(job, None if error else {1: -1.0, 2: -3.0}, rows, error)
+        plan.take(job, None if error else np.array([-1.0, -3.0]), rows, error)
     return found
 
 
@@ -304,7 +304,7 @@ def test_the_requests_of_a_sweep_that_is_taken_fit(length, options):
     for job in plan.jobs():
         sizes.append(len(scope(*job.actions)["scope"]))
         rows = ReadRows(Rows(job, len(sizes), WIDE)) if job.reads else None
-        plan.take(job, {1: -1.0, 2: -3.0}, rows, None)
+        plan.take(job, np.array([-1.0, -3.0]), rows, None)
     assert not plan.table.errors
     assert max(sizes) <= MAX_SPEC_BYTES
     if length == 42:

@@ -28,6 +28,7 @@ from vllm_scope import (
 from vllm_scope.engine.frontend.sweeping import (
     MAX_LOGPROBS,
     Sweeping,
+    _Ahead,
     _Bounded,
     _check_logprobs,
     _check_tokens,
@@ -81,7 +82,7 @@ def plan(sweep, prompts=("abc", "ab")):
 
 
 def answer(p, job, width=8):
-    found = {1: -1.0, 2: -3.0}
+    found = np.array([-1.0, -3.0])
     reads = job.place is None and job.actions
     rows = ReadRows(Result(job, width, 2 if job.of_source else 1)) if reads else None
     return p.take(job, found, rows, None)
@@ -227,9 +228,9 @@ def test_tokens_and_metrics_that_an_engine_does_not_take_are_named():
 def sending(p, add):
     """A Sweeping of this plan whose requests go to `add`."""
     found = object.__new__(Sweeping)
-    found.plan, found._alike, found.over, found.most = p, None, False, 99
-    found._jobs, found._params = p.jobs(), dict.fromkeys(p.token_ids)
-    found._request = lambda job: add(job) or SimpleNamespace(job=job)
+    found.plan, found._alike, found.most = p, None, 99
+    found._jobs, found._params = _Ahead(p.jobs()), dict.fromkeys(p.token_ids)
+    found._request = lambda jobs: add(jobs[0]) or SimpleNamespace(jobs=jobs)
     return found
 
 
@@ -399,10 +400,10 @@ def test_a_cell_that_cannot_be_does_not_end_the_others(mode, number, said, monke
 def test_metrics_of_known_distributions():
     p, q = np.array([0.5, 0.25, 0.25, 0]), np.array([0.25, 0.25, 0.25, 0.25])
     with np.errstate(divide="ignore"):
-        clean, found = (dict(enumerate(np.log(x).tolist())) for x in (p, q))
-    assert KL().value(found, clean, ()) == pytest.approx(0.5 * np.log(2))
-    assert LogitDifference(0, 1).value(clean, clean, (0, 1)) == pytest.approx(np.log(2))
-    assert Logprob(1).value(clean, clean, (1,)) == pytest.approx(np.log(0.25))
+        clean, found = np.log(p), np.log(q)
+    assert KL().value(found, clean) == pytest.approx(0.5 * np.log(2))
+    assert LogitDifference(0, 1).value(clean, clean) == pytest.approx(np.log(2))
+    assert Logprob(1).value(clean[1:], clean[1:]) == pytest.approx(np.log(0.25))
 
 
 @pytest.mark.parametrize(

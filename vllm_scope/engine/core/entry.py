@@ -24,6 +24,7 @@ from vllm_scope.core.sums_room import SumsRoom
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.core.entered import Entered, entered, entering, keep
+from vllm_scope.engine.core.variants import expand
 from vllm_scope.engine.model import (
     CONNECTORS_BY_HASH,
     foreign_connector,
@@ -88,11 +89,12 @@ class CoreScope:
             self.sites = replace(self.sites, moved=moved)
             self.registry.know(self.sites)
 
-    def enter(self, request: EngineCoreRequest) -> Entered | None:
+    def enter(self, request: EngineCoreRequest, ticket: Ticket | None) -> Entered | None:
         """What a request that enters asks for, with the modules and server-wide edits of now.
 
         Args:
             request: vLLM's EngineCoreRequest.
+            ticket: the request's; None for one without.
 
         Returns:
             None if nothing reads, probes or edits its tokens.
@@ -111,7 +113,6 @@ class CoreScope:
                     "send text or token ids, or send it again when the server's edits are gone."
                 )
             return None
-        ticket = ticket_of(params)
         own, edited = self.registry.resolve(ticket)
         asked = edited.joined(reads=self.everywhere.reads)
         if ticket is None and not (asked.edits or asked.reads):
@@ -232,11 +233,28 @@ def _preprocess(
 ) -> tuple[T, int]:
     if not _concerns(self, request):
         return original(self, request)
-    found = _scope_of(self).enter(request)
+    # The workers are told what they need of it (core.news).
+    ticket = ticket_of(request.sampling_params)
+    request.sampling_params = without_ticket(request.sampling_params)
+    if ticket is None or not ticket.variants:
+        return _entered_as(original, self, request, ticket)
+    found = original(self, request)
+    tickets = ticket.of_variants()
+    expand(
+        found[0], request, len(tickets),
+        lambda number: _entered_as(original, self, request, tickets[number])[0],
+    )  # fmt: skip
+    return found
+
+
+def _entered_as(
+    original: Callable[..., tuple[T, int]], self: EngineCore, request: EngineCoreRequest,
+    ticket: Ticket | None,
+) -> tuple[T, int]:  # fmt: skip
+    """A request without its ticket, as vLLM makes its Request; what it asks for is kept beside."""
+    found = _scope_of(self).enter(request, ticket)
     if found is None:
         return original(self, request)
-    # The workers are told what they need of it (core.news).
-    request.sampling_params = without_ticket(request.sampling_params)
     entering[request.request_id] = found
     try:
         made = original(self, request)

@@ -26,6 +26,7 @@ from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.core import clearing
 from vllm_scope.engine.core.entered import entered
 from vllm_scope.engine.core.scores import fill_blocks, index_of, kept_of, new_index
+from vllm_scope.engine.core.variants import aborted, variants_of, with_variants
 from vllm_scope.engine.core.verdicts import take_due
 from vllm_scope.engine.model import sites_of, worker_is_here
 from vllm_scope.engine.seams import config_of
@@ -113,6 +114,11 @@ def _held_by(request: object) -> tuple[Held | None, int, Cost]:
 
 
 def _add_to_scheduler(original: Callable[..., object], self: Scheduler, request: Request) -> None:
+    variants = variants_of(self, request)
+    if variants:
+        for one in variants:
+            self.add_request(one)
+        return
     known = entered(request)
     if self.connector is not None and known is not None:
         _take_nothing_from(self.connector)
@@ -162,16 +168,17 @@ def _free(
 
 
 def _finish(
-    original: Callable[..., T],
+    original: Callable[..., list[Request]],
     self: Scheduler,
     request_ids: str | Iterable[str] | None,
     status: object,
-) -> T:
+) -> list[Request]:
     """Scheduler.finish_requests: move requests that wait for room to the scheduler's queue first,
     so that the scheduler can end them."""
+    request_ids = with_variants(self, request_ids)
     admission = admission_of(self)
     if admission is None or not admission.waiting:
-        return original(self, request_ids, status)
+        return _as_known(self, original(self, request_ids, status), status)
     some = {request_ids} if isinstance(request_ids, str) else request_ids
     some = None if some is None else set(some)
     for request in admission.take_out(some):
@@ -179,7 +186,14 @@ def _finish(
     found = original(self, some, status)
     # If the first in line has gone, there may be room for those behind it.
     _let_in(self, admission)
-    return found
+    return _as_known(self, found, status)
+
+
+def _as_known(scheduler: Scheduler, ended: list[Request], status: object) -> list[Request]:
+    """Ended requests, as vLLM tells their front-ends of them."""
+    from vllm.v1.request import RequestStatus
+
+    return aborted(scheduler, ended) if status == RequestStatus.FINISHED_ABORTED else ended
 
 
 _enqueue: Any = None

@@ -66,12 +66,18 @@ class Alike:
             self._first = kind, prepare(self._connection, asked)
         return self._first[1]
 
-    def with_edits(self, checked: Prepared, edits: tuple[Edit, ...]) -> Prepared:
+    def with_edits(self, checked: Prepared, *each: tuple[Edit, ...]) -> Prepared:
         """A request that differs from a checked one in the place and the numbers of its edits
-        alone."""
-        spec = Spec(edits=edits) if self._last is None else self._last.with_edits(edits)
-        self._last = spec
-        return replace(checked, spec=spec)
+        alone.
+
+        Args:
+            each: its edits. If several are given, the request stands for so many.
+        """
+        specs = []
+        for edits in each:
+            self._last = Spec(edits=edits) if self._last is None else self._last.with_edits(edits)
+            specs.append(self._last)
+        return replace(checked, spec=specs[0], variants=tuple(specs) if specs[1:] else ())
 
     def with_prompt(self, checked: Prepared, ids: list[int]) -> Prepared | None:
         """A request that differs from a checked one in its prompt alone.

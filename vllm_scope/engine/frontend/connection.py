@@ -124,6 +124,12 @@ class Connection:
         found.learn_modules(first["modules"])
         return found
 
+    @property
+    def always_answers(self) -> bool:
+        """True if workers tell this process something of each request: what became of it in a sink,
+        or an error of a stage before the last."""
+        return bool(self.sinks) or self.num_stages > 1
+
     def doubt_modules(self) -> None:
         """Have the next request that names a module ask for all modules."""
         self.num_doubts += 1

@@ -40,6 +40,8 @@ class Prepared:
         own: the reads and probes that go to memory.
         first_position: the first position that delivers something; None if none does.
         num_bytes: bytes that the prompt delivers to this process.
+        variants: of a request that stands for several, the spec of each. They deliver nothing to
+            this process, and `spec` is the first's.
     """
 
     spec: Spec
@@ -49,6 +51,7 @@ class Prepared:
     max_tokens: int
     first_position: int | None
     num_bytes: int
+    variants: tuple[Spec, ...] = ()
 
     @property
     def answered(self) -> bool:

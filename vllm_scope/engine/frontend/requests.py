@@ -107,17 +107,21 @@ def _open(
         params.output_kind.name != "FINAL_ONLY",
         awaits,
     )
-    arrays = travelling(a for digest, a in spec.arrays.items() if digest not in held)
-    ticket = Ticket(recipient, prepared.first_position, spec.modules, spec.packed, arrays)
+    every = prepared.variants or (spec,)
+    named = {digest: array for one in every for digest, array in one.arrays.items()}
+    arrays = travelling(array for digest, array in named.items() if digest not in held)
+    ticket = Ticket(
+        recipient, prepared.first_position, spec.modules, spec.packed, arrays,
+        [one.packed for one in prepared.variants],
+    )  # fmt: skip
     request.sampling_params = with_ticket(params, ticket, ("scope", translators.DECORATORS))
     return pending
 
 
 def _is_answered(connection: Connection, prepared: Prepared, params: object) -> bool:
-    """True if workers tell more of the request than vLLM does: rows, numbers or decisions, what
-    became of it in a sink, or an error of a function or of a stage before the last."""
-    several = connection.num_stages > 1
-    return prepared.answered or bool(connection.sinks) or several or functions.has(params)
+    """True if workers tell more of the request than vLLM does: rows, numbers or decisions, an error
+    of a function, or what they tell of each request."""
+    return prepared.answered or connection.always_answers or functions.has(params)
 
 
 @dataclass

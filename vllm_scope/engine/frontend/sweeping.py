@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
 
+import numpy as np
 import torch
 
 from vllm_scope.engine.frontend.alike import Alike, asking
@@ -36,9 +37,11 @@ from vllm_scope.engine.frontend.requests import prepared_as
 from vllm_scope.engine.vllm_types import AsyncLLM, Engine, LLMEngine, RequestOutput
 from vllm_scope.errors import CapacityError, ScopeError, SpecError, naming, shown
 from vllm_scope.request.actions import Read
+from vllm_scope.request.answers import Answers
 from vllm_scope.request.spec import scope
 from vllm_scope.results.budget import LABEL_BYTES
 from vllm_scope.results.inbox import inbox
+from vllm_scope.sweeps.metrics import Logprobs
 from vllm_scope.sweeps.plan import Cell, Job, Plan, Tokenizer
 from vllm_scope.sweeps.source import ReadRows
 from vllm_scope.sweeps.sweep import Sweep
@@ -47,19 +50,21 @@ from vllm_scope.sweeps.table import SweepTable
 OnCell = Callable[[Cell], object]
 Progress = bool | Literal["map"]
 
+#: Cells that one request stands for, at most. EngineCore makes requests of them in one piece.
+CELLS_TOGETHER: Final = 16
 #: Log-probabilities of all cells in the engine.
 MAX_LOGPROBS: Final = 1 << 22
 
 
 @dataclass(frozen=True)
 class _Request:
-    """A job as vLLM takes it.
+    """Jobs as vLLM takes them: one, or cells that EngineCore makes requests of.
 
     Attributes:
         prepared: None for a request that is checked as any other.
     """
 
-    job: Job
+    jobs: tuple[Job, ...]
     prompt: Mapping[str, object]
     params: Any
     prepared: Prepared | None
@@ -98,17 +103,20 @@ class Sweeping:
         # The vectors of a module are EngineCore's. The requests of a path differ in what they read.
         alike = sweep.module is None and sweep.receivers is None
         self._alike = Alike.of_engine(engine) if alike else None
-        self._jobs = self.plan.jobs()
-        #: True once all requests were sent.
-        self.over = False
+        self._jobs = _Ahead(self.plan.jobs())
         self._params = {ids: params_of(ids) for ids in set(self.plan.token_ids)}
+
+    @property
+    def over(self) -> bool:
+        """True once all requests were sent."""
+        return self._jobs.over
 
     def take_share(self, share: float) -> None:
         """From now on take this share of a step."""
         scheduler, longest = self._config.scheduler_config, max(map(len, self.plan.ids))
         batch = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // longest)
         most = max(1, int(share * batch)) * self._ahead
-        #: Requests of the sweep in the engine at once, at most.
+        #: Cells in the engine at once, at most.
         self.most = cells_at_once(most, self._num_logprobs(self._config))
 
     def _num_logprobs(self, config: Any) -> int:
@@ -119,49 +127,79 @@ class Sweeping:
         return size
 
     def due(self, num_running: int, tell: Callable[[Cell | None], object]) -> Iterator[_Request]:
-        """The requests to send now, while `num_running` are in the engine.
+        """The requests to send now, while `num_running` cells are in the engine.
 
         Args:
             tell: is called with each cell that cannot be.
         """
         while num_running < self.most and not self.over:
-            try:
-                job = next(self._jobs)
-            except StopIteration:
-                self.over = True
-                return
+            job = self._jobs.peek()
             if job is None:
                 return
             if job.error is not None:
-                tell(self.plan.take(job, None, None, job.error))
+                tell(self.plan.take(self._jobs.next(), None, None, job.error))
                 continue
-            num_running += 1
+            num = max(1, min(CELLS_TOGETHER, self.most // 4)) if self._together(job) else 1
+            if num_running and num > self.most - num_running:
+                return  # more of them at once, when others have ended
             with naming(job.name):
-                request = self._request(job)
+                request = self._request(self._first(num))
+            num_running += len(request.jobs)
             yield request
 
-    def _request(self, job: Job) -> _Request:
+    def _together(self, job: Job) -> bool:
+        """True if the job may be one of the cells that one request stands for."""
+        return self._alike is not None and job.edits_alone and not self._connection.always_answers
+
+    def _first(self, num: int) -> tuple[Job, ...]:
+        """The next job, and up to `num` in all that can be sent in one request."""
+        jobs = [self._jobs.next()]
+        while len(jobs) < num:
+            job = self._jobs.peek()
+            if job is None or job.error is not None or job.prompt != jobs[0].prompt:
+                break
+            if not self._together(job):
+                break
+            jobs.append(self._jobs.next())
+        return tuple(jobs)
+
+    def _request(self, jobs: tuple[Job, ...]) -> _Request:
+        job = jobs[0]
         prompt = {"type": "token", "prompt_token_ids": job.ids}
         params = self._params[self.plan.token_ids[job.prompt]]
         if not job.actions:
-            return _Request(job, prompt, params, None)
+            return _Request(jobs, prompt, params, None)
         if job.place is None or self._alike is None:
-            return _Request(job, prompt, asking(params, scope(*job.actions)["scope"]), None)
-        return _Request(job, prompt, asking(params), cell_of(self._alike, job, params))
+            return _Request(jobs, prompt, asking(params, scope(*job.actions)["scope"]), None)
+        return _Request(jobs, prompt, asking(params), cells_of(self._alike, jobs, params))
 
-    def take(self, job: Job, output: RequestOutput | ScopeError) -> Cell | None:
-        """As Plan.take."""
+    def take(self, request: _Request, output: RequestOutput | ScopeError) -> Iterator[Cell | None]:
+        """As Plan.take, of each of the request's jobs."""
+        job = request.jobs[0]
         if isinstance(output, CapacityError) and job.place is None:
             with naming(job.name):
                 raise output  # without its rows there are no cells
         if isinstance(output, ScopeError):
-            return self.plan.take(job, None, None, str(output))
+            yield from self._failed(request, str(output))
+            return
         (completion,) = output.outputs
         if completion.finish_reason in ("error", "abort"):
-            return self.plan.take(job, None, None, str(completion.stop_reason))
-        found = {token: one.logprob for token, one in completion.logprobs[0].items()}
-        rows = self._rows(completion.scope, job) if job.reads else None
-        return self.plan.take(job, found, rows, None)
+            yield from self._failed(request, str(completion.stop_reason))
+        elif request.jobs[1:]:
+            yield from self._of_cells(request.jobs, Answers.decode(output.kv_transfer_params))
+        else:
+            found = _logprobs(completion.logprobs[0], self.plan.token_ids[job.prompt])
+            rows = self._rows(completion.scope, job) if job.reads else None
+            yield self.plan.take(job, found, rows, None)
+
+    def _failed(self, request: _Request, error: str) -> Iterator[Cell | None]:
+        return (self.plan.take(job, None, None, error) for job in request.jobs)
+
+    def _of_cells(self, jobs: tuple[Job, ...], answers: Answers) -> Iterator[Cell | None]:
+        logprobs = answers.logprobs.astype(np.float64)
+        for number, job in enumerate(jobs):
+            error = answers.errors.get(number)
+            yield self.plan.take(job, None if error else logprobs[number], None, error)
 
     def _rows(self, result: Any, job: Job) -> ReadRows:
         """Rows that were read. They count as rows of a request until the cells of their prompt
@@ -172,15 +210,50 @@ class Sweeping:
         return ReadRows(result, inbox().hold(result.delivered * (row_bytes + LABEL_BYTES)))
 
 
-def cell_of(alike: Alike, job: Job, params: Any) -> Prepared:
-    """The checked request of a cell. All cells of a prompt differ in the place and the numbers of
-    their edits alone, so the first is checked for all.
+def cells_of(alike: Alike, jobs: Sequence[Job], params: Any) -> Prepared:
+    """The checked request of some cells of a prompt. All cells of a prompt differ in the place and
+    the numbers of their edits alone, so the first is checked for all.
 
     Raises:
         SpecError: the first cell of the prompt is not possible here.
     """
-    first = alike.checked(job.prompt, job.actions, params, job.ids)
-    return alike.with_edits(first, job.actions)  # type: ignore[arg-type]
+    first = alike.checked(jobs[0].prompt, jobs[0].actions, params, jobs[0].ids)
+    return alike.with_edits(first, *(job.actions for job in jobs))  # type: ignore[arg-type]
+
+
+class _Ahead:
+    """Jobs, of which the next can be looked at before it is taken."""
+
+    def __init__(self, jobs: Iterator[Job | None]) -> None:
+        self._jobs = jobs
+        self._next: Job | None = None
+        #: True once all were taken.
+        self.over = False
+
+    def peek(self) -> Job | None:
+        """The next job; None if it waits for an answer, or if all were taken."""
+        if self._next is None and not self.over:
+            try:
+                self._next = next(self._jobs)
+            except StopIteration:
+                self.over = True
+        return self._next
+
+    def next(self) -> Job:
+        """The job that `peek` returned."""
+        job, self._next = self._next, None
+        assert job is not None
+        return job
+
+
+def _logprobs(found: Mapping[int, Any], token_ids: tuple[int, ...]) -> Logprobs:
+    """
+    Args:
+        found: token id -> vLLM's Logprob.
+        token_ids: none for all.
+    """
+    each = token_ids or range(len(found))
+    return np.array([found[token].logprob for token in each], np.float64)
 
 
 class NoTokenizer:
@@ -329,20 +402,20 @@ def run(
     # Twice as many as a step takes, so that the engine has the next step's while this process
     # works on the last one's.
     sweeping = Sweeping(engine, prompts, sweep, share, ahead=2)
-    running: dict[str, Job] = {}
+    running: dict[str, _Request] = {}
     names = _names()
     with showing(sweeping.plan, progress) as count, frozen_heap():
         tell = partial(_tell, on_cell, count)
         try:
             while running or not sweeping.over:
-                for request in sweeping.due(len(running), tell):
+                for request in sweeping.due(_num_jobs(running.values()), tell):
                     name = next(names)
-                    with naming(request.job.name), prepared_as(request.prepared):
+                    with naming(request.jobs[0].name), prepared_as(request.prepared):
                         engine.add_request(name, request.prompt, request.params)
-                    running[name] = request.job
+                    running[name] = request
                 for output in engine.step() if running else ():
-                    cell = sweeping.take(running.pop(output.request_id), output)
-                    tell(cell)
+                    for cell in sweeping.take(running.pop(output.request_id), output):
+                        tell(cell)
         finally:
             if running:
                 drop(engine, running)
@@ -370,19 +443,20 @@ async def follow(
     Args:
         tell: is called with each cell as it arrives, and with None for other answers.
     """
-    running: dict[asyncio.Task[RequestOutput | ScopeError], Job] = {}
+    running: dict[asyncio.Task[RequestOutput | ScopeError], _Request] = {}
     names = _names()
     try:
         while running or not sweeping.over:
-            for request in sweeping.due(len(running), tell):
+            for request in sweeping.due(_num_jobs(running.values()), tell):
                 task = asyncio.create_task(_answer(engine, next(names), request))
-                running[task] = request.job
+                running[task] = request
                 await asyncio.sleep(0)  # other requests' turn
             if not running:
                 continue
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                tell(sweeping.take(running.pop(task), task.result()))
+                for cell in sweeping.take(running.pop(task), task.result()):
+                    tell(cell)
     finally:
         for task in running:
             task.cancel()
@@ -399,6 +473,10 @@ async def _answer(engine: AsyncLLM, name: str, request: _Request) -> RequestOutp
     except ScopeError as error:
         return error
     return output
+
+
+def _num_jobs(running: Iterable[_Request]) -> int:
+    return sum(len(request.jobs) for request in running)
 
 
 def _names() -> Iterator[str]:

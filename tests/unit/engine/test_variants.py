@@ -1,0 +1,143 @@
+"""Requests that EngineCore makes of one: what becomes of them, and of the one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import LogprobsLists
+
+from vllm_scope.engine.core import variants as core
+from vllm_scope.engine.core.variants import aborted, expand, variants_of, with_variants
+from vllm_scope.engine.refusals import refused
+from vllm_scope.errors import ScopeError, SpecError
+from vllm_scope.request.answers import Answers
+
+
+class Request(SimpleNamespace):
+    """vLLM's Request, told apart by identity."""
+
+    __hash__ = object.__hash__
+
+
+class Scheduler:
+    pass
+
+
+def entering(name, num, asked=(7, 3), refusals=None):
+    """A request that stands for `num` others, of which some are refused."""
+    sent = SimpleNamespace(
+        request_id=name,
+        sampling_params=SimpleNamespace(logprob_token_ids=asked and list(asked)),
+    )  # fmt: skip
+    standing = Request(request_id=name)
+
+    def make(number):
+        if number in (refusals or {}):
+            raise SpecError(refusals[number])
+        return Request(request_id=sent.request_id)
+
+    expand(standing, sent, num, make)
+    assert sent.request_id == name
+    return standing
+
+
+def last(name, *logprobs):
+    """The only output of a variant: the sampled token first, then those that were asked for."""
+    ids, values = zip(*logprobs, strict=True)
+    found = LogprobsLists(np.array([ids]), np.array([values], np.float32), np.array([0]))
+    return EngineCoreOutput(name, [ids[0]], new_logprobs=found, finish_reason=FinishReason.LENGTH)
+
+
+def step(scheduler, *outputs, client=0):
+    """A step's outputs of one front-end, as they leave the scheduler."""
+    made = {client: EngineCoreOutputs(outputs=list(outputs))}
+    return core._take(lambda *_: made, scheduler, None, None)[client]
+
+
+def answers(output):
+    assert output.finished
+    return Answers.decode(output.kv_transfer_params)
+
+
+def test_one_output_has_the_logprobs_of_all_in_the_order_of_the_asked_tokens():
+    scheduler, standing = Scheduler(), entering("r", 3)
+    names = [one.request_id for one in variants_of(scheduler, standing)]
+    assert len(set(names)) == 3
+    assert "r" not in names
+    assert variants_of(scheduler, standing) == [], "it was expanded"
+    other = EngineCoreOutput("plain", [1])
+    first = step(scheduler, last(names[2], (3, -0.5), (7, -2.0), (3, -0.5)), other)
+    assert first.outputs == [other]
+    assert step(scheduler, last(names[0], (9, 0.0), (7, -1.0), (3, -4.0))).outputs == []
+    end = step(scheduler, last(names[1], (9, 0.0), (7, -8.0), (3, -16.0)))
+    (output,) = end.outputs
+    assert (output.request_id, output.new_token_ids) == ("r", [])
+    assert end.finished_requests == {"r"}
+    found = answers(output)
+    assert found.logprobs.tolist() == [[-1.0, -4.0], [-8.0, -16.0], [-2.0, -0.5]]
+    assert found.errors == {}
+    assert step(scheduler, other).outputs == [other]
+
+
+def test_all_tokens_are_in_the_order_of_their_ids():
+    scheduler, standing = Scheduler(), entering("r", 1, asked=None)
+    (one,) = variants_of(scheduler, standing)
+    every = [(2, -0.1), (2, -0.1), (0, -3.0), (1, -4.0)]  # the sampled one, then by their values
+    (output,) = step(scheduler, last(one.request_id, *every)).outputs
+    assert answers(output).logprobs.tolist() == [np.float32([-3.0, -4.0, -0.1]).tolist()]
+
+
+def test_a_variant_that_is_refused_or_fails_leaves_the_others():
+    scheduler, standing = Scheduler(), entering("r", 3, refusals={1: "no such place."})
+    first, second = variants_of(scheduler, standing)
+    failed = refused(first.request_id, SpecError("the row is not finite."))
+    assert step(scheduler, failed).outputs == []
+    (output,) = step(scheduler, last(second.request_id, (7, -1.0), (3, -2.0))).outputs
+    found = answers(output)
+    assert found.errors == {0: "the row is not finite.", 1: "no such place."}
+    assert found.logprobs[2].tolist() == [-1.0, -2.0]
+    assert np.isnan(found.logprobs[:2]).all()
+
+
+def test_a_variant_that_vllm_ends_with_an_error_has_a_sentence_too():
+    scheduler = Scheduler()
+    (one,) = variants_of(scheduler, entering("r", 1))
+    failed = EngineCoreOutput(one.request_id, [], finish_reason=FinishReason.ERROR)
+    (output,) = step(scheduler, failed).outputs
+    assert answers(output).errors == {0: "the request failed"}
+    assert answers(output).logprobs.shape == (1, 0)
+
+
+def test_a_request_none_of_whose_variants_is_possible_is_refused():
+    with pytest.raises(ScopeError, match=r"^first\.$"):
+        entering("r", 2, refusals={0: "first.", 1: "second."})
+
+
+def test_who_ends_the_request_ends_its_variants_and_is_told_of_the_request():
+    scheduler = Scheduler()
+    ones = variants_of(scheduler, entering("r", 3))
+    others = variants_of(scheduler, entering("s", 1))
+    step(scheduler, last(ones[1].request_id, (7, -1.0), (3, -2.0)))
+    left = [ones[0].request_id, ones[2].request_id]
+    assert list(with_variants(scheduler, "r")) == left
+    assert list(with_variants(scheduler, {"r"})) == left
+    assert list(with_variants(scheduler, ["plain"])) == ["plain"]
+    assert with_variants(scheduler, None) is None
+    plain = Request(request_id="plain")
+    ended = aborted(scheduler, [ones[0], plain, ones[2]])
+    assert [one.request_id for one in ended] == ["plain", "r"]
+    assert list(with_variants(scheduler, "s")) == [others[0].request_id]
+    assert [one.request_id for one in aborted(scheduler, others)] == ["s"]
+    # Nobody waits for a variant whose request has ended.
+    late = last(ones[0].request_id, (7, -1.0), (3, -2.0))
+    assert step(scheduler, late).outputs == [late]
+
+
+def test_a_scheduler_without_such_requests_is_left_alone():
+    scheduler, plain = Scheduler(), EngineCoreOutput("plain", [1])
+    assert variants_of(scheduler, Request(request_id="plain")) == []
+    assert with_variants(scheduler, "plain") == "plain"
+    assert step(scheduler, plain).outputs == [plain]

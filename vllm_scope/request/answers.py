@@ -1,0 +1,38 @@
+"""What comes back to a front-end of a request that stands for several.
+
+Owns:  Answers.
+Runs:  made in EngineCore, read in the front-end. numpy, no torch.
+From:  engine.core.variants.   To: engine.frontend.sweeping.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: The only key of the mapping that travels.
+_KEY = "scope_answers"
+
+
+class Answers(NamedTuple):
+    """What became of the variants of a request.
+
+    Attributes:
+        logprobs: float32 [number of variants, number of tokens]: of the tokens of
+            SamplingParams.logprob_token_ids in their order, or else of all by their ids. NaN where
+            there are errors.
+        errors: number of a variant -> why it failed.
+    """
+
+    logprobs: NDArray[np.float32]
+    errors: dict[int, str]
+
+    def encode(self) -> dict[str, object]:
+        return {_KEY: [self.logprobs.shape, self.logprobs.tobytes(), self.errors]}
+
+    @staticmethod
+    def decode(body: Any) -> Answers:
+        shape, data, errors = body[_KEY]
+        return Answers(np.frombuffer(data, np.float32).reshape(shape), errors)
