@@ -433,8 +433,9 @@ def test_an_asynchronous_output_reports_faults_when_it_is_made():
         worker._tables.faults[owner] = 1 + 2
         told = later.get_output()
         assert told.scope_faults == {
-            "r": "an edit at 'resid_post' of layer 0 makes a row that is not finite in float32, "
-            "so the request was ended. Use a smaller scale or vector."
+            "r": "an edit at 'resid_post' of layer 0 ('resid_pre' of layer 1) makes a row "
+            "that is not finite in float32, so the request was ended. "
+            "Use a smaller scale or vector."
         }
         assert not hasattr(made, "scope_faults")  # vLLM may have one for many steps
         assert worker.with_endings(made) is made

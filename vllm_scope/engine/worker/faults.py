@@ -25,7 +25,7 @@ from vllm_scope.engine.worker.carrying import carried, carrying
 from vllm_scope.errors import SpecError
 from vllm_scope.graph.tap.definition import fault_at
 from vllm_scope.graph.tap.tables import Tables
-from vllm_scope.request.sites import Sites, place_at
+from vllm_scope.request.sites import Place, Sites, place_at
 from vllm_scope.worker.plan import Planner
 
 
@@ -68,8 +68,13 @@ class Faults:
 
     def _sentence(self, fault: int) -> str:
         tap, edited = fault_at(fault)
-        site, layer = place_at(self._sites.boundaries[tap])
+        boundary = self._sites.boundaries[tap]
+        site, layer = place_at(boundary)
         where = f"{site!r}" if site == "embed" else f"{site!r} of layer {layer}"
+        next_layer = 0 if site == "embed" else layer + 1
+        shared = Place("resid_pre", next_layer).boundary == boundary
+        if shared and next_layer < self._sites.num_layers:
+            where += f" ('resid_pre' of layer {next_layer})"
         what = f"an edit at {where} makes" if edited else f"after the request's edits {where} has"
         return (
             f"{what} a row that is not finite in {self._sites.dtype}, so the request was ended. "
