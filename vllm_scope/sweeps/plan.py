@@ -20,6 +20,7 @@ import numpy as np
 from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.request.actions import Ablate, Action, Add, Read, Replace
 from vllm_scope.request.actions.base import Module
+from vllm_scope.request.arrays import Array
 from vllm_scope.request.selectors import MAX_ITEMS
 from vllm_scope.request.sites import MODEL_SITES, Place, Sites, parse_layers
 from vllm_scope.request.spec import MAX_EDITS, MAX_SPEC_BYTES
@@ -88,6 +89,12 @@ class Job:
     def edits_alone(self) -> bool:
         """True if it is a cell's only request, and nothing is read."""
         return self.place is not None and self.then is None and not self.reads
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the rows and vectors of its edits."""
+        vectors = (getattr(one, one.fields[0]) for one in self.actions)
+        return sum(len(one.data) for one in vectors if isinstance(one, Array))
 
 
 def _checked(

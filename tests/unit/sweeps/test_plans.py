@@ -538,3 +538,23 @@ def test_texts_of_several_tokens_are_named_in_the_log_once(monkeypatch):
 def test_numbers_of_any_integer_type_are_token_ids():
     ids = [np.int64(3), 4, 4]
     assert as_prompts([{"prompt_token_ids": ids}], Letters().encode, "prompts") == [[3, 4, 4]]
+
+
+@pytest.mark.parametrize(
+    ("most", "num_bytes", "wanted"),
+    [(256, 1 << 14, 16), (12, 1 << 14, 3), (2, 1 << 14, 1), (256, 1 << 19, 2), (256, 1 << 23, 1)],
+)
+def test_one_request_stands_for_some_cells_of_a_part_of_the_batch(most, num_bytes, wanted):
+    found = object.__new__(Sweeping)
+    found.most, found._alike = most, object()
+    found._connection = SimpleNamespace(always_answers=False)
+    cell = SimpleNamespace(edits_alone=True, num_bytes=num_bytes)
+    assert found._num_together(cell) == wanted
+    found._connection.always_answers = True
+    assert found._num_together(cell) == 1
+
+
+def test_a_cell_has_the_bytes_of_its_rows():
+    p = plan(Sweep(["xyz", "xy"], metric=METRIC))
+    sizes = {job.num_bytes for job in all_jobs(p) if job.place is not None}
+    assert sizes == {4 * 8}

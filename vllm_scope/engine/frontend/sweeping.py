@@ -50,8 +50,10 @@ from vllm_scope.sweeps.table import SweepTable
 OnCell = Callable[[Cell], object]
 Progress = bool | Literal["map"]
 
-#: Cells that one request stands for, at most. EngineCore makes requests of them in one piece.
+#: Cells that one request stands for, at most, and bytes of their rows. EngineCore makes requests of
+#: them in one piece.
 CELLS_TOGETHER: Final = 16
+BYTES_TOGETHER: Final = 1 << 20
 #: Log-probabilities of all cells in the engine.
 MAX_LOGPROBS: Final = 1 << 22
 
@@ -139,7 +141,7 @@ class Sweeping:
             if job.error is not None:
                 tell(self.plan.take(self._jobs.next(), None, None, job.error))
                 continue
-            num = max(1, min(CELLS_TOGETHER, self.most // 4)) if self._together(job) else 1
+            num = self._num_together(job)
             if num_running and num > self.most - num_running:
                 return  # more of them at once, when others have ended
             with naming(job.name):
@@ -150,6 +152,13 @@ class Sweeping:
     def _together(self, job: Job) -> bool:
         """True if the job may be one of the cells that one request stands for."""
         return self._alike is not None and job.edits_alone and not self._connection.always_answers
+
+    def _num_together(self, job: Job) -> int:
+        """How many jobs one request may stand for, this one first."""
+        if not self._together(job):
+            return 1
+        of_bytes = BYTES_TOGETHER // max(1, job.num_bytes)
+        return max(1, min(CELLS_TOGETHER, self.most // 4, of_bytes))
 
     def _first(self, num: int) -> tuple[Job, ...]:
         """The next job, and up to `num` in all that can be sent in one request."""
