@@ -10,6 +10,7 @@ from vllm_scope.batch.sparse import SparseRows
 from vllm_scope.compat.vllm_lens.attention import compute_attention_weights
 from vllm_scope.control.activity import OUTCOMES, Activity, Ring, State
 from vllm_scope.control.tally import Tally
+from vllm_scope.request.read_features import ReadFeatures
 from vllm_scope.results.features import SparseFeatures
 from vllm_scope.results.lens import LensTokens, TopTokens
 from vllm_scope.saes.max_activating import MaxActivating
@@ -68,8 +69,9 @@ def features() -> SparseFeatures:
     rows = SparseRows(
         torch.tensor([[7, -1, 5], [-1, -1, -1], [4, 6, 7]], dtype=torch.int32),
         torch.tensor([[1.0, 0, 2], [0, 0, 0], [3, 5, 4]]),
+        read=ReadFeatures(99),
     )
-    return SparseFeatures(rows, torch.tensor([1, 2, 4]), 99)
+    return SparseFeatures(rows, torch.tensor([1, 2, 4]))
 
 
 def attention(num_positions: int = 6) -> torch.Tensor:

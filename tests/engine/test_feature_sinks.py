@@ -73,9 +73,13 @@ def test_features_in_files_are_those_that_come_back(llm, saes, root, tmp_path):
             here, there = result.features[f"{name} memory"], request.features(f"{name} filesystem")
             for field in ("positions", "indices", "values", "tokens"):
                 assert torch.equal(getattr(here, field), getattr(there, field))
+            assert (there.num_features, there.asked) == (here.num_features, None)
             rows = result["resid_post", sae.layer]
             sparse.check(there, sae, rows, TOLERANCE[torch.float32], top_k=8)
         found = request.features("some")
+        assert (found.num_features, found.asked) == (None, tuple(INDICES))
+        with pytest.raises(KeyError, match=r"feature 4 was not read; the read named \[3, 900"):
+            found.dense(4)
         first = len(output.prompt_token_ids)
         assert found.tokens.tolist() == list(
             range(first, first + len(output.outputs[0].token_ids) - 1)

@@ -41,6 +41,14 @@ def test_an_answer_has_the_features_of_each_token(client):
     assert body["result"] is None
     assert body["features"]["toy"]["spans"] == [[0, len(positions)]]
     assert out.scope.delivered == out.scope.expected == 3 * len(positions)
+    top, some = out.scope.features["toy"], out.scope.features["some"]
+    assert (top.num_features, top.asked, some.asked) == (384, None, (5, 100, 3))
+    for found, index, words in (
+        (some, 6, r"feature 6 was not read; the read named \[5, 100, 3\]"),
+        (top, 384, "feature 384 is not there; the SAE has features 0 to 383"),
+    ):
+        with pytest.raises(KeyError, match=words):
+            found.dense(index)
     plain = client.complete(TEXT, READ, **OPTIONS)
     assert "features" not in plain.raw["choices"][0]["scope"]
 
@@ -54,6 +62,8 @@ def test_chunks_carry_each_feature_once(client, stream):
     for name, found in whole.features.items():
         parts = [c.scope.features[name] for c in chunks if name in c.scope.features]
         assert len(parts) > 2
+        read = (384, None) if name == "toy" else (None, (5, 100, 3))
+        assert {(one.num_features, one.asked) for one in (*parts, found)} == {read}
         for field in ("positions", "indices", "tokens"):
             joined = np.concatenate([getattr(part, field) for part in parts])
             assert joined.tolist() == getattr(found, field).tolist()
@@ -71,6 +81,8 @@ def test_many_features_come_as_a_file(client):
     positions = out.scope.positions("resid_post", 0).tolist()
     assert len(positions) > 300
     assert out.scope.features["b"].tokens.tolist() == positions
+    with pytest.raises(KeyError, match="the SAE has features 0 to 383"):
+        out.scope.features["b"].dense(384)
     exact = load_sae(TOYWORLD / "sae").encode(torch.from_numpy(out.scope["resid_post", 0]))
     for index in exact.sum(0).topk(5).indices.tolist():
         kept = exact[:, index] >= exact.topk(64).values[:, -1]

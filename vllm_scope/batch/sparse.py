@@ -7,12 +7,13 @@ From:  request.resolved (what was asked for).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from vllm_scope.request.heads import Likeliest, Strongest
+from vllm_scope.request.read_features import NOT_KNOWN, ReadFeatures
 from vllm_scope.request.resolved import ResolvedFeatures
 
 
@@ -24,11 +25,13 @@ class SparseRows:
         indices: int32 [n, places]; -1 in a place without a feature.
         values: float32 [n, places]; 0 there.
         lens: (name, layer) of the lens whose tokens these are; None for features.
+        read: which features were read; not known of a lens.
     """
 
     indices: Tensor
     values: Tensor
     lens: tuple[str, int] | None = None
+    read: ReadFeatures = NOT_KNOWN
 
     dtype = torch.float32
 
@@ -40,7 +43,7 @@ class SparseRows:
         return len(self.values)
 
     def __getitem__(self, some: slice | Tensor) -> SparseRows:
-        return SparseRows(self.indices[some], self.values[some], self.lens)
+        return replace(self, indices=self.indices[some], values=self.values[some])
 
     @property
     def counts(self) -> Tensor:
@@ -72,4 +75,5 @@ def sparse_rows(asked: ResolvedFeatures, words: Tensor) -> SparseRows:
     if asked.threshold is not None:
         kept &= ~(values < asked.threshold)
     lens = None if asked.lens is None else (asked.lens[0], cell.place.layer)
-    return SparseRows(torch.where(kept, indices, -1), torch.where(kept, values, 0.0), lens)
+    indices, values = torch.where(kept, indices, -1), torch.where(kept, values, 0.0)
+    return SparseRows(indices, values, lens, asked.read)

@@ -1,6 +1,6 @@
 """The JSON of a choice's `scope`, as the server sends it (docs/http.md).
 
-Owns:  ScopeBody and its parts; TokenBody.
+Owns:  ScopeBody and its parts; TokenBody; FileBody, of a result's file.
 From:  server.encode (which writes it).   To: parsing.
 
 The values of an item are in the JSON (`data`, `values`, ...), in a tensor of a binary answer
@@ -10,6 +10,8 @@ The values of an item are in the JSON (`data`, `values`, ...), in a tensor of a 
 from __future__ import annotations
 
 import msgspec
+
+from vllm_scope.request.read_features import ReadFeatures
 
 
 class RowsBody(msgspec.Struct):
@@ -34,6 +36,8 @@ class FeaturesBody(msgspec.Struct):
     indices: list[list[int]] | None = None
     values: list[list[float | None]] | None = None
     tensor: str | None = None
+    num_features: int | None = None
+    asked: tuple[int, ...] | None = None
 
 
 class LensBody(msgspec.Struct):
@@ -67,6 +71,12 @@ class ScopeBody(msgspec.Struct):
     verdicts: dict[str, VerdictBody] = {}
     begun: dict[str, int] = {}
     decisions: list[DecidedBody] = []
+
+
+class FileBody(msgspec.Struct):
+    """What the metadata of a result's file say."""
+
+    features: dict[str, ReadFeatures] = {}
 
 
 class TokenBody(msgspec.Struct):

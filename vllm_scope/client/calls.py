@@ -27,6 +27,7 @@ from vllm_scope.client.parsing import T, converted
 from vllm_scope.control.activity import Activity
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions import Action, Moments
+from vllm_scope.request.read_features import ReadFeatures
 from vllm_scope.request.spec import scope
 from vllm_scope.sweeps import Cell, Sweep, SweepTable
 from vllm_scope.sweeps.wire import AskedSweep, TableReader
@@ -39,6 +40,8 @@ Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 Messages = Sequence[Mapping[str, object]]
 Content = bytes | bytearray | memoryview
 OnCell = Callable[[Cell], object]
+#: Index of a choice -> name of its features -> which were read.
+ReadBy = dict[int, dict[str, ReadFeatures]]
 P = ParamSpec("P")
 SelfT = TypeVar("SelfT")
 StreamT = TypeVar("StreamT")
@@ -255,14 +258,20 @@ class Calls(Generic[StreamT]):
         response = (yield call).checked()
         frame = response.frame
         body = decoded(frame.answer or b"", response.status)
-        return Completion(tuple((yield from self._parts(body, Choice, frame))), body)
+        return Completion(tuple((yield from self._parts(body, Choice, frame, {}))), body)
 
-    def _chunks(self, event: Frame) -> Flow[list[Chunk]]:
-        """The chunks of one event of a stream."""
+    def _chunks(self, event: Frame, read: ReadBy) -> Flow[list[Chunk]]:
+        """The chunks of one event of a stream.
+
+        Args:
+            read: what earlier events say; the same for all events of the stream.
+        """
         body = event_body(event)
-        return [] if body is None else (yield from self._parts(body, Chunk, event))
+        return [] if body is None else (yield from self._parts(body, Chunk, event, read))
 
-    def _parts(self, body: Json, kind: type[PartT], frame: Frame) -> Flow[list[PartT]]:
+    def _parts(
+        self, body: Json, kind: type[PartT], frame: Frame, read: ReadBy
+    ) -> Flow[list[PartT]]:
         parts = []
         for choice in converted(body.get("choices", []), list[_ChoiceBody], "answer"):
             found, told = None, choice.scope or {}
@@ -270,7 +279,8 @@ class Calls(Generic[StreamT]):
                 file = None
                 if isinstance(result := told.get("result"), dict):
                     file = (yield _result_call(str(result["id"]), True)).checked().content
-                found = parsing.parse_scope(told, file, frame.of_choice(choice.index))
+                of_choice, known = frame.of_choice(choice.index), read.setdefault(choice.index, {})
+                found = parsing.parse_scope(told, file, of_choice, known)
             said = choice.message or choice.delta
             text = str((choice.text if said is None else said.get("content")) or "")
             end, tokens = choice.finish_reason, parsing.parse_tokens(told)

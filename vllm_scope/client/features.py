@@ -6,12 +6,13 @@ To:    answers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_scope.errors import ScopeError, shown
+from vllm_scope.errors import ScopeError
+from vllm_scope.request.read_features import check_feature
 
 
 @dataclass(frozen=True)
@@ -24,26 +25,29 @@ class SparseFeatures:
             the strongest comes first.
         tokens: int64 [num_tokens], ascending: the positions that were encoded, also those without
             an active feature.
+        num_features: of the SAE. None of a read with `indices`, except of a TopK SAE.
+        asked: the features that the read named (`indices`); None if it named none (`top_k`).
+
+    Both are None if the server is of an earlier version.
     """
 
     positions: NDArray[np.int64]
     indices: NDArray[np.int64]
     values: NDArray[np.float32]
     tokens: NDArray[np.int64]
+    num_features: int | None = None
+    asked: tuple[int, ...] | None = None
 
     def dense(self, index: int) -> NDArray[np.float32]:
         """float32 [num_tokens]: one feature at each of `tokens`; 0 where it was not delivered.
 
-        The answer does not say which features the read named, or how many the SAE has: one that was
-        not read, or is beyond the `top_k` strongest of a token, reads as 0.
+        Of a read with `top_k` a feature beyond the `top_k` strongest of a token reads as 0, like
+        one that is not active. So does a value below the read's `threshold`.
 
         Raises:
-            KeyError: the index is not a whole number from 0.
+            KeyError: the read named other features, or the SAE has no such feature.
         """
-        if isinstance(index, bool) or not isinstance(index, int | np.integer) or index < 0:
-            raise KeyError(
-                f"feature {shown(index)} is not there; features are whole numbers from 0."
-            )
+        check_feature(index, self.num_features, self.asked)
         found = np.zeros(len(self.tokens), np.float32)
         here = self.indices == index
         found[np.searchsorted(self.tokens, self.positions[here])] = self.values[here]
@@ -64,9 +68,9 @@ class SparseFeatures:
     def at(self, tokens: NDArray[np.int64]) -> SparseFeatures:
         """Those of some of the positions."""
         here = np.isin(self.positions, tokens)
-        return SparseFeatures(
-            self.positions[here], self.indices[here], self.values[here],
-            self.tokens[np.isin(self.tokens, tokens)],
+        return replace(
+            self, positions=self.positions[here], indices=self.indices[here],
+            values=self.values[here], tokens=self.tokens[np.isin(self.tokens, tokens)],
         )  # fmt: skip
 
 

@@ -34,6 +34,10 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
+class _Header(msgspec.Struct):
+    metadata: dict[str, str] | None = msgspec.field(name="__metadata__", default=None)
+
+
 @dataclass(frozen=True)
 class Frame:
     """A safetensors file of a binary answer.
@@ -66,6 +70,12 @@ def tensors_of(file: bytes, what: str) -> dict[str, FileTensor]:
         return dict(safetensors.deserialize(file))
     except safetensors.SafetensorError as error:
         raise ScopeError(f"the server's {what} is not safetensors: {error}.") from None
+
+
+def metadata_of(file: bytes) -> dict[str, str]:
+    """The metadata of what `tensors_of` accepts."""
+    (size,) = struct.unpack_from("<Q", file)
+    return msgspec.json.decode(file[8 : 8 + size], type=_Header).metadata or {}
 
 
 class Frames:

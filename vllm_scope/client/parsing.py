@@ -9,7 +9,8 @@ Each size that the server names is checked against the bytes that it sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -28,6 +29,7 @@ from vllm_scope.client.answers import (
 )
 from vllm_scope.client.bodies import (
     FeaturesBody,
+    FileBody,
     LensBody,
     RowsBody,
     ScopeBody,
@@ -35,10 +37,11 @@ from vllm_scope.client.bodies import (
     TokenBody,
 )
 from vllm_scope.client.features import SparseFeatures, sparse_features
-from vllm_scope.client.frames import FileTensor, tensors_of
+from vllm_scope.client.frames import FileTensor, metadata_of, tensors_of
 from vllm_scope.client.lens import TopTokens
 from vllm_scope.control.policy import Decided
 from vllm_scope.errors import ScopeError, shown
+from vllm_scope.request.read_features import NOT_KNOWN, ReadFeatures
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -58,13 +61,18 @@ def converted(found: object, kind: type[T], what: str) -> T:
 
 
 def parse_scope(
-    body: Mapping[str, object], file: bytes | None, beside: Mapping[str, FileTensor] | None = None
+    body: Mapping[str, object],
+    file: bytes | None,
+    beside: Mapping[str, FileTensor] | None = None,
+    read: MutableMapping[str, ReadFeatures] | None = None,
 ) -> ScopeData:
     """A choice's `scope`.
 
     Args:
         file: the content of its `result`, if it has one.
         beside: the choice's tensors in a binary answer.
+        read: of a chunk, the name of features -> which were read, as the earlier chunks of the
+            choice say. Names that are new are added.
 
     Raises:
         ScopeError: a server of this version does not send that.
@@ -77,7 +85,8 @@ def parse_scope(
     for name, one in told.scores.items():
         _take_scores(name, one, at.filed, scores, aggregates)
     rows = {(one.site, one.layer, one.when): _rows(one, at) for one in told.rows}
-    features = {name: _features(name, one, at) for name, one in told.features.items()}
+    read = {} if read is None else read
+    features = {name: _features(name, one, at, read) for name, one in told.features.items()}
     lens: dict[str, dict[int, TopTokens]] = {}
     for each in told.lens:
         if (tokens := _lens(each, at)) is not None:
@@ -133,13 +142,20 @@ def _take_scores(
             found[name] = known.at(name, positions)
 
 
-def _features(name: str, one: FeaturesBody, at: _Elsewhere) -> SparseFeatures | None:
+def _features(
+    name: str, one: FeaturesBody, at: _Elsewhere, read: MutableMapping[str, ReadFeatures]
+) -> SparseFeatures | None:
     tokens = _positions(one.spans)
+    known = read.setdefault(name, ReadFeatures(one.num_features, one.asked))
     if one.tensor is not None:
-        return _named(at.beside.features, name, one.tensor)
-    if one.indices is not None and one.values is not None:
-        return sparse_features(tokens, one.indices, one.values)
-    return at.filed.features[name].at(tokens) if name in at.filed.features else None
+        found = _named(at.beside.features, name, one.tensor)
+    elif one.indices is not None and one.values is not None:
+        found = sparse_features(tokens, one.indices, one.values)
+    elif name in at.filed.features:
+        found = at.filed.features[name].at(tokens)
+    else:
+        return None
+    return replace(found, num_features=known.num_features, asked=known.asked)
 
 
 def _lens(one: LensBody, at: _Elsewhere) -> TopTokens | None:
@@ -191,10 +207,18 @@ def parse_file(file: bytes) -> ScopeData:
     Raises:
         ScopeError: it is not a file of a server of this version.
     """
-    return _parse_tensors(tensors_of(file, "result"))
+    tensors = tensors_of(file, "result")
+    try:
+        told = msgspec.json.decode(metadata_of(file).get("scope", "{}"), type=FileBody)
+    except msgspec.MsgspecError as error:
+        raise ScopeError(f"the server's result has metadata of an unknown form: {error}.") from None
+    return _parse_tensors(tensors, told.features)
 
 
-def _parse_tensors(found: Mapping[str, FileTensor]) -> ScopeData:
+def _parse_tensors(
+    found: Mapping[str, FileTensor], read: Mapping[str, ReadFeatures] | None = None
+) -> ScopeData:
+    """Args: read: name of features -> which were read; features of other names do not know it."""
     dtypes = {name: _FILE_DTYPES.get(one["dtype"], one["dtype"]) for name, one in found.items()}
     arrays = {name: _array(o["data"], dtypes[name], o["shape"]) for name, o in found.items()}
     rows: dict[StreamKey, Rows] = {}
@@ -207,7 +231,11 @@ def _parse_tensors(found: Mapping[str, FileTensor]) -> ScopeData:
             coo = (arrays[f"{name}.{part}"] for part in ("positions", "indices", "tokens"))
             at, indices, tokens = (one.astype(np.int64, copy=False) for one in coo)
             values = arrays[name].astype(np.float32, copy=False)
-            features[name.removeprefix("features.")] = SparseFeatures(at, indices, values, tokens)
+            called = name.removeprefix("features.")
+            of = (read or {}).get(called, NOT_KNOWN)
+            features[called] = SparseFeatures(
+                at, indices, values, tokens, of.num_features, of.asked
+            )
             continue
         positions = arrays[f"{name}.positions"].astype(np.int64, copy=False)
         if name.startswith("lens."):

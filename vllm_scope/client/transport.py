@@ -10,7 +10,7 @@ from contextlib import aclosing, closing, contextmanager
 from typing import Generic, TypeVar
 
 from vllm_scope.client.answers import Chunk
-from vllm_scope.client.calls import Calls, Flow, OnCell, StreamT, SweepEvents, sweep_call
+from vllm_scope.client.calls import Calls, Flow, OnCell, ReadBy, StreamT, SweepEvents, sweep_call
 from vllm_scope.client.frames import Frame, Frames
 from vllm_scope.client.messages import Call, Response, ServerError, UnreachableError
 from vllm_scope.client.parsing import T
@@ -157,9 +157,10 @@ class ScopeClient(_Client[httpx.Client, Iterator[Chunk]]):
             return value
 
     def _iterate(self, opening: Flow[Call]) -> Iterator[Chunk]:
+        read: ReadBy = {}
         with closing(self._events(self._run(opening))) as events:
             for event in events:
-                yield from self._run(self._chunks(event))
+                yield from self._run(self._chunks(event, read))
 
     def sweep(self, prompts: object, sweep: Sweep, *, on_cell: OnCell | None = None) -> SweepTable:
         """Run a sweep on the server: as `vllm_scope.sweep`, with the same table.
@@ -219,9 +220,10 @@ class AsyncScopeClient(_Client[httpx.AsyncClient, AsyncIterator[Chunk]]):
             return value
 
     async def _iterate(self, opening: Flow[Call]) -> AsyncIterator[Chunk]:
+        read: ReadBy = {}
         async with aclosing(self._events(await self._run(opening))) as events:
             async for event in events:
-                for chunk in await self._run(self._chunks(event)):
+                for chunk in await self._run(self._chunks(event, read)):
                     yield chunk
 
     async def sweep(

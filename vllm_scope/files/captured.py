@@ -15,6 +15,7 @@ from functools import cached_property
 
 import msgspec
 import torch
+from msgspec import UnsetType
 from torch import Tensor
 
 from vllm_scope.codecs import Codec, codec_from
@@ -28,6 +29,7 @@ from vllm_scope.files.index import (
     stream_name,
 )
 from vllm_scope.files.streams import OpenFiles, StoredStream
+from vllm_scope.request.read_features import NOT_KNOWN
 from vllm_scope.request.sites import SiteLayer
 from vllm_scope.results.features import SparseFeatures
 
@@ -119,7 +121,10 @@ class CapturedRequest:
             raise KeyError(
                 f"no features called {shown(name)} were captured; captured are {known or 'none'}"
             )
-        return SparseFeatures(features_in(self[streams[0]]), self.positions(*streams[0]))
+        (stream,) = streams
+        indexed = self._piece_of[stream].manifest.streams[stream_name(stream)]
+        read = NOT_KNOWN if isinstance(indexed.features, UnsetType) else indexed.features
+        return SparseFeatures(features_in(self[stream], read), self.positions(*stream))
 
     @property
     def token_ids(self) -> Tensor:

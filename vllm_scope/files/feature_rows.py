@@ -17,6 +17,7 @@ from torch import Tensor
 from vllm_scope.batch.sparse import SparseRows
 from vllm_scope.codecs import make_codec
 from vllm_scope.codecs.packed import EncodedRows, Packing
+from vllm_scope.request.read_features import ReadFeatures
 
 #: What follows the name of the features in the name of their stream.
 SUFFIX = ".features"
@@ -34,7 +35,7 @@ def stored_features(indices: Tensor, values: Tensor) -> EncodedRows:
     return EncodedRows(packing.codec, packing.pack(rows))
 
 
-def features_in(rows: Tensor) -> SparseRows:
+def features_in(rows: Tensor, read: ReadFeatures) -> SparseRows:
     """The features of rows that `stored_features` made."""
     places = rows.shape[1] // 2
-    return SparseRows(rows[:, :places].to(torch.int32), rows[:, places:])
+    return SparseRows(rows[:, :places].to(torch.int32), rows[:, places:], read=read)

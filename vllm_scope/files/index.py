@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from vllm_scope.errors import FileError, shown
+from vllm_scope.request.read_features import ReadFeatures
 from vllm_scope.request.sites import SiteLayer
 
 #: `ok`: all rows that were asked for; `partial`: some of them; `error`: see the reason.
@@ -103,6 +105,8 @@ class IndexedStream(msgspec.Struct, frozen=True):
         codec: metadata for `codecs.codec_from`.
         file: its name, in the folder of the manifest.
         first: the request's first row in the file's stream.
+        features: of a stream of features, which were read. Absent in files of earlier versions,
+            and of other streams.
     """
 
     shape: tuple[int, int]
@@ -110,6 +114,7 @@ class IndexedStream(msgspec.Struct, frozen=True):
     codec: dict[str, object]
     file: str
     first: int = 0
+    features: ReadFeatures | UnsetType = UNSET
 
 
 class IndexedRequest(msgspec.Struct, frozen=True):

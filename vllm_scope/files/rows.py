@@ -10,7 +10,7 @@ tokens that were never accepted are left out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from vllm_scope.files.buffers import Buffers
 from vllm_scope.files.index import RequestRecord
 from vllm_scope.files.stored import Stored
 from vllm_scope.files.tensors import joined
+from vllm_scope.request.read_features import NOT_KNOWN, ReadFeatures
 from vllm_scope.request.sites import SiteLayer
 
 
@@ -34,11 +35,13 @@ class Stream:
         positions: int64 [n], ascending.
         blocks: the rows, each [some, hidden_size], n in all; at least one block.
         codec: of rows that came encoded; the blocks then hold their bytes.
+        read: of rows that are features, which were read.
     """
 
     positions: Ints
     blocks: list[Tensor]
     codec: Codec | None = None
+    read: ReadFeatures = NOT_KNOWN
 
 
 class RequestWriter:
@@ -60,8 +63,16 @@ class RequestWriter:
         self._buffers, self._store = buffers, store
         self._blocks: dict[SiteLayer, list[tuple[Ints, Tensor]]] = {}
         self._codecs: dict[SiteLayer, Codec | None] = {}
+        self._read: dict[SiteLayer, ReadFeatures] = {}
 
-    def write(self, site: str, layer: int, positions: Ints, rows: Tensor | EncodedRows) -> None:
+    def write(
+        self,
+        site: str,
+        layer: int,
+        positions: Ints,
+        rows: Tensor | EncodedRows,
+        read: ReadFeatures = NOT_KNOWN,
+    ) -> None:
         """Take some rows. If a position is written twice, its last row stays.
 
         Args:
@@ -69,11 +80,13 @@ class RequestWriter:
             positions: int64 [n], absolute.
             rows: [n, hidden_size], model dtype, on any device; or n encoded rows, which are
                 stored as they are, whatever the writer's own codec.
+            read: of rows that are features, which were read; the same for the whole stream.
 
         Raises:
             ValueError: shapes or dtypes that contradict each other or the stream's so far.
         """
         codec = None
+        self._read[site, layer] = read
         if isinstance(rows, EncodedRows):
             codec, rows = rows.codec, rows.data
         if self._codecs.setdefault((site, layer), codec) != codec:
@@ -104,7 +117,9 @@ class RequestWriter:
     def streams(self, num_positions: int) -> dict[SiteLayer, Stream]:
         """All streams, with the rows of positions below `num_positions`."""
         return {
-            stream: _in_order(blocks, num_positions, self._codecs[stream])
+            stream: replace(
+                _in_order(blocks, num_positions, self._codecs[stream]), read=self._read[stream]
+            )
             for stream, blocks in sorted(self._blocks.items())
         }
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from msgspec import UNSET
 from torch import Tensor
 
 from vllm_scope.batch.by_position import Ints
@@ -19,6 +20,7 @@ from vllm_scope.codecs import Codec
 from vllm_scope.files.index import IndexedRequest, IndexedStream, RequestRecord, Status
 from vllm_scope.files.options import FileOptions
 from vllm_scope.files.publish import Publisher
+from vllm_scope.request.read_features import NOT_KNOWN, ReadFeatures
 
 Text = TypeVar("Text", str, str | None)
 
@@ -69,6 +71,7 @@ class EncodedStream:
     Attributes:
         positions: of the rows, [num_rows].
         parts: part of the codec -> its pieces along the first axis, at least one.
+        read: of rows that are features, which were read.
     """
 
     positions: Ints
@@ -76,6 +79,7 @@ class EncodedStream:
     codec: Codec
     shape: tuple[int, int]
     dtype: str
+    read: ReadFeatures = NOT_KNOWN
 
     @property
     def nbytes(self) -> int:
@@ -113,7 +117,12 @@ class FinishedRequest:
         status, reason = _status(record, sum(s.shape[0] for s in self.streams.values()))
         streams = {
             name: IndexedStream(
-                stream.shape, stream.dtype, stream.codec.metadata(), file, first_of.get(name, 0)
+                stream.shape,
+                stream.dtype,
+                stream.codec.metadata(),
+                file,
+                first_of.get(name, 0),
+                UNSET if stream.read == NOT_KNOWN else stream.read,
             )
             for name, stream in self.streams.items()
         }

@@ -85,6 +85,7 @@ class Writer:
                 codec=codec,
                 shape=(len(found.positions), codec.hidden_size),
                 dtype=str(codec.torch_dtype).removeprefix("torch."),
+                read=found.read,
             )
         token_ids = np.array([*record.prompt_ids, *record.output_ids], np.int32)
         return self._layout.add(FinishedRequest(record, streams, torch.from_numpy(token_ids)))

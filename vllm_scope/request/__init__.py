@@ -3,6 +3,7 @@
 actions/         Read, Probe, Add, ...: one class each, and their JSON
 selectors.py     which tokens
 sites.py         which streams of which layers
+read_features.py which features of an SAE were read
 streams.py       iteration over the streams of a result
 spec.py          all actions of one request, as JSON on the wire
 schema.py        the JSON Schema of a spec

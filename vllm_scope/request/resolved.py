@@ -22,6 +22,7 @@ from vllm_scope.request.arrays import Array
 from vllm_scope.request.cascade import begins
 from vllm_scope.request.heads import Bank, Encoding, Scored, Strongest, Told
 from vllm_scope.request.nets import Aggregate, Net
+from vllm_scope.request.read_features import ReadFeatures
 from vllm_scope.request.selectors import ITEM_BYTES, Ids, Selector, Word, items_of
 from vllm_scope.request.sites import Phase, Place
 from vllm_scope.vectors.module import VectorKey
@@ -149,6 +150,10 @@ class ResolvedFeatures:
     top_k: int | None = None
     #: As in Probe.
     after: ClassVar[None] = None
+
+    @property
+    def read(self) -> ReadFeatures:
+        return ReadFeatures(self.num_features, self.indices)
 
     @property
     def num_values(self) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vllm_scope.batch.sparse import SparseRows
-from vllm_scope.errors import shown
+from vllm_scope.request.read_features import check_feature
 from vllm_scope.results.scores import Named, ScoreTable
 from vllm_scope.results.snapshot import Snapshot
 
@@ -32,19 +32,15 @@ class SparseFeatures:
             position the strongest comes first.
         tokens: int64 [num_tokens], ascending: the positions that were encoded, also those without
             an active feature.
-        num_features: of the SAE; None if its rows came with the request.
-        asked: the features that the read named (`indices`); None if it named none (`top_k`), or if
-            they are not known, as of captured files.
+        num_features: of the SAE. None of a read with `indices`, except of a TopK SAE.
+        asked: the features that the read named (`indices`); None if it named none (`top_k`).
+
+    Both are None of a file that an earlier version wrote.
     """
 
-    def __init__(
-        self,
-        rows: SparseRows,
-        tokens: Tensor,
-        num_features: int | None = None,
-        asked: tuple[int, ...] | None = None,
-    ) -> None:
-        self.tokens, self.num_features, self.asked = tokens, num_features, asked
+    def __init__(self, rows: SparseRows, tokens: Tensor) -> None:
+        self.tokens = tokens
+        self.num_features, self.asked = rows.read.num_features, rows.read.asked
         # By numpy, on this thread: torch would wake one for each core, for a request's few rows.
         values, numbers = rows.values.numpy(), rows.indices.numpy()
         order = np.argsort(-values, axis=1, kind="stable")
@@ -116,25 +112,6 @@ class SparseFeatures:
         return feature_list(self)._repr_html_()
 
 
-def check_feature(index: object, num_features: int | None, asked: tuple[int, ...] | None) -> None:
-    """Raises KeyError unless a feature may be in a result.
-
-    Args:
-        num_features, asked: as in SparseFeatures.
-    """
-    if isinstance(index, bool) or not isinstance(index, int | np.integer) or index < 0:
-        raise KeyError(f"feature {shown(index)} is not there; features are whole numbers from 0.")
-    if asked is not None and index not in asked:
-        raise KeyError(
-            f"feature {index} was not read; the read named {shown(list(asked))}. Add it to "
-            "Features(indices=...) and run the request again."
-        )
-    if num_features is not None and index >= num_features:
-        raise KeyError(
-            f"feature {index} is not there; the SAE has features 0 to {num_features - 1:,}."
-        )
-
-
 class Features(Named[SparseFeatures]):
     """Name of the action -> its features."""
 
@@ -145,6 +122,4 @@ class Features(Named[SparseFeatures]):
     def __getitem__(self, name: str) -> SparseFeatures:
         self._check(name, "features of this request are", "it has")
         rows, positions = self._table.sparse(name, self._of)
-        width = self._table.features[name].num_features
-        asked = self._table.features[name].indices
-        return SparseFeatures(rows, torch.from_numpy(positions), width, asked)
+        return SparseFeatures(rows, torch.from_numpy(positions))

@@ -68,6 +68,8 @@ class ChoiceScope:
         self._tokens = ScoredTokens()
         #: Column -> positions of values that did not fit into their chunk.
         self._held_back: dict[Label, list[np.ndarray]] = {}
+        #: Columns that an earlier chunk has.
+        self._said: set[Label] = set()
 
     def flags(self) -> Json:
         """The field `scope` of a choice that asked for nothing: verdicts of monitors, or absent."""
@@ -110,7 +112,7 @@ class ChoiceScope:
         scores = self._fitting(scores, encode.num_numbers(scores) <= encode.MAX_INLINE_SCORES)
         rows = self._fitting(rows, sum(column.nbytes for column in rows) <= MAX_CHUNK_BYTES)
         if not ended:
-            told: Json = encode.told(scores, values=self._sparse_values)
+            told = self._new(scores)
             told |= {"rows": await self._with_values(rows)}
             return told | tokens | encode.verdicts(cursor.verdicts(), cursor.begun())
         # The file has all values of a column that was held back, so none of them is inline.
@@ -123,7 +125,7 @@ class ChoiceScope:
                 late.append(replace(column, positions=positions))
         scores, rows = _split(c for c in here if c.label not in self._held_back)
         late_scores, late_rows = _split(late)
-        told = encode.told(scores, late_scores, self._sparse_values)
+        told = self._new(scores, late_scores)
         sent = await self._with_values(rows) + encode.rows(late_rows, None)
         rest = [] if self._options.stream == "rows" else _split(everything)[1]
         return (
@@ -132,6 +134,13 @@ class ChoiceScope:
             | encode.decisions(result.decisions)
             | await self._rows(rest, sent, keep=bool(late))
         )  # fmt: skip
+
+    def _new(self, scores: list[Column], late: Sequence[Column] = ()) -> Json:
+        """The fields of scores, features and lenses of a chunk. The first chunk with some features
+        says which were read: up to 256 numbers."""
+        told = encode.told(scores, late, self._sparse_values, self._said)
+        self._said.update(column.label for column in (*scores, *late))
+        return told
 
     def _fitting(self, columns: Iterable[Column], fit: bool) -> list[Column]:
         """The columns that have values. If `fit` is False, none: their positions are held back for

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -95,9 +95,13 @@ def tensor_name(column: Column) -> str:
 def tensors(result: ScopeResult) -> tuple[dict[str, Tensor], dict[str, str]]:
     """A whole result as the tensors and the metadata of a safetensors file."""
     found: dict[str, Tensor] = {}
+    read: dict[str, Json] = {}
     for column in for_callers(result.columns()):
         found |= tensors_of(column)
-    return found, {"scope": json.dumps(counts(result))}
+        if isinstance(column.source, SparseRows) and column.source.lens is None:
+            read[str(column.label)] = _read(column.source)
+    body = counts(result) | ({"features": read} if read else {})
+    return found, {"scope": json.dumps(body)}
 
 
 def tensors_of(column: Column) -> dict[str, Tensor]:
@@ -154,13 +158,17 @@ def _rows(column: Column) -> Json:
 
 
 def told(
-    columns: Iterable[Column], late: Iterable[Column] = (), values: Values | None = None
+    columns: Iterable[Column],
+    late: Iterable[Column] = (),
+    values: Values | None = None,
+    said: Container[object] = (),
 ) -> Json:
     """The field `scores`, and the fields `features` and `lens` if there are any.
 
     Args:
         late: columns without the values.
         values: takes those of features and lenses; None: they are numbers in the JSON.
+        said: labels of features of which an earlier chunk says which were read.
     """
     of_probes: list[list[Column]] = [[], []]
     of_features: dict[str, Json] = {}
@@ -176,7 +184,8 @@ def told(
                 of_lenses.append(_lens(column, column.source, inline and not values) | body)
             else:
                 found = _features(column, column.source, inline and not values)
-                of_features[str(column.label)] = found | body
+                read = {} if column.label in said else _read(column.source)
+                of_features[str(column.label)] = found | body | read
     fields: Json = {"scores": scores(of_probes[0], True) | scores(of_probes[1], False)}
     fields |= {"features": of_features} if of_features else {}
     return fields | ({"lens": of_lenses} if of_lenses else {})
@@ -196,6 +205,12 @@ def _features(column: Column, rows: SparseRows, inline: bool) -> Json:
         body["indices"] = [some.tolist() for some in sparse.indices.split(counts)]
         body["values"] = [_numbers(some) for some in sparse.values.split(counts)]
     return body
+
+
+def _read(rows: SparseRows) -> Json:
+    """The fields `num_features` and `asked`; each is absent if it is not known."""
+    found: Json = msgspec.to_builtins(rows.read)
+    return found
 
 
 def _lens(column: Column, rows: SparseRows, inline: bool) -> Json:

@@ -92,7 +92,8 @@ class Block:
         indices: of features, the feature's number of each value: int32 [n, places]; -1 in a place
             without a feature, whose value is 0.
         sae: of features that no `indices` and no `threshold` chose, the SAE's name; else None.
-        num_features: of that SAE.
+        num_features, asked: of features, how many their SAE has, and which the read named
+            (`indices`); None if it is not known, or if it named none.
     """
 
     request: RequestInfo
@@ -104,6 +105,7 @@ class Block:
     indices: Tensor | None = None
     sae: str | None = None
     num_features: int | None = None
+    asked: tuple[int, ...] | None = None
 
     @cached_property
     def rows(self) -> Tensor:

@@ -16,6 +16,7 @@ import msgspec
 
 from vllm_scope.files import FileOptions, RequestRecord, RequestWriter, open_writer
 from vllm_scope.files.feature_rows import SUFFIX, stored_features
+from vllm_scope.request.read_features import NOT_KNOWN, ReadFeatures
 from vllm_scope.sinks import Block, Ending, Report
 
 
@@ -33,10 +34,11 @@ class FilesystemSink:
         request = self._requests.get(block.request.key)
         if request is None:
             request = self._requests[block.request.key] = self._writer.begin()
-        site, rows = block.site, block.values
+        site, rows, read = block.site, block.values, NOT_KNOWN
         if block.indices is not None:
             site, rows = f"{block.probe}{SUFFIX}", stored_features(block.indices, block.rows)
-        request.write(site, block.layer, block.positions, rows)
+            read = ReadFeatures(block.num_features, block.asked)
+        request.write(site, block.layer, block.positions, rows, read)
 
     def finish(self, ending: Ending) -> Report | None:
         request = ending.request

@@ -21,6 +21,7 @@ from vllm_scope.batch.sparse import sparse_rows
 from vllm_scope.codecs.packed import EncodedRows, packing_of
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, slots_of_row
 from vllm_scope.request.heads import Encoding, Head
+from vllm_scope.request.read_features import NOT_KNOWN
 from vllm_scope.request.resolved import Resolved, ResolvedFeatures, ResolvedProbe
 from vllm_scope.request.selectors import Selector
 from vllm_scope.request.sites import Phase, Place, Sites, kind_of_point
@@ -84,15 +85,16 @@ class Stream:
     def block(self, info: RequestInfo, positions: Ints, values: Tensor) -> Block:
         """Some of the `values` as a sink gets them."""
         source: Tensor | EncodedRows = values
-        indices, sae, num_features = None, None, None
+        indices, sae, read = None, None, NOT_KNOWN
         if isinstance(self.probe, ResolvedFeatures):
             sparse = sparse_rows(self.probe, values)
             source, indices = sparse.values, sparse.indices
-            num_features, sae = self.probe.num_features, self.probe.whole_sae
+            read, sae = sparse.read, self.probe.whole_sae
         elif isinstance(self.head, Encoding):
             source = EncodedRows(packing_of(self.head).codec, values)
         probe = None if self.probe is None else self.probe.name
-        return Block(info, *self.name, positions, source, probe, indices, sae, num_features)
+        known = read.num_features, read.asked
+        return Block(info, *self.name, positions, source, probe, indices, sae, *known)
 
 
 def streams_of(asked: Resolved, to: str, sites: Sites, here: Sequence[int]) -> Iterator[Stream]:

@@ -23,7 +23,7 @@ from vllm_scope.client import (
     UnreachableError,
     Verdict,
 )
-from vllm_scope.client.parsing import parse_scope
+from vllm_scope.client.parsing import parse_file, parse_scope
 from vllm_scope.client.transport import Events
 from vllm_scope.control import Decided
 from vllm_scope.request.media import BINARY
@@ -165,6 +165,45 @@ def test_features_are_a_sparse_matrix():
     assert late.features["f"].indices.tolist() == [2]
     with pytest.raises(ScopeError, match="features of 3 positions for 4"):
         parse_scope({"features": {"f": told | {"spans": [[3, 7]]}}}, None)
+
+
+def test_a_feature_that_was_not_read_or_that_no_sae_has_is_not_a_row_of_zeros():
+    told = {"spans": [[3, 5]], "indices": [[7], []], "values": [[5.0], []]}
+    for more, bad, words in (
+        ({"asked": [7, 2]}, 5, r"feature 5 was not read; the read named \[7, 2\]"),
+        ({"num_features": 99}, 99, "feature 99 is not there; the SAE has features 0 to 98"),
+        ({"asked": [7, 2], "num_features": 99}, 99, "feature 99 was not read"),
+        ({}, True, "feature True is not there; features are whole numbers"),
+    ):
+        found = parse_scope({"features": {"f": told | more}}, None).features["f"]
+        assert (found.num_features, list(found.asked or [])) == (
+            more.get("num_features"), more.get("asked", []),
+        )  # fmt: skip
+        assert found.dense(7).tolist() == found.at(found.tokens).dense(7).tolist() == [5, 0]
+        for some in (found, found.at(found.tokens[:1])):
+            with pytest.raises(KeyError, match=words):
+                some.dense(bad)
+    with pytest.raises(ScopeError, match="the server's scope has an unknown form"):
+        parse_scope({"features": {"f": told | {"asked": "all"}}}, None)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "asked"),
+    [
+        pytest.param(None, None, id="no-metadata"),
+        pytest.param({"scope": json.dumps(COUNTS)}, None, id="old-server"),
+        pytest.param({"scope": json.dumps({"features": {"f": {"asked": [4]}}})}, (4,), id="new"),
+    ],
+)
+def test_a_file_says_which_features_were_read_if_its_server_did(metadata, asked):
+    none, at = torch.zeros(0, dtype=torch.int64), torch.arange(2)
+    tensors = {"": torch.zeros(0), ".positions": none, ".indices": none, ".tokens": at}
+    named = {f"features.f{end}": one for end, one in tensors.items()}
+    found = parse_file(safetensors.torch.save(named, metadata)).features["f"]
+    assert found.asked == asked
+    assert found.dense(4).tolist() == [0, 0]
+    with pytest.raises(ScopeError, match="the server's result has metadata of an unknown form"):
+        parse_file(safetensors.torch.save(named, {"scope": "{"}))
 
 
 def test_tokens_of_a_lens_are_by_layer():
@@ -367,6 +406,28 @@ def test_streams_of_both_clients_are_the_same():
     for one, other in zip(chunks, asyncio.run(collect()), strict=True):
         assert (one.text, one.finish_reason) == (other.text, other.finish_reason)
         assert (one.scope is None) == (other.scope is None)
+
+
+def test_each_chunk_knows_which_features_were_read_though_the_first_one_alone_says_it():
+    def event(index, position, **more):
+        told = {"spans": [[position, position + 1]], "indices": [[]], "values": [[]]} | more
+        part = choice({"rows": [], "features": {"f": told}}, finish_reason=None)
+        return {"choices": [part | {"index": index}]}
+
+    events = event(0, 3, asked=[7], num_features=9), event(1, 3), event(0, 4), event(1, 4)
+
+    async def collect():
+        transport = httpx.MockTransport(Server(completions=sse(*events)))
+        async with AsyncScopeClient(transport=transport) as client:
+            return [chunk async for chunk in client.stream("x")]
+
+    for chunks in (
+        list(Server(completions=sse(*events)).client().stream("x")),
+        asyncio.run(collect()),
+    ):
+        found = [chunk.scope.features["f"] for chunk in chunks]
+        assert [one.asked for one in found] == [(7,), None, (7,), None]
+        assert [one.num_features for one in found] == [9, None, 9, None]
 
 
 def test_only_the_positions_that_the_last_chunk_names_are_new_in_its_file():

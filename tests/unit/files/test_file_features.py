@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import numpy as np
@@ -31,7 +32,13 @@ def written(root, **options):
         info = RequestInfo(key, f"r{key}", f"u{key}", (100, 101, 102, 103, 104))
         for name in names:
             positions = np.array(TOKENS)
-            sink.write(Block(info, "resid_post", 3, positions, VALUES + key, name, INDICES))
+            asked, size = ((7, 1 << 24, 4, 6), 1 << 25) if key == 0 else (None, None)
+            sink.write(
+                Block(
+                    info, "resid_post", 3, positions, VALUES + key, name, INDICES,
+                    num_features=size, asked=asked,
+                )
+            )  # fmt: skip
         sink.write(Block(info, "resid_post", 3, np.arange(6), torch.ones(6, 8)))
         num = 6 + 3 * len(names)
         report = sink.finish(Ending(info, (7, 8), "stop", num, num, "ok", None))
@@ -53,6 +60,27 @@ def test_features_come_back_exactly_whatever_the_codec_of_rows(layout, tmp_path)
     assert capture["r1"].features("toy").values.tolist() == (found.values + 1).tolist()
     with pytest.raises(KeyError, match=r"no features called 'no' were captured; .* other"):
         capture["r2"].features("no")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_files_say_which_features_were_read(layout, tmp_path):
+    capture = written(tmp_path, layout=layout)
+    found = capture["r0"].features("toy")
+    assert (found.asked, found.num_features) == ((7, 1 << 24, 4, 6), 1 << 25)
+    assert found.dense(7).tolist() == [1.0, 0, float(np.float32(np.pi))]
+    with pytest.raises(
+        KeyError, match=r"feature 5 was not read; the read named \[7, 16777216, 4, 6"
+    ):
+        found.dense(5)
+    # As of a file that an earlier version wrote: nothing is known.
+    other = capture["r1"].features("toy")
+    assert (other.asked, other.num_features) == (None, None)
+    assert other.dense(5).tolist() == [0, 0, 0]
+    for body in tmp_path.rglob("*.json"):
+        for request in json.loads(body.read_text())["requests"]:
+            for name, stream in request["streams"].items():
+                knows = request["request_id"] == "r0" and ".features." in name
+                assert ("features" in stream) is knows
 
 
 def test_parquet_has_a_row_for_each_value_and_for_each_token_without_one(tmp_path):

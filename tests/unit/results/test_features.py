@@ -16,6 +16,7 @@ from vllm_scope.batch.sparse import SparseRows, sparse_rows
 from vllm_scope.program.layout import Layout
 from vllm_scope.request.actions import HeldSae
 from vllm_scope.request.heads import Strongest
+from vllm_scope.request.read_features import ReadFeatures
 from vllm_scope.request.resolved import Cell, ResolvedFeatures
 from vllm_scope.request.selectors import Word
 from vllm_scope.request.sites import Place, point_of
@@ -53,13 +54,22 @@ def test_what_a_worker_made_becomes_features():
     assert sparse_rows(strongest(), made).values[2, 0].isnan()
 
 
+def test_rows_know_which_features_were_read_also_after_they_are_cut():
+    made = words([[7, 2, 5], [1, 0, 3]], [[3.0, 2, 1], [2, 0, 0]])
+    for indices in (None, (2, 1)):
+        found = sparse_rows(strongest(indices=indices), made)
+        for rows in (found, found[1:], found[torch.tensor([0])]):
+            assert rows.read == ReadFeatures(99, indices)
+
+
 @pytest.fixture
 def found() -> SparseFeatures:
     rows = SparseRows(
         torch.tensor([[7, -1, 5], [-1, -1, -1], [4, 6, 7]], dtype=torch.int32),
         torch.tensor([[1.0, 0, 2], [0, 0, 0], [3, 5, 4]]),
+        read=ReadFeatures(99),
     )
-    return SparseFeatures(rows, torch.tensor([10, 11, 20]), 99)
+    return SparseFeatures(rows, torch.tensor([10, 11, 20]))
 
 
 def test_features_are_a_sparse_matrix(found, tmp_path):

@@ -16,9 +16,9 @@ import safetensors.torch
 import torch
 
 from tests.unit.roads import SITES
-from vllm_scope import Moments, Probe, Read, Spec, SpecError, scope
+from vllm_scope import Features, Moments, Probe, Read, Spec, SpecError, scope
 from vllm_scope.batch.by_position import Part
-from vllm_scope.client.parsing import parse_scope
+from vllm_scope.client.parsing import parse_file, parse_scope
 from vllm_scope.engine.frontend.connection import connections
 from vllm_scope.engine.http import serving as http
 from vllm_scope.engine.refusals import busy, refusal
@@ -44,6 +44,9 @@ SPEC = scope(Read("resid_post", layers=[1]), Probe(np.ones(SIZE), layer=1, name=
 #: The mean of all scores up to each.
 MEAN = scope(Probe(np.ones(SIZE), layer=1, name="p", aggregate="mean"))
 MEANS = [ROWS[: n + 1, 0].mean().item() for n in range(NUM_TOKENS)]
+#: Two features that the request names; their SAE's size is not known.
+ENCODER = {"encoder": np.ones((2, SIZE)), "bias": [0, 0], "threshold": [0, 0]}
+SOME = scope(Features(ENCODER, indices=[9, 4], name="f", site="resid_post", layer=1))
 
 
 def result(num_tokens=NUM_TOKENS, num_arrived=None, status="complete", spec=SPEC):
@@ -55,6 +58,9 @@ def result(num_tokens=NUM_TOKENS, num_arrived=None, status="complete", spec=SPEC
     for probe in asked.probes:
         (cell,) = probe.cells
         parts[cell.bank.nameless] = {cell.place.point(): [Part(at, at, ROWS[:n, :1])]}
+    for one in asked.features:
+        (cell,) = one.cells
+        parts[cell.bank.nameless] = {cell.place.point(): [Part(at, at, ROWS[:n, :2])]}
     ids = list(range(num_tokens))
     return ScopeResult(asked, SITES, ids, NUM_PROMPT, parts, status, None)
 
@@ -275,6 +281,51 @@ async def test_too_many_scores_for_a_chunk_are_in_the_file(streams_rows, store, 
     assert end.scores["p"].tolist() == ROWS[2:8, 0].tolist()
     assert end.positions("resid_post", 1).tolist() == ([7] if streams_rows else list(range(8)))
     assert end["resid_post", 1].tolist() == ROWS[end.positions("resid_post", 1)].tolist()
+
+
+@on_a_loop
+async def test_an_answer_says_which_features_were_read(store):
+    found, made = answer(store), response(0)
+    take(found, 0, NUM_TOKENS, None, "complete", SOME)
+    await found.fill(made)
+    told = made.choices[0].scope["features"]["f"]
+    assert list(told["asked"]) == [9, 4]
+    assert "num_features" not in told
+    features = parse_scope(made.choices[0].scope, None).features["f"]
+    assert features.dense(4).tolist() == ROWS[:8, 1].tolist()
+    with pytest.raises(KeyError, match=r"feature 5 was not read; the read named \[9, 4\]"):
+        features.dense(5)
+
+
+@on_a_loop
+@pytest.mark.parametrize("most", [pytest.param(99, id="inline"), pytest.param(9, id="file")])
+async def test_the_chunks_of_a_choice_say_once_which_features_were_read(store, monkeypatch, most):
+    """The second chunk has 25 numbers: 5 tokens with two features each."""
+    monkeypatch.setattr(encode, "MAX_INLINE_SCORES", most)
+    sent = await sent_in_chunks(store, "scores", 2, 7, 8, 9, spec=SOME)
+    told = [body["features"]["f"] for body in sent if "features" in body]
+    assert [one["spans"] for one in told] == (
+        [[[0, 1]], [[1, 6]], [[6, 7]], [[7, 8]]]
+        if most == 99
+        else [[[0, 1]], [[6, 7]], [[1, 6], [7, 8]]]
+    )
+    assert [one.get("asked") for one in told] == [[9, 4], *[None] * (len(told) - 1)]
+
+
+@on_a_loop
+async def test_features_that_are_in_the_file_say_there_which_were_read(store, monkeypatch):
+    monkeypatch.setattr(encode, "MAX_INLINE_SCORES", 3)
+    sent = await sent_in_chunks(store, "scores", 8, 9, spec=SOME)
+    assert [list(body.get("features", {}).get("f", {})) for body in sent] == [
+        [],
+        ["spans", "asked"],
+    ]
+    with store.open(sent[-1]["result"]["id"], "owner") as file:
+        data = file.read()
+    for found in (parse_file(data), parse_scope(sent[-1], data)):
+        assert found.features["f"].asked == (9, 4)
+        with pytest.raises(KeyError, match="feature 5 was not read"):
+            found.features["f"].dense(5)
 
 
 @on_a_loop

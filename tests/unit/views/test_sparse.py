@@ -11,6 +11,7 @@ import torch
 from tests.browser import samples
 from vllm_scope import client
 from vllm_scope.batch.sparse import SparseRows
+from vllm_scope.request.read_features import ReadFeatures
 from vllm_scope.results.features import SparseFeatures
 from vllm_scope.results.lens import LensTokens, TopTokens
 from vllm_scope.views import feature_list, lens_grid
@@ -64,8 +65,8 @@ def test_numbers_that_json_lacks_have_no_colour():
     lens = LensTokens({0: TopTokens.of_rows(rows, torch.tensor([0]))})
     assert grid_of(lens_grid(lens))["cells"][0][0]["part"] is None
     lens_grid(lens).page()
-    values = SparseRows(rows.indices, torch.tensor([[torch.inf, torch.nan]]))
-    (row,) = grid_of(feature_list(SparseFeatures(values, torch.tensor([0]), 9)))["cells"]
+    values = SparseRows(rows.indices, torch.tensor([[torch.inf, torch.nan]]), read=ReadFeatures(9))
+    (row,) = grid_of(feature_list(SparseFeatures(values, torch.tensor([0]))))["cells"]
     assert sorted((cell["text"], cell["part"]) for cell in row if cell["part"] is not None) == [
         ("1: inf", 1.0)
     ]

@@ -1,0 +1,52 @@
+"""Which features of an SAE were read.
+
+Owns:  ReadFeatures, `check_feature`.
+Runs:  in front-ends, workers and clients. No torch.
+From:  resolved.   To: batch.sparse, files.index, server.encode, client.parsing.
+
+Promise: a feature that was not read is an error, and never a row of zeros, wherever it is known
+which features were read.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from vllm_scope.errors import shown
+
+
+class ReadFeatures(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Which features some `Features` can have. JSON has a field only if it is known.
+
+    Attributes:
+        num_features: of the SAE. None of a read with `indices`, except of a TopK SAE: the workers
+            get the rows of these features alone.
+        asked: the features that the read named (`indices`); None if it named none (`top_k`).
+    """
+
+    num_features: int | None = None
+    asked: tuple[int, ...] | None = None
+
+
+#: Of answers and files of earlier versions.
+NOT_KNOWN = ReadFeatures()
+
+
+def check_feature(index: object, num_features: int | None, asked: tuple[int, ...] | None) -> None:
+    """Raises KeyError unless a feature may be in a result.
+
+    Args:
+        num_features, asked: as in ReadFeatures.
+    """
+    if isinstance(index, bool) or not isinstance(index, int | np.integer) or index < 0:
+        raise KeyError(f"feature {shown(index)} is not there; features are whole numbers from 0.")
+    if asked is not None and index not in asked:
+        raise KeyError(
+            f"feature {index} was not read; the read named {shown(list(asked))}. Add it to "
+            "Features(indices=...) and run the request again."
+        )
+    if num_features is not None and index >= num_features:
+        raise KeyError(
+            f"feature {index} is not there; the SAE has features 0 to {num_features - 1:,}."
+        )
