@@ -25,6 +25,7 @@ from vllm_scope import (
     scope,
 )
 from vllm_scope.analysis import patching
+from vllm_scope.engine.core import variants
 from vllm_scope.engine.core.scheduler import admission_of
 from vllm_scope.engine.frontend import sweeping
 from vllm_scope.program.operations import Cost
@@ -285,6 +286,32 @@ def test_an_ended_sweep_leaves_nothing(llm):
     # A request after it gets its own answer, and the same sweep its values.
     plain = run(llm, sweep).plain
     assert single(llm, PROMPTS[0], [], (A[0], B[0])) == pytest.approx(plain[0], abs=1e-5)
+
+
+def test_who_ends_all_requests_is_told_of_those_that_the_front_end_knows(llm, monkeypatch):
+    """As a pause does, and a shutdown."""
+    from vllm.v1.request import RequestStatus
+
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    step, ended = llm.llm_engine.step, []
+
+    def watched():
+        found = step()
+        if len(scheduler.requests) > 4:
+            ended.extend(scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED))
+            raise ScopeError("paused")
+        return found
+
+    monkeypatch.setattr(llm.llm_engine, "step", watched)
+    row = torch.ones(128)
+    with pytest.raises(ScopeError, match="paused"):
+        run(llm, Sweep(row, metric=Logprob(5)), PROMPTS[:1])
+    names = [request.request_id for request in ended]
+    assert names
+    assert not [name for name in names if "." in name], "variants are EngineCore's"
+    assert len(set(names)) == len(names)
+    assert not variants._running.of(scheduler).groups
+    assert not scheduler.requests
 
 
 def test_cells_arrive_while_it_runs(llm):

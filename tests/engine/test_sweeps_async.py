@@ -10,7 +10,8 @@ import torch
 
 from tests.checkpoints import reference
 from tests.conftest import TOYWORLD, async_engine
-from vllm_scope import LogitDifference, ScopeError, Sweep, sweep_async
+from vllm_scope import KL, LogitDifference, Logprob, ScopeError, Sweep, sweep_async
+from vllm_scope.request.answers import NO_LOGPROBS
 from vllm_scope.results.inbox import inbox
 
 ASKED, OTHER = (f"Q: What is the capital of {name}? A:" for name in ("Ritova", "Kimar"))
@@ -26,7 +27,7 @@ def loop():
 @pytest.fixture(scope="module")
 def engine(loop):
     async def start():
-        return async_engine(TOYWORLD, max_num_seqs=16)
+        return async_engine(TOYWORLD, max_num_seqs=64, max_logprobs=-1)
 
     engine = loop.run(start())
     yield engine
@@ -119,17 +120,40 @@ def test_a_sweep_that_is_cancelled_while_cells_are_added_leaves_nothing(engine, 
 
 
 def test_at_most_a_share_of_the_batch_is_cells(engine, loop):
-    most = []
-
     async def watched():
-        def look(_):
-            most.append(len(engine.output_processor.request_states))
+        sweep = Sweep(OTHER, metric=METRIC)
+        swept = sweep_async(engine, [ASKED] * 4, sweep, progress=False, share=0.25)
+        task, most = asyncio.ensure_future(swept), 0
+        while not task.done():
+            most = max(most, await counted(engine))
+        return most, (await task).errors
 
-        await sweep_async(engine, ASKED, Sweep(OTHER, metric=METRIC), on_cell=look, progress=False,
-                          share=0.25)  # fmt: skip
+    most, errors = loop.run(watched())
+    assert 4 < most <= 16
+    assert not errors
 
-    loop.run(watched())
-    assert 1 <= max(most) <= 4
+
+def test_sweeps_of_other_metrics_beside_it_leave_a_sweep_as_it_is(engine, loop):
+    """A step with both has rows of several lengths; and if one request names tokens, V1 returns
+    those of no other tokens."""
+
+    def swept(metric):
+        return sweep_async(engine, ASKED, Sweep(OTHER, metric=metric), progress=False)
+
+    async def together(*metrics):
+        return await asyncio.gather(*map(swept, metrics), return_exceptions=True)
+
+    alone = [loop.run(swept(metric)) for metric in (Logprob(0), METRIC, KL())]
+    *named, of_all = loop.run(together(Logprob(0), METRIC, KL()))
+    for one, other in zip(named, alone, strict=False):
+        np.testing.assert_allclose(one.values, other.values, atol=1e-4)
+    if isinstance(of_all, ScopeError):  # the prompt's own request
+        assert str(of_all).endswith(NO_LOGPROBS)
+        return
+    assert set(of_all.errors.values()) <= {NO_LOGPROBS}
+    came = ~np.isnan(of_all.values)
+    assert came.sum() == of_all.values.size - len(of_all.errors)
+    np.testing.assert_allclose(of_all.values[came], alone[2].values[came], atol=1e-4)
 
 
 def test_an_edit_that_overflows_fails_its_cell_alone(engine, loop):

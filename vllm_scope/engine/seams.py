@@ -165,7 +165,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
         _uses("EngineCoreRequest", "request_id external_req_id sampling_params prompt_token_ids "
               "resumable cache_salt client_index"),
         _uses("EngineCoreOutput", "request_id new_token_ids finish_reason stop_reason "
-              "new_logprobs kv_transfer_params"),
+              "new_logprobs kv_transfer_params events trace_headers prefill_stats"),
         _uses("EngineCoreOutputs", "outputs finished_requests"),
         _uses("FinishReason", "ERROR LENGTH STOP"),
     ),
@@ -177,7 +177,8 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     ),
     "v1.core.sched.scheduler": (
         _wraps("Scheduler.add_request", "request",
-               "vllm_config requests connector kv_cache_manager block_size", _SCHEDULER),
+               "vllm_config requests connector kv_cache_manager block_size "
+               "finished_req_ids_dict", _SCHEDULER),
         _wraps("Scheduler.schedule", instead=_SCHEDULER),
         _wraps("Scheduler.finish_requests", "request_ids finished_status", "", _SCHEDULER),
         _wraps("Scheduler._free_request", "request", "", _SCHEDULER),

@@ -234,7 +234,11 @@ class EngineCoreOutput(Protocol):
     request_id: str
     finish_reason: object
     stop_reason: Any
+    new_token_ids: list[int]
     new_logprobs: object
+    events: object
+    trace_headers: object
+    prefill_stats: object
 
 
 class EngineCoreOutputs(Protocol):
@@ -335,6 +339,7 @@ class Scheduler(Protocol):
     connector: KVConnector | None
     kv_cache_manager: KVCacheManager
     block_size: int
+    finished_req_ids_dict: dict[int, set[str]] | None
 
     def add_request(self, request: Request, /) -> object: ...
     def finish_requests(

@@ -1,6 +1,6 @@
 """What comes back to a front-end of a request that stands for several.
 
-Owns:  Answers.
+Owns:  Answers, and the sentence NO_LOGPROBS.
 Runs:  made in EngineCore, read in the front-end. numpy, no torch.
 From:  engine.core.variants.   To: engine.frontend.sweeping.
 """
@@ -12,6 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+#: vLLM's older model runner returns none with speculative decoding. In a step with a request that
+#: names tokens, it returns those of no other tokens.
+NO_LOGPROBS = (
+    "vLLM did not return the log-probabilities that the metric takes; let sweeps by KL run without "
+    "others beside them, and sweeps by named tokens without speculative decoding."
+)
 #: The only key of the mapping that travels.
 _KEY = "scope_answers"
 

@@ -92,7 +92,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
         arrays = {one[0]: one for one in self.arrays}
         return [
             Ticket(self.recipient, self.first_position, self.modules, one,
-                   [arrays[digest] for digest in one.arrays])
+                   [arrays[digest] for digest in one.arrays if digest in arrays])
             for one in self.variants
         ]  # fmt: skip
 

@@ -86,11 +86,6 @@ class Job:
         return any(isinstance(action, Read) for action in self.actions)
 
     @property
-    def edits_alone(self) -> bool:
-        """True if it is a cell's only request, and nothing is read."""
-        return self.place is not None and self.then is None and not self.reads
-
-    @property
     def num_bytes(self) -> int:
         """Of the rows and vectors of its edits."""
         vectors = (getattr(one, one.fields[0]) for one in self.actions)

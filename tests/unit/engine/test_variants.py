@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 
 from vllm_scope.engine.core import variants as core
 from vllm_scope.engine.core.variants import aborted, expand, variants_of, with_variants
 from vllm_scope.engine.refusals import refused
 from vllm_scope.errors import ScopeError, SpecError
-from vllm_scope.request.answers import Answers
+from vllm_scope.request.answers import NO_LOGPROBS, Answers
 
 
 class Request(SimpleNamespace):
@@ -23,7 +25,7 @@ class Request(SimpleNamespace):
 
 
 class Scheduler:
-    pass
+    finished_req_ids_dict = None
 
 
 def entering(name, num, asked=(7, 3), refusals=None):
@@ -32,14 +34,14 @@ def entering(name, num, asked=(7, 3), refusals=None):
         request_id=name,
         sampling_params=SimpleNamespace(logprob_token_ids=asked and list(asked)),
     )  # fmt: skip
-    standing = Request(request_id=name)
+    standing = Request(request_id=name, client_index=4)
 
     def make(number):
         if number in (refusals or {}):
             raise SpecError(refusals[number])
         return Request(request_id=sent.request_id)
 
-    expand(standing, sent, num, make)
+    expand(standing, sent, num, make, num_tokens=3)
     assert sent.request_id == name
     return standing
 
@@ -48,7 +50,11 @@ def last(name, *logprobs):
     """The only output of a variant: the sampled token first, then those that were asked for."""
     ids, values = zip(*logprobs, strict=True)
     found = LogprobsLists(np.array([ids]), np.array([values], np.float32), np.array([0]))
-    return EngineCoreOutput(name, [ids[0]], new_logprobs=found, finish_reason=FinishReason.LENGTH)
+    prefill = PrefillStats(num_prompt_tokens=9, num_computed_tokens=5, num_cached_tokens=4)
+    return EngineCoreOutput(
+        name, [ids[0]], new_logprobs=found, finish_reason=FinishReason.LENGTH,
+        prefill_stats=prefill, events=[name],
+    )  # fmt: skip
 
 
 def step(scheduler, *outputs, client=0):
@@ -74,7 +80,13 @@ def test_one_output_has_the_logprobs_of_all_in_the_order_of_the_asked_tokens():
     assert step(scheduler, last(names[0], (9, 0.0), (7, -1.0), (3, -4.0))).outputs == []
     end = step(scheduler, last(names[1], (9, 0.0), (7, -8.0), (3, -16.0)))
     (output,) = end.outputs
-    assert (output.request_id, output.new_token_ids) == ("r", [])
+    assert output.request_id == "r"
+    # vLLM counts and times these.
+    assert output.new_token_ids == [3, 9, 9]
+    assert output.events == [names[1]]
+    stats = output.prefill_stats
+    assert (stats.num_prompt_tokens, stats.num_computed_tokens) == (27, 15)
+    assert stats.num_cached_tokens == 12
     assert end.finished_requests == {"r"}
     found = answers(output)
     assert found.logprobs.tolist() == [[-1.0, -4.0], [-8.0, -16.0], [-2.0, -0.5]]
@@ -88,6 +100,37 @@ def test_all_tokens_are_in_the_order_of_their_ids():
     every = [(2, -0.1), (2, -0.1), (0, -3.0), (1, -4.0)]  # the sampled one, then by their values
     (output,) = step(scheduler, last(one.request_id, *every)).outputs
     assert answers(output).logprobs.tolist() == [np.float32([-3.0, -4.0, -0.1]).tolist()]
+
+
+def test_what_vllm_adds_to_a_row_beside_longer_ones_is_no_log_probability():
+    """Token 0 and -inf, again and again."""
+    scheduler, standing = Scheduler(), entering("r", 1, asked=(0,))
+    (one,) = variants_of(scheduler, standing)
+    padded = [(9, -0.1), (0, -3.0), (0, -np.inf), (0, -np.inf)]
+    (output,) = step(scheduler, last(one.request_id, *padded)).outputs
+    assert answers(output).logprobs.tolist() == [[-3.0]]
+
+
+@pytest.mark.parametrize("asked", [None, (7, 3)], ids=["all", "named"])
+def test_rows_of_other_tokens_fail_their_variants_with_a_sentence(asked):
+    """A step with requests that name tokens returns those alone, for all of its requests."""
+    scheduler, standing = Scheduler(), entering("r", 2, asked=asked)
+    first, second = variants_of(scheduler, standing)
+    step(scheduler, last(first.request_id, (1, -0.1), (0, -3.0), (0, -np.inf)))
+    none = EngineCoreOutput(second.request_id, [5], finish_reason=FinishReason.LENGTH)
+    (output,) = step(scheduler, none).outputs
+    assert answers(output).errors == {0: NO_LOGPROBS, 1: NO_LOGPROBS}
+
+
+def test_an_error_of_another_kind_is_that_of_the_request():
+    sent = SimpleNamespace(request_id="r")
+
+    def fail(number):
+        raise ValueError(sent.request_id)
+
+    with pytest.raises(ValueError, match=r"^r\.0$"):
+        expand(Request(), sent, 2, fail, 3)
+    assert sent.request_id == "r", "by which vLLM tells the front-end"
 
 
 def test_a_variant_that_is_refused_or_fails_leaves_the_others():
@@ -127,8 +170,10 @@ def test_who_ends_the_request_ends_its_variants_and_is_told_of_the_request():
     assert list(with_variants(scheduler, ["plain"])) == ["plain"]
     assert with_variants(scheduler, None) is None
     plain = Request(request_id="plain")
+    scheduler.finished_req_ids_dict = defaultdict(set)
     ended = aborted(scheduler, [ones[0], plain, ones[2]])
     assert [one.request_id for one in ended] == ["plain", "r"]
+    assert scheduler.finished_req_ids_dict == {4: {"r"}}, "data-parallel clients wait for it"
     assert list(with_variants(scheduler, "s")) == [others[0].request_id]
     assert [one.request_id for one in aborted(scheduler, others)] == ["s"]
     # Nobody waits for a variant whose request has ended.

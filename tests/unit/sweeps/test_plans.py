@@ -28,10 +28,10 @@ from vllm_scope import (
 from vllm_scope.engine.frontend.sweeping import (
     MAX_LOGPROBS,
     Sweeping,
-    _Ahead,
     _Bounded,
     _check_logprobs,
     _check_tokens,
+    _Peekable,
     cells_at_once,
     showing,
 )
@@ -229,7 +229,7 @@ def sending(p, add):
     """A Sweeping of this plan whose requests go to `add`."""
     found = object.__new__(Sweeping)
     found.plan, found._alike, found.most = p, None, 99
-    found._jobs, found._params = _Ahead(p.jobs()), dict.fromkeys(p.token_ids)
+    found._jobs, found._params = _Peekable(p.jobs()), dict.fromkeys(p.token_ids)
     found._request = lambda jobs: add(jobs[0]) or SimpleNamespace(jobs=jobs)
     return found
 
@@ -548,7 +548,7 @@ def test_one_request_stands_for_some_cells_of_a_part_of_the_batch(most, num_byte
     found = object.__new__(Sweeping)
     found.most, found._alike = most, object()
     found._connection = SimpleNamespace(always_answers=False)
-    cell = SimpleNamespace(edits_alone=True, num_bytes=num_bytes)
+    cell = SimpleNamespace(place=(0, 0), num_bytes=num_bytes)
     assert found._num_together(cell) == wanted
     found._connection.always_answers = True
     assert found._num_together(cell) == 1

@@ -243,6 +243,7 @@ def _preprocess(
     expand(
         found[0], request, len(tickets),
         lambda number: _entered_as(original, self, request, tickets[number])[0],
+        self.vllm_config.model_config.get_vocab_size(),
     )  # fmt: skip
     return found
 

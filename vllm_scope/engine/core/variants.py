@@ -15,6 +15,7 @@ field kv_transfer_params, which vLLM passes on as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from vllm_scope.engine.refusals import sentence_in
 from vllm_scope.engine.vllm_types import EngineCoreOutput, Request, Scheduler
 from vllm_scope.engine.vllm_types import EngineCoreOutputs as Outputs
 from vllm_scope.errors import ScopeError
-from vllm_scope.request.answers import Answers
+from vllm_scope.request.answers import NO_LOGPROBS, Answers
 
 
 class _Group:
@@ -36,38 +37,51 @@ class _Group:
         requests: number -> the variant.
         errors: number -> why a variant was refused.
         asked: the tokens whose log-probabilities are asked for; None for all.
+        num_tokens: of the vocabulary.
     """
 
     def __init__(
-        self, requests: dict[int, Request], errors: dict[int, str], asked: list[int] | None
-    ) -> None:
+        self, requests: dict[int, Request], errors: dict[int, str], asked: list[int] | None,
+        num_tokens: int,
+    ) -> None:  # fmt: skip
         self.requests, self._errors, self._asked = requests, errors, asked
+        self._num_tokens = num_tokens
         self._found: dict[int, NDArray[np.float32]] = {}
         self._num = len(requests) + len(errors)
+        #: Id of a variant that has not ended -> its number.
         self.numbers = {one.request_id: number for number, one in requests.items()}
+        self._outputs: list[EngineCoreOutput] = []
 
     def take(self, output: EngineCoreOutput) -> bool:
-        """Take the last output of a variant. True if it was the last variant."""
+        """Take the only output of a variant. True if it was the last variant."""
         number = self.numbers.pop(output.request_id)
-        if output.new_logprobs is None:
-            self._errors[number] = sentence_in(output.stop_reason)
+        self._outputs.append(output)
+        found = _logprobs(output.new_logprobs, self._asked, self._num_tokens)
+        if found is not None:
+            self._found[number] = found
+        elif output.new_token_ids:
+            self._errors[number] = NO_LOGPROBS
         else:
-            self._found[number] = self._logprobs(output.new_logprobs)
+            self._errors[number] = sentence_in(output.stop_reason)
         return not self.numbers
 
-    def _logprobs(self, found: Any) -> NDArray[np.float32]:
-        """Of the asked tokens, or of all.
+    def last(self, request_id: str) -> EngineCoreOutput:
+        """The output of the request that stands for them. vLLM counts its tokens and times, which
+        are those of all variants and of the last one."""
+        from vllm.v1.engine import EngineCoreOutput as Output
+        from vllm.v1.engine import FinishReason
 
-        Args:
-            found: vLLM's LogprobsLists. It has the sampled token too.
-        """
-        ids, values = found.logprob_token_ids[0], found.logprobs[0]
-        if self._asked is not None:
-            known = dict(zip(ids.tolist(), values.tolist(), strict=True))
-            return np.array([known[token] for token in self._asked], np.float32)
-        every = np.empty(ids.max() + 1, np.float32)
-        every[ids] = values
-        return every
+        last = self._outputs[-1]
+        made: EngineCoreOutput = Output(
+            request_id,
+            [token for one in self._outputs for token in one.new_token_ids],
+            finish_reason=FinishReason.LENGTH,
+            events=last.events,
+            kv_transfer_params=self.answers().encode(),
+            trace_headers=last.trace_headers,
+            prefill_stats=_total([one.prefill_stats for one in self._outputs]),
+        )
+        return made
 
     def answers(self) -> Answers:
         size = max(map(len, self._found.values()), default=0)
@@ -75,6 +89,38 @@ class _Group:
         for number, row in self._found.items():
             logprobs[number] = row
         return Answers(logprobs, self._errors)
+
+
+def _logprobs(found: Any, asked: list[int] | None, num_tokens: int) -> NDArray[np.float32] | None:
+    """Of the asked tokens, or of all; None if vLLM did not return them.
+
+    Args:
+        found: vLLM's LogprobsLists, or None. A row has the sampled token, what was asked for, and
+            token 0 again and again if another row of the step is longer.
+    """
+    if found is None:
+        return None
+    ids, values = found.logprob_token_ids[0], found.logprobs[0]
+    if asked is None:
+        if len(ids) != num_tokens + 1:
+            return None
+        every = np.empty(num_tokens, np.float32)
+        every[ids] = values
+        return every
+    num = len(asked) + 1
+    known = dict(zip(ids[:num].tolist(), values[:num].tolist(), strict=True))
+    if not known.keys() >= set(asked):
+        return None
+    return np.array([known[token] for token in asked], np.float32)
+
+
+def _total(each: list[Any]) -> Any:
+    """The sum of some of vLLM's PrefillStats; None if there are none."""
+    some = [one for one in each if one is not None]
+    if not some:
+        return None
+    names = [field.name for field in fields(some[0])]
+    return replace(some[0], **{name: sum(getattr(one, name) for one in some) for name in names})
 
 
 #: vLLM's Request that stands for others -> those, until it comes to the scheduler.
@@ -110,14 +156,16 @@ class _Running:
             name = self.name_of[one.request_id]
             if one.finish_reason is not None and self.groups[name][1].take(one):
                 _, group = self.end(name)
-                outputs.outputs.append(_last(name, group.answers()))
+                outputs.outputs.append(group.last(name))
                 outputs.finished_requests = (outputs.finished_requests or set()) | {name}
 
 
 _running: Beside[_Running] = Beside()
 
 
-def expand(standing: object, request: Any, num: int, make: Callable[[int], Any]) -> None:
+def expand(
+    standing: object, request: Any, num: int, make: Callable[[int], Any], num_tokens: int
+) -> None:
     """Make the variants of a request.
 
     Args:
@@ -126,24 +174,27 @@ def expand(standing: object, request: Any, num: int, make: Callable[[int], Any])
             made.
         num: of its variants.
         make: makes the Request of the variant of this number.
+        num_tokens: of the vocabulary.
 
     Raises:
         ScopeError: no variant is possible here; the error of the first.
     """
     name, made = request.request_id, {}
     errors: dict[int, ScopeError] = {}
-    for number in range(num):
-        request.request_id = f"{name}.{number}"
-        try:
-            made[number] = make(number)
-        except ScopeError as error:
-            errors[number] = error
-    request.request_id = name
+    try:
+        for number in range(num):
+            request.request_id = f"{name}.{number}"
+            try:
+                made[number] = make(number)
+            except ScopeError as error:
+                errors[number] = error
+    finally:
+        request.request_id = name  # by which vLLM tells the front-end of any error
     if not made:
         raise errors[0]
     asked = request.sampling_params.logprob_token_ids
     sentences = {number: str(error) for number, error in errors.items()}
-    _entered.put(standing, _Group(made, sentences, asked))
+    _entered.put(standing, _Group(made, sentences, asked, num_tokens))
 
 
 def variants_of(scheduler: Scheduler, request: Request) -> list[Request]:
@@ -180,17 +231,11 @@ def aborted(scheduler: Scheduler, ended: list[Request]) -> list[Request]:
         return ended
     names = [running.name_of.get(one.request_id) for one in ended]
     others = [one for one, name in zip(ended, names, strict=True) if name is None]
-    return others + [running.end(name)[0] for name in dict.fromkeys(names) if name is not None]
-
-
-def _last(request_id: str, answers: Answers) -> EngineCoreOutput:
-    from vllm.v1.engine import EngineCoreOutput as Output
-    from vllm.v1.engine import FinishReason
-
-    last: EngineCoreOutput = Output(
-        request_id, [], finish_reason=FinishReason.LENGTH, kv_transfer_params=answers.encode()
-    )
-    return last
+    standing = [running.end(name)[0] for name in dict.fromkeys(names) if name is not None]
+    if scheduler.finished_req_ids_dict is not None:  # what data-parallel clients count
+        for request in standing:
+            scheduler.finished_req_ids_dict[request.client_index].add(request.request_id)
+    return others + standing
 
 
 def _take(

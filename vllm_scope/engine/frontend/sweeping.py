@@ -37,7 +37,7 @@ from vllm_scope.engine.frontend.requests import prepared_as
 from vllm_scope.engine.vllm_types import AsyncLLM, Engine, LLMEngine, RequestOutput
 from vllm_scope.errors import CapacityError, ScopeError, SpecError, naming, shown
 from vllm_scope.request.actions import Read
-from vllm_scope.request.answers import Answers
+from vllm_scope.request.answers import NO_LOGPROBS, Answers
 from vllm_scope.request.spec import scope
 from vllm_scope.results.budget import LABEL_BYTES
 from vllm_scope.results.inbox import inbox
@@ -105,7 +105,7 @@ class Sweeping:
         # The vectors of a module are EngineCore's. The requests of a path differ in what they read.
         alike = sweep.module is None and sweep.receivers is None
         self._alike = Alike.of_engine(engine) if alike else None
-        self._jobs = _Ahead(self.plan.jobs())
+        self._jobs = _Peekable(self.plan.jobs())
         self._params = {ids: params_of(ids) for ids in set(self.plan.token_ids)}
 
     @property
@@ -119,14 +119,18 @@ class Sweeping:
         batch = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // longest)
         most = max(1, int(share * batch)) * self._ahead
         #: Cells in the engine at once, at most.
-        self.most = cells_at_once(most, self._num_logprobs(self._config))
+        self.most = cells_at_once(most, self._num_logprobs())
 
-    def _num_logprobs(self, config: Any) -> int:
+    @property
+    def _num_tokens(self) -> int:
+        """Of the vocabulary."""
+        num: int = self._config.model_config.get_vocab_size()
+        return num
+
+    def _num_logprobs(self) -> int:
         """Log-probabilities that a cell's answer has, at most."""
-        if all(self.plan.token_ids):
-            return max(map(len, self.plan.token_ids))
-        size: int = config.model_config.get_vocab_size()
-        return size
+        each = self.plan.token_ids
+        return max(map(len, each)) if all(each) else self._num_tokens
 
     def due(self, num_running: int, tell: Callable[[Cell | None], object]) -> Iterator[_Request]:
         """The requests to send now, while `num_running` cells are in the engine.
@@ -149,13 +153,9 @@ class Sweeping:
             num_running += len(request.jobs)
             yield request
 
-    def _together(self, job: Job) -> bool:
-        """True if the job may be one of the cells that one request stands for."""
-        return self._alike is not None and job.edits_alone and not self._connection.always_answers
-
     def _num_together(self, job: Job) -> int:
         """How many jobs one request may stand for, this one first."""
-        if not self._together(job):
+        if self._alike is None or job.place is None or self._connection.always_answers:
             return 1
         of_bytes = BYTES_TOGETHER // max(1, job.num_bytes)
         return max(1, min(CELLS_TOGETHER, self.most // 4, of_bytes))
@@ -167,7 +167,7 @@ class Sweeping:
             job = self._jobs.peek()
             if job is None or job.error is not None or job.prompt != jobs[0].prompt:
                 break
-            if not self._together(job):
+            if job.place is None:
                 break
             jobs.append(self._jobs.next())
         return tuple(jobs)
@@ -197,7 +197,12 @@ class Sweeping:
         elif request.jobs[1:]:
             yield from self._of_cells(request.jobs, Answers.decode(output.kv_transfer_params))
         else:
-            found = _logprobs(completion.logprobs[0], self.plan.token_ids[job.prompt])
+            try:
+                asked = self.plan.token_ids[job.prompt] or range(self._num_tokens)
+                found = _logprobs(completion.logprobs, asked)
+            except ScopeError as error:
+                yield from self._failed(request, str(error))
+                return
             rows = self._rows(completion.scope, job) if job.reads else None
             yield self.plan.take(job, found, rows, None)
 
@@ -230,7 +235,7 @@ def cells_of(alike: Alike, jobs: Sequence[Job], params: Any) -> Prepared:
     return alike.with_edits(first, *(job.actions for job in jobs))  # type: ignore[arg-type]
 
 
-class _Ahead:
+class _Peekable:
     """Jobs, of which the next can be looked at before it is taken."""
 
     def __init__(self, jobs: Iterator[Job | None]) -> None:
@@ -255,14 +260,18 @@ class _Ahead:
         return job
 
 
-def _logprobs(found: Mapping[int, Any], token_ids: tuple[int, ...]) -> Logprobs:
-    """
+def _logprobs(found: Any, asked: Sequence[int]) -> Logprobs:
+    """Of the asked tokens.
+
     Args:
-        found: token id -> vLLM's Logprob.
-        token_ids: none for all.
+        found: CompletionOutput.logprobs.
+
+    Raises:
+        ScopeError: vLLM did not return them.
     """
-    each = token_ids or range(len(found))
-    return np.array([found[token].logprob for token in each], np.float64)
+    if not found or not found[0].keys() >= set(asked):
+        raise ScopeError(NO_LOGPROBS)
+    return np.array([found[0][token].logprob for token in asked], np.float64)
 
 
 class NoTokenizer:
