@@ -219,17 +219,21 @@ def test_given_rows_of_every_shape(llm, ref):
 
 
 def test_logprob_and_kl(llm, ref):
-    base = {"layers": [1], "positions": [3]}
+    """Four cells, which one request stands for."""
+    base = {"layers": [1], "positions": [3, 5, 7, 9]}
     row = torch.randn(128, generator=torch.Generator().manual_seed(1))
     clean = ref.edited(PROMPTS[0], [])[1][-1].double().log_softmax(0)
-    edited = ref.edited(PROMPTS[0], [("resid_pre", 1, at(3, lambda x: row))])[1][-1]
-    edited = edited.double().log_softmax(0)
+    each = [
+        ref.edited(PROMPTS[0], [("resid_pre", 1, at(p, lambda x: row))])[1][-1]
+        for p in base["positions"]
+    ]
+    edited = torch.stack(each).double().log_softmax(1)
     found = run(llm, Sweep(row, metric=Logprob(7), **base), PROMPTS[:1])
-    assert found.values.item() == pytest.approx(float(edited[7]), abs=1e-4)
+    np.testing.assert_allclose(found.values[0, 0], edited[:, 7], atol=1e-4)
     found = run(llm, Sweep(row, metric=KL(), **base), PROMPTS[:1])
-    wanted = float((clean.exp() * (clean - edited)).sum())
-    assert wanted > 1e-3
-    assert found.values.item() == pytest.approx(wanted, rel=1e-3)
+    wanted = (clean.exp() * (clean - edited)).sum(1)
+    assert wanted.min() > 1e-3
+    np.testing.assert_allclose(found.values[0, 0], wanted, rtol=1e-3)
     assert found.plain.item() == 0
 
 

@@ -20,6 +20,7 @@ from tests.engine import test_attention_sites as attention
 from tests.engine import test_branch_sites as branches
 from tests.engine import test_policies as policies
 from tests.engine import test_states as states
+from tests.engine import test_sweeps as sweeps
 from tests.policies import install
 from vllm_scope import Add, Gate, Probe, Read, scope
 from vllm_scope.compat.vllm_lens import Hook
@@ -50,7 +51,7 @@ def async_scheduling():
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
 def llm(request, llama):
     options = {"dtype": "float32", "max_num_batched_tokens": 32, "max_num_seqs": 8}
-    options["block_size"] = 32
+    options |= {"block_size": 32, "max_logprobs": -1}
     if request.param:
         with async_scheduling(), local_engine(llama, async_scheduling=True, **options) as llm:
             assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
@@ -200,6 +201,10 @@ def test_a_request_that_only_probes_takes_kv_from_the_cache(llm):
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 64)
     torch.testing.assert_close(first.scope.scores["p"], second.scope.scores["p"])
     assert second.scope.status == "complete"
+
+
+def test_cells_that_one_request_stands_for(llm, ref):
+    sweeps.test_logprob_and_kl(llm, ref)
 
 
 def test_idle_steps_do_nothing(llm):
