@@ -11,7 +11,6 @@ import torch
 from tests.checkpoints import reference
 from tests.conftest import TOYWORLD, async_engine
 from vllm_scope import KL, LogitDifference, Logprob, ScopeError, Sweep, sweep_async
-from vllm_scope.request.answers import NO_LOGPROBS
 from vllm_scope.results.inbox import inbox
 
 ASKED, OTHER = (f"Q: What is the capital of {name}? A:" for name in ("Ritova", "Kimar"))
@@ -133,27 +132,35 @@ def test_at_most_a_share_of_the_batch_is_cells(engine, loop):
     assert not errors
 
 
-def test_sweeps_of_other_metrics_beside_it_leave_a_sweep_as_it_is(engine, loop):
-    """A step with both has rows of several lengths; and if one request names tokens, V1 returns
-    those of no other tokens."""
+def test_sweeps_and_log_probabilities_beside_each_other_are_as_they_are_alone(engine, loop):
+    """A step then has rows of several lengths: of named tokens, of the likeliest, and of all."""
 
     def swept(metric):
         return sweep_async(engine, ASKED, Sweep(OTHER, metric=metric), progress=False)
 
-    async def together(*metrics):
-        return await asyncio.gather(*map(swept, metrics), return_exceptions=True)
+    async def likeliest(num):
+        from vllm import SamplingParams
 
-    alone = [loop.run(swept(metric)) for metric in (Logprob(0), METRIC, KL())]
-    *named, of_all = loop.run(together(Logprob(0), METRIC, KL()))
-    for one, other in zip(named, alone, strict=False):
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=num)
+        outputs = [out async for out in engine.generate(ASKED, params, f"likeliest {num}")]
+        each = outputs[-1].outputs[0].logprobs
+        assert len(each) == 40
+        return [{token: one.logprob for token, one in found.items()} for found in each]
+
+    async def together(*calls):
+        return await asyncio.gather(*calls)
+
+    metrics = Logprob(0), METRIC, KL()
+    alone = [loop.run(swept(metric)) for metric in metrics]
+    wanted = [loop.run(likeliest(num)) for num in (0, 3)]
+    *tables, none, three = loop.run(together(*map(swept, metrics), likeliest(0), likeliest(3)))
+    for one, other in zip(tables, alone, strict=True):
+        assert not one.errors
         np.testing.assert_allclose(one.values, other.values, atol=1e-4)
-    if isinstance(of_all, ScopeError):  # the prompt's own request
-        assert str(of_all).endswith(NO_LOGPROBS)
-        return
-    assert set(of_all.errors.values()) <= {NO_LOGPROBS}
-    came = ~np.isnan(of_all.values)
-    assert came.sum() == of_all.values.size - len(of_all.errors)
-    np.testing.assert_allclose(of_all.values[came], alone[2].values[came], atol=1e-4)
+    for one, other in zip((none, three), wanted, strict=True):
+        assert [found.keys() for found in one] == [found.keys() for found in other]
+        for found, same in zip(one, other, strict=True):
+            assert found == pytest.approx(same, abs=1e-4)
 
 
 def test_an_edit_that_overflows_fails_its_cell_alone(engine, loop):

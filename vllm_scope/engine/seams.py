@@ -232,6 +232,11 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
         _uses("GPUModelRunner", "get_model sample_tokens _init_kv_zero_meta _kv_block_zeroer "
               "input_batch positions query_start_loc use_async_spec_decode drafter"),
     ),
+    "v1.sample.sampler": (
+        _wraps("Sampler.forward", "logits sampling_metadata",
+               "gather_logprobs gather_specific_token_logprobs"),
+    ),
+    "v1.sample.metadata": (_uses("SamplingMetadata", "max_num_logprobs logprob_token_ids"),),
     "v1.worker.gpu_input_batch": (
         _uses("InputBatch", "req_ids num_reqs num_computed_tokens_cpu"),
     ),

@@ -350,6 +350,29 @@ class Scheduler(Protocol):
 # Workers
 
 
+class SamplingMetadata(Protocol):
+    """vllm.v1.sample.metadata.SamplingMetadata"""
+
+    max_num_logprobs: int | None
+    logprob_token_ids: dict[int, list[int]] | None
+
+
+class SamplerOutput(Protocol):
+    """vllm.v1.outputs.SamplerOutput"""
+
+    sampled_token_ids: torch.Tensor
+    logprobs_tensors: Any
+
+
+class SamplerV1(Protocol):
+    """vllm.v1.sample.sampler.Sampler"""
+
+    def gather_logprobs(self, logprobs: Any, num_logprobs: int, token_ids: Any) -> Any: ...
+    def gather_specific_token_logprobs(
+        self, logprobs: Any, logprob_token_ids: dict[int, list[int]], sampled: Any, /
+    ) -> Any: ...
+
+
 class InputBatchV1(Protocol):
     """vllm.v1.worker.gpu_input_batch.InputBatch"""
 

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-#: vLLM's older model runner returns none with speculative decoding. In a step with a request that
-#: names tokens, it returns those of no other tokens.
+#: Why a cell or a prompt has no value.
 NO_LOGPROBS = (
-    "vLLM did not return the log-probabilities that the metric takes; let sweeps by KL run without "
-    "others beside them, and sweeps by named tokens without speculative decoding."
+    "vLLM did not return the log-probabilities of the metric's tokens. Its Model Runner V1 does not "
+    "with speculative decoding; start the engine without that."
 )
 #: The only key of the mapping that travels.
 _KEY = "scope_answers"

@@ -113,7 +113,7 @@ def test_what_vllm_adds_to_a_row_beside_longer_ones_is_no_log_probability():
 
 @pytest.mark.parametrize("asked", [None, (7, 3)], ids=["all", "named"])
 def test_rows_of_other_tokens_fail_their_variants_with_a_sentence(asked):
-    """A step with requests that name tokens returns those alone, for all of its requests."""
+    """As Model Runner V1 returns them with drafts."""
     scheduler, standing = Scheduler(), entering("r", 2, asked=asked)
     first, second = variants_of(scheduler, standing)
     step(scheduler, last(first.request_id, (1, -0.1), (0, -3.0), (0, -np.inf)))

@@ -1,0 +1,64 @@
+"""Log-probabilities of named tokens beside others, with Model Runner V1.
+
+Owns:  the seam on V1's sampler.
+Runs:  in every worker process, where tokens are sampled.
+
+A request may name the tokens whose log-probabilities it wants (`logprob_token_ids`), as cells of
+sweeps do. If one request of a step does, V1's sampler returns named tokens alone, for all requests:
+one that asked for the likeliest tokens gets padding in their place, and with drafts the worker
+fails. Here each request gets what it asked for, as with V2.
+vllm 0.30 to 0.33, v1/sample/sampler.py, Sampler.forward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from vllm_scope.engine import wrapping
+from vllm_scope.engine.vllm_types import SamplerOutput, SamplerV1, SamplingMetadata
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _forward(
+    original: Callable[..., SamplerOutput],
+    self: SamplerV1,
+    logits: object,
+    sampling_metadata: SamplingMetadata,
+    *args: object,
+    **kwargs: object,
+) -> SamplerOutput:
+    asked, most = sampling_metadata.logprob_token_ids, sampling_metadata.max_num_logprobs
+    if not asked or most is None:  # named tokens alone, or none
+        return original(self, logits, sampling_metadata, *args, **kwargs)
+    changed: Any = sampling_metadata
+    whole = replace(changed, max_num_logprobs=-1, logprob_token_ids=None)
+    output = original(self, logits, whole, *args, **kwargs)
+    if most == -1:  # the sampler of drafts, which takes the whole vocabulary
+        return output
+    of_all, sampled = output.logprobs_tensors.logprobs, output.sampled_token_ids[:, 0].long()
+    likeliest = self.gather_logprobs(of_all, most, token_ids=sampled)
+    named = self.gather_specific_token_logprobs(of_all, asked, sampled)
+    output.logprobs_tensors = likeliest._replace(
+        logprob_token_ids=_joined(likeliest.logprob_token_ids, named.logprob_token_ids, asked, 0),
+        logprobs=_joined(likeliest.logprobs, named.logprobs, asked, float("-inf")),
+    )
+    return output
+
+
+def _joined(likeliest: Tensor, named: Tensor, rows: Iterable[int], padding: float) -> Tensor:
+    """[num_requests, most columns]: some rows are those of `named`; shorter rows are padded."""
+    size = max(likeliest.shape[1], named.shape[1])
+    found = likeliest.new_full((len(likeliest), size), padding)
+    found[:, : likeliest.shape[1]] = likeliest
+    at = list(rows)
+    found[at] = padding
+    found[at, : named.shape[1]] = named[at].to(found.dtype)
+    return found
+
+
+def wrap() -> None:
+    wrapping.wrap("Sampler.forward", _forward)
