@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 #: Why a cell or a prompt has no value.
 NO_LOGPROBS = (
-    "vLLM did not return the log-probabilities of the metric's tokens. Its Model Runner V1 does not "
-    "with speculative decoding; start the engine without that."
+    "vLLM did not return the log-probabilities of the metric's tokens. Its Model Runner V1 does "
+    "not with speculative decoding; start the engine without that."
 )
 #: The only key of the mapping that travels.
 _KEY = "scope_answers"

@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
@@ -50,6 +50,8 @@ from vllm_scope.sweeps.table import SweepTable
 OnCell = Callable[[Cell], object]
 Progress = bool | Literal["map"]
 
+#: The requests of a sweep that run.
+_Tasks = dict["asyncio.Task[RequestOutput | ScopeError]", "_Request"]
 #: Cells that one request stands for, at most, and bytes of their rows. EngineCore makes requests of
 #: them in one piece.
 CELLS_TOGETHER: Final = 16
@@ -461,25 +463,41 @@ async def follow(
     Args:
         tell: is called with each cell as it arrives, and with None for other answers.
     """
-    running: dict[asyncio.Task[RequestOutput | ScopeError], _Request] = {}
+    running: _Tasks = {}
     names = _names()
+    # The error of a cancelled task keeps this frame: no task or output is a local variable of it.
     try:
         while running or not sweeping.over:
             for request in sweeping.due(_num_jobs(running.values()), tell):
-                task = asyncio.create_task(_answer(engine, next(names), request))
-                running[task] = request
+                running[asyncio.create_task(_answer(engine, next(names), request))] = request
                 await asyncio.sleep(0)  # other requests' turn
-            if not running:
-                continue
-            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                for cell in sweeping.take(running.pop(task), task.result()):
-                    tell(cell)
+            if running:
+                _take(sweeping, running, await _first_done(running), tell)
     finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        running.clear()  # an exception keeps this frame, and so its requests' rows
+        await _end(running)
+
+
+async def _first_done(running: _Tasks) -> set[asyncio.Task[RequestOutput | ScopeError]]:
+    return (await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))[0]
+
+
+def _take(
+    sweeping: Sweeping, running: _Tasks, done: set[asyncio.Task[RequestOutput | ScopeError]],
+    tell: Callable[[Cell | None], object],
+) -> None:  # fmt: skip
+    for task in done:
+        for cell in sweeping.take(running.pop(task), task.result()):
+            tell(cell)
+
+
+async def _end(running: _Tasks) -> None:
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    for task in running:
+        with suppress(asyncio.CancelledError):
+            task.exception()  # else the task keeps its error, and so the frames with its output
+    running.clear()
 
 
 async def _answer(engine: AsyncLLM, name: str, request: _Request) -> RequestOutput | ScopeError:
