@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_scope.client.features import SparseFeatures
+from vllm_scope.client.features import NamedFeatures, SparseFeatures
 from vllm_scope.client.lens import TopTokens
 from vllm_scope.control.policy import Decided
 from vllm_scope.errors import ScopeError
@@ -134,7 +134,7 @@ class ScopeData(OverStreams, Counts):
 
     rows: Mapping[StreamKey, Rows] = field(default_factory=dict, repr=False)
     scores: Scores = field(default_factory=lambda: Scores({}), repr=False)
-    features: Mapping[str, SparseFeatures] = field(default_factory=dict, repr=False)
+    features: Mapping[str, SparseFeatures] = field(default_factory=NamedFeatures, repr=False)
     lens: Mapping[str, Mapping[int, TopTokens]] = field(default_factory=dict, repr=False)
     aggregates: Scores = field(default_factory=lambda: Scores({}), repr=False)
     verdicts: Mapping[str, Verdict] = field(default_factory=dict, repr=False)

@@ -74,6 +74,14 @@ class SparseFeatures:
         )  # fmt: skip
 
 
+class NamedFeatures(dict[str, SparseFeatures]):
+    """Name of a `Features` -> its SparseFeatures."""
+
+    def __missing__(self, name: str) -> SparseFeatures:
+        names = ", ".join(map(repr, self)) or "none"
+        raise KeyError(f"{name!r} has no features here; this choice has those of {names}.")
+
+
 def sparse_features(
     tokens: NDArray[np.int64], indices: list[list[int]], values: list[list[float | None]]
 ) -> SparseFeatures:

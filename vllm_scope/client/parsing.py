@@ -36,7 +36,7 @@ from vllm_scope.client.bodies import (
     ScoresBody,
     TokenBody,
 )
-from vllm_scope.client.features import SparseFeatures, sparse_features
+from vllm_scope.client.features import NamedFeatures, SparseFeatures, sparse_features
 from vllm_scope.client.frames import FileTensor, metadata_of, tensors_of
 from vllm_scope.client.lens import TopTokens
 from vllm_scope.control.policy import Decided
@@ -97,7 +97,7 @@ def parse_scope(
     }
     return ScopeData(
         **vars(counts), rows=_there(rows), scores=Scores(scores), aggregates=Scores(aggregates),
-        features=_there(features), lens=lens, verdicts=verdicts, begun=told.begun,
+        features=NamedFeatures(_there(features)), lens=lens, verdicts=verdicts, begun=told.begun,
         decisions=tuple(Decided(*msgspec.structs.astuple(one)) for one in told.decisions),
     )  # fmt: skip
 
@@ -255,7 +255,7 @@ def _parse_tensors(
         rows[stream] = Rows(positions, arrays[name], dtypes[name])
     return ScopeData(
         status="complete", rows=rows, scores=Scores(scores), aggregates=Scores(aggregates),
-        features=features, lens=lens,
+        features=NamedFeatures(features), lens=lens,
     )  # fmt: skip
 
 

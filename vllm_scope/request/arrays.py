@@ -32,7 +32,7 @@ class Array:
     """float32 numbers.
 
     Attributes:
-        shape: 1 to 3 dimensions, none of them 0.
+        shape: 1 to 3 dimensions, none of them 0; rows of a sweep have up to 5.
         data: little-endian, C order.
     """
 
@@ -40,16 +40,16 @@ class Array:
     data: bytes
 
     @staticmethod
-    def parse(value: object, where: str) -> Array:
+    def parse(value: object, where: str, most_dimensions: int = 3) -> Array:
         """An Array of a torch tensor, a numpy array, (nested) lists, or the JSON form.
 
         Raises:
-            SpecError: not numbers, not finite, too many, or not 1 to 3 dimensions.
+            SpecError: not numbers, not finite, too many, or of no or too many dimensions.
         """
         if isinstance(value, Array):
             return value
         if isinstance(value, dict):
-            return _from_json(value, where)
+            return _from_json(value, where, most_dimensions)
         if hasattr(value, "detach"):
             tensor: Any = value.detach().to("cpu")
             # numpy has no bfloat16.
@@ -62,7 +62,7 @@ class Array:
             raise SpecError(
                 f"{where} is {shown(value)}; it is a tensor, an array or a list of numbers."
             )
-        return _checked(found, where)
+        return _checked(found, where, most_dimensions)
 
     @staticmethod
     def known(shape: tuple[int, ...], data: bytes, digest: bytes) -> Array:
@@ -96,9 +96,12 @@ class Array:
         return f"Array{self.shape}"
 
 
-def _checked(found: NDArray[Any], where: str) -> Array:
-    if not 1 <= found.ndim <= 3 or 0 in found.shape:
-        raise SpecError(f"{where} has shape {found.shape}; it has 1 to 3 dimensions, none empty.")
+def _checked(found: NDArray[Any], where: str, most_dimensions: int) -> Array:
+    if not 1 <= found.ndim <= most_dimensions or 0 in found.shape:
+        raise SpecError(
+            f"{where} has shape {found.shape}; it has 1 to {most_dimensions} dimensions, none "
+            "empty."
+        )
     if found.size > MAX_NUMBERS:
         raise SpecError(f"{where} has {found.size:,} numbers; at most {MAX_NUMBERS:,}.")
     with np.errstate(over="ignore"):
@@ -113,15 +116,17 @@ def _check_finite(numbers: NDArray[np.float32], where: str) -> None:
         raise SpecError(f"{where} is NaN or infinite at {bad}; its numbers must be finite.")
 
 
-def _from_json(body: dict[Any, Any], where: str) -> Array:
+def _from_json(body: dict[Any, Any], where: str, most_dimensions: int) -> Array:
     if set(body) != {"dtype", "shape", "data"}:
         raise SpecError(f"{where} is {shown(body)}; it is {{dtype, shape, data}}, or numbers.")
     dtype, shape, text = body["dtype"], body["shape"], body["data"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise SpecError(f"{where}.dtype is {shown(dtype)}; it is one of {', '.join(DTYPES)}.")
-    sane = isinstance(shape, list) and 1 <= len(shape) <= 3
+    sane = isinstance(shape, list) and 1 <= len(shape) <= most_dimensions
     if not sane or any(type(n) is not int or n < 1 for n in shape):
-        raise SpecError(f"{where}.shape is {shown(shape)}; it is 1 to 3 positive whole numbers.")
+        raise SpecError(
+            f"{where}.shape is {shown(shape)}; it is 1 to {most_dimensions} positive whole numbers."
+        )
     if math.prod(shape) > MAX_NUMBERS:
         raise SpecError(f"{where} has {math.prod(shape):,} numbers; at most {MAX_NUMBERS:,}.")
     if not isinstance(text, str):
@@ -146,7 +151,7 @@ def _from_json(body: dict[Any, Any], where: str) -> Array:
         return Array(tuple(shape), data)
     if dtype == "bfloat16":
         found = of_bfloat16(found)
-    return _checked(found, where)
+    return _checked(found, where, most_dimensions)
 
 
 def of_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:

@@ -19,12 +19,14 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_scope.errors import SpecError, naming, shown
+from vllm_scope.errors import ScopeError, SpecError, naming, shown
 from vllm_scope.request.bounded_json import is_unicode
 from vllm_scope.request.selectors import as_numbers
 
 logger = logging.getLogger("vllm.vllm_scope")
 
+#: Tokens that a metric may name: vLLM's MAX_LOGPROB_TOKEN_IDS.
+MOST_TOKENS = 128
 #: Texts of several tokens that a warning names.
 _MOST_TOLD = 3
 #: Log-probabilities of the next token, float64: of a metric's tokens in their order, or of all
@@ -35,14 +37,19 @@ Encode = Callable[[str], list[int]]
 
 
 class Metric(ABC):
-    """A number of the next token's distribution."""
+    """A number of the next token's distribution. One of your own has these two methods; a server
+    takes LogitDifference, Logprob and KL alone."""
 
     #: A few words, for the table and the picture.
-    name: ClassVar[str]
+    name: ClassVar[str] = "metric"
 
     @abstractmethod
     def token_ids(self, encode: Encode, num_prompts: int) -> list[tuple[int, ...]]:
-        """The tokens whose log-probabilities it takes, for each prompt; empty for all tokens.
+        """The tokens whose log-probabilities it takes, for each prompt: at most 128, which differ;
+        empty for all tokens (the engine then needs max_logprobs=-1).
+
+        Args:
+            encode: a text -> the list of its token ids, without special tokens.
 
         Raises:
             SpecError: no token, or not one for each prompt.
@@ -53,8 +60,9 @@ class Metric(ABC):
         """The value of one cell.
 
         Args:
-            found: with the edit.
-            clean: of the same prompt without the edit.
+            found: float64 [number of the prompt's token_ids], in their order; of all tokens, by
+                their ids. With the edit.
+            clean: the same without the edit.
         """
 
 
@@ -124,6 +132,46 @@ class KL(Metric):
         some = clean > -np.inf
         p, q = clean[some], found[some]
         return float(np.sum(np.exp(p) * (p - q)))
+
+
+def token_ids_of(metric: Metric, encode: Encode, num_prompts: int) -> list[tuple[int, ...]]:
+    """`Metric.token_ids`, checked.
+
+    Raises:
+        SpecError: it does not return tuples of token ids, one for each prompt.
+    """
+    found = metric.token_ids(encode, num_prompts)
+    name = f"{type(metric).__name__}.token_ids"
+    if not isinstance(found, Sequence) or len(found) != num_prompts:
+        raise SpecError(
+            f"{name} returns {shown(found)}; it returns a list with a tuple for each of the "
+            f"{num_prompts} prompts."
+        )
+    for one in found:
+        sane = isinstance(one, Sequence) and not isinstance(one, str)
+        if not sane or any(not isinstance(token, int) or token < 0 for token in one):
+            raise SpecError(f"{name} has {shown(one)}; it has a tuple of token ids a prompt.")
+        if len(one) > MOST_TOKENS or len(set(one)) < len(one):
+            raise SpecError(
+                f"{name} has {len(one)} tokens for a prompt, {len(set(one))} of them different; it "
+                f"has at most {MOST_TOKENS}, each once. An empty tuple is for all tokens."
+            )
+    return [tuple(one) for one in found]
+
+
+def value_of(metric: Metric, found: Logprobs, clean: Logprobs, where: str) -> float:
+    """`Metric.value`.
+
+    Raises:
+        ScopeError: it fails, or returns no number.
+    """
+    try:
+        return float(metric.value(found, clean))
+    except Exception as error:
+        raise ScopeError(
+            f"{type(metric).__name__}.value failed for a cell of {where} "
+            f"({type(error).__name__}: {error}); it returns a number."
+        ) from error
 
 
 def encode_text(text: str, encode: Encode, where: str) -> list[int]:

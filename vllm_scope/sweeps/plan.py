@@ -24,7 +24,7 @@ from vllm_scope.request.arrays import Array
 from vllm_scope.request.selectors import MAX_ITEMS
 from vllm_scope.request.sites import MODEL_SITES, Place, Sites, parse_layers
 from vllm_scope.request.spec import MAX_EDITS, MAX_SPEC_BYTES
-from vllm_scope.sweeps.metrics import Logprobs
+from vllm_scope.sweeps.metrics import Logprobs, token_ids_of, value_of
 from vllm_scope.sweeps.paths import Paths, Step, parse_receivers
 from vllm_scope.sweeps.source import Floats, ReadRows, given_rows, of_head
 from vllm_scope.sweeps.sweep import Sweep, as_prompts, is_prompts
@@ -149,7 +149,7 @@ class Plan:
             self._check_size(lengths, most_cells)
         positions, self.at = sweep.columns(lengths)
         alone = partial(encode, add_special_tokens=False)
-        self.token_ids = sweep.metric.token_ids(alone, len(self.ids))
+        self.token_ids = token_ids_of(sweep.metric, alone, len(self.ids))
         self.sources: list[list[int]] | None = None
         self._given: Floats | None = None
         if is_prompts(sweep.source):
@@ -265,6 +265,7 @@ class Plan:
             )
 
     def _sources(self, found: list[list[int]]) -> list[list[int]]:
+        name = "Sweep.source" if len(found) == 1 else "Sweep.source[{}]"
         if len(found) == 1:
             found = found * len(self.ids)
         if len(found) != len(self.ids):
@@ -275,7 +276,7 @@ class Plan:
         for i, (one, other) in enumerate(zip(found, self.ids, strict=True)):
             if len(one) != len(other):
                 raise SpecError(
-                    f"Sweep.source[{i}] has {len(one)} tokens and prompts[{i}] has {len(other)}; "
+                    f"{name.format(i)} has {len(one)} tokens and prompts[{i}] has {len(other)}; "
                     "rows go to the same position, so give prompts of the same number of tokens."
                 )
         return found
@@ -408,7 +409,7 @@ class Plan:
                 self.table.errors[i, *job.place] = error or "the request failed"
             else:
                 assert known.clean is not None
-                value = metric.value(found, known.clean)
+                value = value_of(metric, found, known.clean, job.name)
                 self.table.values[i, *job.place] = value
             self._left[i] -= 1
             if not self._left[i]:
@@ -422,9 +423,9 @@ class Plan:
             known.source, known.of_source = rows, found
         else:
             known.plain, known.clean = rows, found
-            self.table.plain[i] = metric.value(found, found)
+            self.table.plain[i] = value_of(metric, found, found, job.name)
         if known.clean is not None and known.of_source is not None:
-            self.table.source[i] = metric.value(known.of_source, known.clean)
+            self.table.source[i] = value_of(metric, known.of_source, known.clean, job.name)
         return None
 
     def _after(self, job: Job, then: Step, rows: ReadRows | None) -> Job:

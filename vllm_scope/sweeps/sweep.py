@@ -79,7 +79,8 @@ class Sweep:
             raise SpecError(f"Sweep.mode is {shown(self.mode)}; it is one of {', '.join(MODES)}.")
         if not isinstance(self.metric, Metric):
             raise SpecError(
-                f"Sweep.metric is {shown(self.metric)}; it is a LogitDifference, a Logprob or a KL."
+                f"Sweep.metric is {shown(self.metric)}; it is a LogitDifference, a Logprob, a KL "
+                "or another Metric of vllm_scope.sweeps.metrics."
             )
         object.__setattr__(self, "site", canonical_site(self.site, "Sweep.site"))
         if self.site not in EDIT_SITES:

@@ -28,6 +28,8 @@ Json = dict[str, Any]
 METRICS: Final[dict[str, type[Any]]] = {
     "logit_difference": LogitDifference, "logprob": Logprob, "kl": KL,
 }  # fmt: skip
+#: Of given rows: prompts, layers, positions, heads, and the numbers of a head.
+MOST_DIMENSIONS: Final = 5
 #: Fields of a Sweep that are JSON as they are.
 _PLAIN: Final = ("site", "layers", "positions", "heads", "mode", "scale", "together", "receivers")
 
@@ -109,7 +111,7 @@ def _source(value: object) -> Any:
         return _prompts(value["prompts"], "source.prompts")
     if "module" in value:
         return value
-    return Array.parse(value["rows"], "source.rows").numpy
+    return Array.parse(value["rows"], "source.rows", MOST_DIMENSIONS).numpy
 
 
 def _metric(value: object) -> Metric:
@@ -147,7 +149,7 @@ def _told_source(sweep: Sweep) -> Json:
     value = sweep.source
     if is_prompts(value):
         return {"prompts": _told(value)}
-    return {"rows": Array.parse(value, "Sweep.source").to_json()}
+    return {"rows": Array.parse(value, "Sweep.source", MOST_DIMENSIONS).to_json()}
 
 
 def _told_metric(metric: Metric) -> Json:

@@ -558,3 +558,54 @@ def test_a_cell_has_the_bytes_of_its_rows():
     p = plan(Sweep(["xyz", "xy"], metric=METRIC))
     sizes = {job.num_bytes for job in all_jobs(p) if job.place is not None}
     assert sizes == {4 * 8}
+
+
+class Own(metrics.Metric):
+    """A metric of a caller's own.
+
+    Args:
+        ids: what `token_ids` returns.
+        made: what `value` returns, or raises.
+    """
+
+    def __init__(self, ids, made=1.0):
+        self.ids, self.made = ids, made
+
+    def token_ids(self, encode, num_prompts):
+        return self.ids
+
+    def value(self, found, clean):
+        if isinstance(self.made, Exception):
+            raise self.made
+        return self.made
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        ([(1, 2)], "a tuple for each of the 2 prompts"),
+        (7, "a tuple for each of the 2 prompts"),
+        ([1, 2], "has 1; it has a tuple of token ids"),
+        ([("a",), (1,)], "a tuple of token ids"),
+        ([(-1,), (1,)], "a tuple of token ids"),
+        ([(1, 1), (1, 2)], "2 tokens for a prompt, 1 of them different"),
+        ([tuple(range(129)), (1,)], "129 tokens for a prompt"),
+    ],
+    ids=["too-few", "no-list", "no-tuples", "texts", "negative", "twice", "too-many"],
+)
+def test_what_a_metric_of_ones_own_returns_for_tokens_is_checked(ids, said):
+    with pytest.raises(SpecError, match=rf"^Own\.token_ids .*{said}"):
+        plan(Sweep(np.ones(8), metric=Own(ids)))
+
+
+@pytest.mark.parametrize("made", [RuntimeError("my bug"), "text", None])
+def test_a_metric_of_ones_own_that_fails_is_named_with_the_prompt(made):
+    p = plan(Sweep(np.ones(8), metric=Own([(1, 2), (1, 2)], made)))
+    with pytest.raises(ScopeError, match=r"^Own\.value failed for a cell of prompts\[0\] \("):
+        all_jobs(p)
+    assert p.table.metric == "metric"
+
+
+def test_one_source_for_all_prompts_is_named_as_one():
+    with pytest.raises(SpecError, match=r"^Sweep\.source has 4 tokens and prompts\[1\] has 3"):
+        plan(Sweep("xyz", metric=METRIC))

@@ -59,8 +59,9 @@ def test_a_prompt_of_another_form_does_not_travel():
             AskedSweep(prompts, Sweep(source, metric=METRIC)).to_json()
 
 
-def test_rows_arrive_as_float32():
-    rows = np.arange(24, dtype=np.float64).reshape(2, 3, 4) / 7
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 2, 2)])
+def test_rows_arrive_as_float32(shape):
+    rows = np.arange(np.prod(shape), dtype=np.float64).reshape(shape) / 7
     found = sent(AskedSweep(["x"], Sweep(rows, metric=METRIC, mode="add")))
     assert np.array_equal(found.sweep.source, rows.astype(np.float32))
 

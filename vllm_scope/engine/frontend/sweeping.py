@@ -370,7 +370,7 @@ def _check_logprobs(model: Any, token_ids: list[tuple[int, ...]]) -> None:
         )
     if not all(token_ids) and -1 < model.max_logprobs < num_tokens:
         raise SpecError(
-            f"KL takes all {num_tokens:,} log-probabilities of a token, and this "
+            f"the metric takes all {num_tokens:,} log-probabilities of a token, and this "
             f"engine gives at most {model.max_logprobs}; start it with max_logprobs=-1."
         )
 
