@@ -71,12 +71,16 @@ def _norms_by_mean(llm: Any) -> bool:
 @pytest.mark.parametrize(
     ("action", "where"),
     [
-        pytest.param(NOW, "an edit at 'resid_post' of layer 1 makes", id="at-once"),
+        pytest.param(
+            NOW, "an edit at 'resid_post' of layer 1 ('resid_pre' of layer 2) makes", id="at-once"
+        ),
         pytest.param(
             Add(HUGE, site="resid_mid", layer=1, scale=2.0), "'resid_mid' of layer 1", id="middle"
         ),
         pytest.param(
-            Add(HUGE, site="embed", scale=2.0), "an edit at 'embed' makes", id="embedding"
+            Add(HUGE, site="embed", scale=2.0),
+            "an edit at 'embed' ('resid_pre' of layer 0) makes",
+            id="embedding",
         ),
         pytest.param(LATER, "after the request's edits 'resid_post' of layer 2 has", id="later"),
         pytest.param(

@@ -11,6 +11,7 @@ import torch
 from tests.checkpoints import reference
 from tests.conftest import TOYWORLD, async_engine
 from vllm_scope import KL, LogitDifference, Logprob, ScopeError, Sweep, sweep_async
+from vllm_scope.request.answers import NO_LOGPROBS
 from vllm_scope.results.inbox import inbox
 
 ASKED, OTHER = (f"Q: What is the capital of {name}? A:" for name in ("Ritova", "Kimar"))
@@ -180,3 +181,34 @@ def test_an_error_of_the_callback_ends_the_sweep(engine, loop):
     with pytest.raises(ScopeError, match="enough"):
         loop.run(sweep_async(engine, ASKED, Sweep(OTHER, metric=METRIC), on_cell=fail))
     assert not engine.output_processor.has_unfinished_requests()
+
+
+def test_a_sweep_beside_drafts_fails_its_cells_alone(loop):
+    """V1 returns no log-probabilities of named tokens with drafts."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+
+    async def beside():
+        from vllm import SamplingParams
+
+        engine = async_engine(TOYWORLD, max_num_seqs=16, speculative_config=drafts)
+        params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True, logprobs=3)
+
+        async def chat(name):
+            outputs = engine.generate("The capital of Ritova is", params, name)
+            return [len(found) for found in [out async for out in outputs][-1].outputs[0].logprobs]
+
+        try:
+            alone = await chat("alone")
+            swept = sweep_async(engine, ASKED, Sweep(OTHER, metric=METRIC), progress=False)
+            sizes, found = await asyncio.gather(chat("beside"), swept, return_exceptions=True)
+            return alone, sizes, found, engine.errored
+        finally:
+            engine.shutdown()
+
+    alone, sizes, found, errored = loop.run(beside())
+    assert not errored
+    assert sizes == alone
+    if isinstance(found, ScopeError):  # the prompt's own request
+        assert str(found).endswith(NO_LOGPROBS)
+    else:
+        assert set(found.errors.values()) == {NO_LOGPROBS}

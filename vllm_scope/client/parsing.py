@@ -8,6 +8,7 @@ Each size that the server names is checked against the bytes that it sent.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -209,8 +210,8 @@ def parse_file(file: bytes) -> ScopeData:
     """
     tensors = tensors_of(file, "result")
     try:
-        told = msgspec.json.decode(metadata_of(file).get("scope", "{}"), type=FileBody)
-    except msgspec.MsgspecError as error:
+        told = msgspec.convert(json.loads(metadata_of(file).get("scope", "{}")), FileBody)
+    except (msgspec.MsgspecError, ValueError) as error:
         raise ScopeError(f"the server's result has metadata of an unknown form: {error}.") from None
     return _parse_tensors(tensors, told.features)
 

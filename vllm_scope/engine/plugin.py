@@ -53,7 +53,7 @@ def register() -> None:
     from vllm_scope.engine.frontend import outputs
     from vllm_scope.engine.frontend import requests as frontend
     from vllm_scope.engine.http import serving as http
-    from vllm_scope.engine.worker import attach, faults, sampling
+    from vllm_scope.engine.worker import attach, faults
 
     environment.wrap()
     wrap_engine_args()
@@ -70,7 +70,6 @@ def register() -> None:
     clearing.wrap()
     refusals.wrap()
     attach.wrap()
-    sampling.wrap()
     http.wrap()
     faces.register()
     monitors.register()

@@ -234,7 +234,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     ),
     "v1.sample.sampler": (
         _wraps("Sampler.forward", "logits sampling_metadata",
-               "gather_logprobs gather_specific_token_logprobs"),
+               "gather_logprobs gather_specific_token_logprobs pin_memory"),
     ),
     "v1.sample.metadata": (_uses("SamplingMetadata", "max_num_logprobs logprob_token_ids"),),
     "v1.worker.gpu_input_batch": (

@@ -367,6 +367,8 @@ class SamplerOutput(Protocol):
 class SamplerV1(Protocol):
     """vllm.v1.sample.sampler.Sampler"""
 
+    pin_memory: bool
+
     def gather_logprobs(self, logprobs: Any, num_logprobs: int, token_ids: Any) -> Any: ...
     def gather_specific_token_logprobs(
         self, logprobs: Any, logprob_token_ids: dict[int, list[int]], sampled: Any, /

@@ -147,16 +147,18 @@ def token_ids_of(metric: Metric, encode: Encode, num_prompts: int) -> list[tuple
             f"{name} returns {shown(found)}; it returns a list with a tuple for each of the "
             f"{num_prompts} prompts."
         )
-    for one in found:
-        sane = isinstance(one, Sequence) and not isinstance(one, str)
-        if not sane or any(not isinstance(token, int) or token < 0 for token in one):
-            raise SpecError(f"{name} has {shown(one)}; it has a tuple of token ids a prompt.")
+    tokens = [as_numbers(one) for one in found]
+    for one in tokens:
+        if not isinstance(one, list | tuple) or not all(type(x) is int and x >= 0 for x in one):
+            raise SpecError(
+                f"{name} has {shown(one)}; each prompt has a tuple of whole numbers from 0."
+            )
         if len(one) > MOST_TOKENS or len(set(one)) < len(one):
             raise SpecError(
                 f"{name} has {len(one)} tokens for a prompt, {len(set(one))} of them different; it "
                 f"has at most {MOST_TOKENS}, each once. An empty tuple is for all tokens."
             )
-    return [tuple(one) for one in found]
+    return [tuple(one) for one in tokens]
 
 
 def value_of(metric: Metric, found: Logprobs, clean: Logprobs, where: str) -> float:

@@ -144,12 +144,14 @@ from vllm_scope.engine.digests import compare, missing
 from vllm_scope.engine.frontend import requests
 from vllm_scope.engine.http import serving
 from vllm_scope.engine.seams import CONTRACT
+from vllm_scope.engine.worker import sampling
 
 root, names, find = Path(vllm.__file__).parent, set(), wrapping._find
 wrapping._find = lambda name: names.add(name) or find(name)
 plugin.register()
 serving._wrap_serving()
 requests.wrap_llm()
+sampling.wrap()
 found = compare(root, vllm.__version__)
 print(json.dumps({
     "is_new": found.is_new,

@@ -542,16 +542,24 @@ def test_numbers_of_any_integer_type_are_token_ids():
 
 @pytest.mark.parametrize(
     ("most", "num_bytes", "wanted"),
-    [(256, 1 << 14, 16), (12, 1 << 14, 3), (2, 1 << 14, 1), (256, 1 << 19, 2), (256, 1 << 23, 1)],
-)
+    [
+        (256, [1 << 14] * 20, 16), (12, [1 << 14] * 20, 3), (2, [1 << 14] * 20, 1),
+        (256, [1 << 19] * 3, 2), (256, [1 << 23] * 2, 1), (256, [1 << 14, 1 << 20], 1),
+    ],
+)  # fmt: skip
 def test_one_request_stands_for_some_cells_of_a_part_of_the_batch(most, num_bytes, wanted):
     found = object.__new__(Sweeping)
     found.most, found._alike = most, object()
     found._connection = SimpleNamespace(always_answers=False)
-    cell = SimpleNamespace(place=(0, 0), num_bytes=num_bytes)
-    assert found._num_together(cell) == wanted
+    cells = [
+        SimpleNamespace(place=(0, i), num_bytes=num, error=None, prompt=0)
+        for i, num in enumerate(num_bytes)
+    ]
+    found._jobs = _Peekable(iter(cells))
+    assert found._num_together(found._jobs.peek()) >= wanted
+    assert list(found._first(found._num_together(cells[0]))) == cells[:wanted]
     found._connection.always_answers = True
-    assert found._num_together(cell) == 1
+    assert found._num_together(cells[0]) == 1
 
 
 def test_a_cell_has_the_bytes_of_its_rows():
@@ -585,13 +593,14 @@ class Own(metrics.Metric):
     [
         ([(1, 2)], "a tuple for each of the 2 prompts"),
         (7, "a tuple for each of the 2 prompts"),
-        ([1, 2], "has 1; it has a tuple of token ids"),
-        ([("a",), (1,)], "a tuple of token ids"),
-        ([(-1,), (1,)], "a tuple of token ids"),
+        ([1, 2], "has 1; each prompt has a tuple"),
+        ([("a",), (1,)], "each prompt has a tuple"),
+        ([(-1,), (1,)], "each prompt has a tuple"),
+        ([(True,), (1,)], "each prompt has a tuple"),
         ([(1, 1), (1, 2)], "2 tokens for a prompt, 1 of them different"),
         ([tuple(range(129)), (1,)], "129 tokens for a prompt"),
     ],
-    ids=["too-few", "no-list", "no-tuples", "texts", "negative", "twice", "too-many"],
+    ids=["too-few", "no-list", "no-tuples", "texts", "negative", "bool", "twice", "too-many"],
 )
 def test_what_a_metric_of_ones_own_returns_for_tokens_is_checked(ids, said):
     with pytest.raises(SpecError, match=rf"^Own\.token_ids .*{said}"):
@@ -609,3 +618,8 @@ def test_a_metric_of_ones_own_that_fails_is_named_with_the_prompt(made):
 def test_one_source_for_all_prompts_is_named_as_one():
     with pytest.raises(SpecError, match=r"^Sweep\.source has 4 tokens and prompts\[1\] has 3"):
         plan(Sweep("xyz", metric=METRIC))
+
+
+def test_tokens_of_ones_own_metric_are_numbers_of_any_integer_type():
+    p = plan(Sweep(np.ones(8), metric=Own([(np.int64(3), 1), ()])))
+    assert p.token_ids == [(3, 1), ()]

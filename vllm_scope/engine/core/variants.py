@@ -115,12 +115,13 @@ def _logprobs(found: Any, asked: list[int] | None, num_tokens: int) -> NDArray[n
 
 
 def _total(each: list[Any]) -> Any:
-    """The sum of some of vLLM's PrefillStats; None if there are none."""
+    """The sum of some of vLLM's PrefillStats; None if there are none. vLLM subtracts
+    `num_cached_tokens` from the length of the prompt: it is the last one's."""
     some = [one for one in each if one is not None]
     if not some:
         return None
-    names = [field.name for field in fields(some[0])]
-    return replace(some[0], **{name: sum(getattr(one, name) for one in some) for name in names})
+    names = [field.name for field in fields(some[0]) if field.name != "num_cached_tokens"]
+    return replace(some[-1], **{name: sum(getattr(one, name) for one in some) for name in names})
 
 
 #: vLLM's Request that stands for others -> those, until it comes to the scheduler.

@@ -159,17 +159,18 @@ class Sweeping:
         """How many jobs one request may stand for, this one first."""
         if self._alike is None or job.place is None or self._connection.always_answers:
             return 1
-        of_bytes = BYTES_TOGETHER // max(1, job.num_bytes)
-        return max(1, min(CELLS_TOGETHER, self.most // 4, of_bytes))
+        return max(1, min(CELLS_TOGETHER, self.most // 4))
 
     def _first(self, num: int) -> tuple[Job, ...]:
         """The next job, and up to `num` in all that can be sent in one request."""
         jobs = [self._jobs.next()]
+        num_bytes = jobs[0].num_bytes
         while len(jobs) < num:
             job = self._jobs.peek()
             if job is None or job.error is not None or job.prompt != jobs[0].prompt:
                 break
-            if job.place is None:
+            num_bytes += job.num_bytes
+            if job.place is None or num_bytes > BYTES_TOGETHER:
                 break
             jobs.append(self._jobs.next())
         return tuple(jobs)
@@ -271,9 +272,10 @@ def _logprobs(found: Any, asked: Sequence[int]) -> Logprobs:
     Raises:
         ScopeError: vLLM did not return them.
     """
-    if not found or not found[0].keys() >= set(asked):
-        raise ScopeError(NO_LOGPROBS)
-    return np.array([found[0][token].logprob for token in asked], np.float64)
+    try:
+        return np.array([found[0][token].logprob for token in asked], np.float64)
+    except LookupError:  # none at all, or others
+        raise ScopeError(NO_LOGPROBS) from None
 
 
 class NoTokenizer:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from vllm_scope.batch.labels import StepBatch
 from vllm_scope.engine.vllm_types import InputBatchV1, InputBatchV2, ModelRunner, ModelState
+from vllm_scope.engine.worker import sampling
 from vllm_scope.errors import CompatError
 
 #: (batch, positions on the device by row, maybe padded); called only while a request has taps.
@@ -66,6 +67,7 @@ def attach(
         _attach_v2(runner, runner.model_state, has_requests, begin_step)
     else:
         _attach_v1(runner, has_requests, begin_step)
+        sampling.wrap()
 
 
 def dummy_forward(

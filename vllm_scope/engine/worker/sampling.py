@@ -1,26 +1,28 @@
 """Log-probabilities of named tokens beside others, with Model Runner V1.
 
 Owns:  the seam on V1's sampler.
-Runs:  in every worker process, where tokens are sampled.
+Runs:  in every worker process with V1, where tokens are sampled.
 
 A request may name the tokens whose log-probabilities it wants (`logprob_token_ids`), as cells of
 sweeps do. If one request of a step does, V1's sampler returns named tokens alone, for all requests:
 one that asked for the likeliest tokens gets padding in their place, and with drafts the worker
-fails. Here each request gets what it asked for, as with V2.
+fails. Here each request gets what it asked for, as with V2. With drafts the requests that name
+tokens still do not get those.
 vllm 0.30 to 0.33, v1/sample/sampler.py, Sampler.forward
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.vllm_types import SamplerOutput, SamplerV1, SamplingMetadata
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def _forward(
@@ -42,23 +44,27 @@ def _forward(
     of_all, sampled = output.logprobs_tensors.logprobs, output.sampled_token_ids[:, 0].long()
     likeliest = self.gather_logprobs(of_all, most, token_ids=sampled)
     named = self.gather_specific_token_logprobs(of_all, asked, sampled)
+    # As vLLM does beside this: the host does not wait for the device.
+    rows = torch.tensor(list(asked), pin_memory=self.pin_memory)
+    rows = rows.to(sampled.device, non_blocking=True)
     output.logprobs_tensors = likeliest._replace(
-        logprob_token_ids=_joined(likeliest.logprob_token_ids, named.logprob_token_ids, asked, 0),
-        logprobs=_joined(likeliest.logprobs, named.logprobs, asked, float("-inf")),
+        logprob_token_ids=_joined(likeliest.logprob_token_ids, named.logprob_token_ids, rows, 0),
+        logprobs=_joined(likeliest.logprobs, named.logprobs, rows, float("-inf")),
     )
     return output
 
 
-def _joined(likeliest: Tensor, named: Tensor, rows: Iterable[int], padding: float) -> Tensor:
+def _joined(likeliest: Tensor, named: Tensor, rows: Tensor, padding: float) -> Tensor:
     """[num_requests, most columns]: some rows are those of `named`; shorter rows are padded."""
     size = max(likeliest.shape[1], named.shape[1])
     found = likeliest.new_full((len(likeliest), size), padding)
     found[:, : likeliest.shape[1]] = likeliest
-    at = list(rows)
-    found[at] = padding
-    found[at, : named.shape[1]] = named[at].to(found.dtype)
+    found.index_fill_(0, rows, padding)
+    found[:, : named.shape[1]].index_copy_(0, rows, named.index_select(0, rows).to(found.dtype))
     return found
 
 
+@cache
 def wrap() -> None:
+    """Wrap V1's sampler. Its module takes time to import: this is called in V1's workers."""
     wrapping.wrap("Sampler.forward", _forward)
