@@ -44,7 +44,7 @@ from vllm_scope.request.nets import AttentionPool, Ema, Mlp, RollingMean
 from vllm_scope.request.schema import spec_schema
 from vllm_scope.request.selectors import Except, Positions, TokenIds, Union
 from vllm_scope.request.spec import Spec, scope
-from vllm_scope.sweeps import KL, Cell, LogitDifference, Logprob, Sweep, SweepTable
+from vllm_scope.sweeps import KL, Cell, LogitDifference, Logprob, Metric, Sweep, SweepTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -81,6 +81,7 @@ __all__ = [
     "LensTopK",
     "LogitDifference",
     "Logprob",
+    "Metric",
     "Mlp",
     "Moments",
     "Pid",

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 LISTED = {
     "vllm_scope": """
         Ablate Add AttentionPool CapacityError Cell Clamp CompatError ConfigError Ema Except
-        FileError Features Gate Hysteresis KL Latch LensTopK LogitDifference Logprob Mlp Moments Pid
+        FileError Features Gate Hysteresis KL Latch LensTopK LogitDifference Logprob Metric Mlp
+        Moments Pid
         Policy Positions Probe Read Replace RollingMean ScaleFeature
         ScopeError SetFeature Spec SpecError Sweep SweepTable TokenIds Union __version__
         drop_moments harvest moments scope
@@ -44,7 +45,7 @@ LISTED = {
         Capture CapturedRequest FileOptions IndexedRequest RequestRecord RequestWriter RowDataset
         Writer export_dataset export_features export_saelens export_speculators open open_writer
     """,
-    "vllm_scope.sweeps": "Cell KL LogitDifference Logprob Sweep SweepTable",
+    "vllm_scope.sweeps": "Cell KL LogitDifference Logprob Metric Sweep SweepTable",
     "vllm_scope.control": """
         Change Controller Decided Decision Observation PolicyPlugin RunningPolicy ServerEdits Start
     """,

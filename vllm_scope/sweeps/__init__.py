@@ -1,6 +1,6 @@
 """Sweeps: one edit at every place of a grid, and what each does to the next token.
 
-metrics.py  what a cell's value is: LogitDifference, Logprob, KL
+metrics.py  what a cell's value is: Metric, and LogitDifference, Logprob, KL
 sweep.py    what a caller asks for, and its prompts as token ids
 source.py   the rows that edits take their vectors from
 paths.py    path patching: the further requests of a cell that acts along direct paths alone
@@ -11,9 +11,9 @@ wire.py     a sweep and its table as JSON, for HTTP
 Here is no engine: engine/frontend/sweeping.py sends the requests of a plan. numpy, no torch.
 """
 
-from vllm_scope.sweeps.metrics import KL, LogitDifference, Logprob
+from vllm_scope.sweeps.metrics import KL, LogitDifference, Logprob, Metric
 from vllm_scope.sweeps.plan import Cell
 from vllm_scope.sweeps.sweep import Sweep
 from vllm_scope.sweeps.table import SweepTable
 
-__all__ = ["KL", "Cell", "LogitDifference", "Logprob", "Sweep", "SweepTable"]
+__all__ = ["KL", "Cell", "LogitDifference", "Logprob", "Metric", "Sweep", "SweepTable"]

@@ -80,7 +80,7 @@ class Sweep:
         if not isinstance(self.metric, Metric):
             raise SpecError(
                 f"Sweep.metric is {shown(self.metric)}; it is a LogitDifference, a Logprob, a KL "
-                "or another Metric of vllm_scope.sweeps.metrics."
+                "or another vllm_scope.Metric."
             )
         object.__setattr__(self, "site", canonical_site(self.site, "Sweep.site"))
         if self.site not in EDIT_SITES:
