@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from vllm_scope.client.features import NamedFeatures, SparseFeatures
 from vllm_scope.client.lens import TopTokens
+from vllm_scope.client.named import Named
 from vllm_scope.control.policy import Decided
 from vllm_scope.errors import ScopeError
 from vllm_scope.request.arrays import of_bfloat16
@@ -58,17 +59,15 @@ class Rows:
         return Rows(self.positions[here], self.bits[here], self.dtype)
 
 
-class Scores(dict[str, NDArray[np.float32]]):
+class Scores(Named[NDArray[np.float32]]):
     """Name of a probe -> its scores or its aggregates, float32 [n], in position order; NaN if not
     finite."""
+
+    what = "scores"
 
     def __init__(self, values: Mapping[str, Scored]) -> None:
         super().__init__({name: scores for name, (_, scores) in values.items()})
         self._positions = {name: positions for name, (positions, _) in values.items()}
-
-    def __missing__(self, name: str) -> NDArray[np.float32]:
-        names = ", ".join(map(repr, self)) or "none"
-        raise KeyError(f"{name!r} has no scores here; this choice has those of {names}.")
 
     def positions(self, name: str) -> NDArray[np.int64]:
         """int64 [n], ascending."""

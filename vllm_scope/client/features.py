@@ -1,6 +1,6 @@
 """Features in the server's answers, as numpy.
 
-Owns:  SparseFeatures.
+Owns:  SparseFeatures, and NamedFeatures (those of a choice).
 To:    answers.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_scope.client.named import Named
 from vllm_scope.errors import ScopeError
 from vllm_scope.request.read_features import check_feature
 
@@ -74,12 +75,10 @@ class SparseFeatures:
         )  # fmt: skip
 
 
-class NamedFeatures(dict[str, SparseFeatures]):
+class NamedFeatures(Named[SparseFeatures]):
     """Name of a `Features` -> its SparseFeatures."""
 
-    def __missing__(self, name: str) -> SparseFeatures:
-        names = ", ".join(map(repr, self)) or "none"
-        raise KeyError(f"{name!r} has no features here; this choice has those of {names}.")
+    what = "features"
 
 
 def sparse_features(

@@ -89,7 +89,11 @@ def _parts(text: str) -> tuple[str, str]:
 
 
 def sentence_in(stop_reason: object) -> str:
-    """Why a request failed, of its last output's stop_reason."""
+    """Why a request failed.
+
+    Args:
+        stop_reason: of its last output.
+    """
     text = str(stop_reason)
     return _parts(text)[1] if text.startswith(_MARK) else "the request failed"
 

@@ -105,8 +105,8 @@ class IndexedStream(msgspec.Struct, frozen=True):
         codec: metadata for `codecs.codec_from`.
         file: its name, in the folder of the manifest.
         first: the request's first row in the file's stream.
-        features: of a stream of features, which were read. Absent in files of earlier versions,
-            and of other streams.
+        features: which features were read, if it is a stream of features. Other streams do not have
+            the field, nor do files of earlier versions.
     """
 
     shape: tuple[int, int]

@@ -1,4 +1,4 @@
-"""What comes back to a front-end of a request that stands for several.
+"""What a front-end gets back for a request that stands for several.
 
 Owns:  Answers, and the sentence NO_LOGPROBS.
 Runs:  made in EngineCore, read in the front-end. numpy, no torch.
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 #: Why a cell or a prompt has no value.
 NO_LOGPROBS = (
-    "vLLM did not return the log-probabilities of the metric's tokens. Its Model Runner V1 does "
-    "not with speculative decoding; start the engine without that."
+    "vLLM did not return the log-probabilities of the metric's tokens. With speculative decoding, "
+    "Model Runner V1 returns none of named tokens; start the engine without speculative decoding."
 )
 #: The only key of the mapping that travels.
 _KEY = "scope_answers"

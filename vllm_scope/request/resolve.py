@@ -146,7 +146,7 @@ def _bank(place: Place, after: str | None, nets: Sequence[Net]) -> Bank:
     """The bank of the nets at one place, of one stage."""
     num_values = sum(net.num_values for net in nets)
     linear = all(len(net.layers) == 1 for net in nets)
-    # With tensor parallelism a rank may have only a part of the rows of other sites.
+    # At other sites a tensor-parallel rank may have only a part of each row.
     few = linear and num_values <= MOST_SCORED and kind_of(place.boundary) == STREAM
     kind = Scored if few else Bank
     return kind.of((net.digest for net in nets), num_values, place.group, after)

@@ -66,8 +66,8 @@ class _Group:
         return not self.numbers
 
     def last(self, request_id: str) -> EngineCoreOutput:
-        """The output of the request that stands for them. vLLM counts its tokens and times, which
-        are those of all variants and of the last one."""
+        """The output of the request that stands for them. vLLM's metrics take from it the tokens of
+        all variants, and the times of the last one."""
         from vllm.v1.engine import EngineCoreOutput as Output
         from vllm.v1.engine import FinishReason
 
@@ -95,8 +95,8 @@ def _logprobs(found: Any, asked: list[int] | None, num_tokens: int) -> NDArray[n
     """Of the asked tokens, or of all; None if vLLM did not return them.
 
     Args:
-        found: vLLM's LogprobsLists, or None. A row has the sampled token, what was asked for, and
-            token 0 again and again if another row of the step is longer.
+        found: vLLM's LogprobsLists, or None. A row has the sampled token, then what was asked for.
+            If another row of the step is longer, the rest is token 0, repeated.
     """
     if found is None:
         return None
@@ -115,8 +115,8 @@ def _logprobs(found: Any, asked: list[int] | None, num_tokens: int) -> NDArray[n
 
 
 def _total(each: list[Any]) -> Any:
-    """The sum of some of vLLM's PrefillStats; None if there are none. vLLM subtracts
-    `num_cached_tokens` from the length of the prompt: it is the last one's."""
+    """The sum of some of vLLM's PrefillStats; None if there are none. Only `num_cached_tokens` is
+    the last one's, because vLLM subtracts it from the length of one prompt."""
     some = [one for one in each if one is not None]
     if not some:
         return None
@@ -211,7 +211,8 @@ def variants_of(scheduler: Scheduler, request: Request) -> list[Request]:
 def with_variants(
     scheduler: Scheduler, request_ids: str | Iterable[str] | None
 ) -> str | Iterable[str] | None:
-    """Ids of requests that are to end; those that stand for others are replaced by the others."""
+    """The ids of requests that are to end. In place of a request that stands for variants it has
+    the ids of these."""
     running = _running.of(scheduler)
     if running is None or request_ids is None or not running.groups:
         return request_ids
@@ -225,8 +226,8 @@ def _ids(running: _Running, name: str) -> Iterable[str]:
 
 
 def aborted(scheduler: Scheduler, ended: list[Request]) -> list[Request]:
-    """Requests that were aborted, as their front-ends know them: of variants, the request that
-    stands for them."""
+    """Requests that were aborted. In place of variants, which front-ends do not know, it has the
+    request that stands for them."""
     running = _running.of(scheduler)
     if running is None or not running.groups:
         return ended
@@ -240,13 +241,10 @@ def aborted(scheduler: Scheduler, ended: list[Request]) -> list[Request]:
 
 
 def _take(
-    original: Callable[..., dict[int, Outputs]],
-    self: Scheduler,
-    scheduler_output: object,
-    model_runner_output: object,
+    original: Callable[..., dict[int, Outputs]], self: Scheduler, *args: object, **kwargs: object
 ) -> dict[int, Outputs]:
     """Scheduler.update_from_output: the last wrapper, which sees what the others added."""
-    outputs = original(self, scheduler_output, model_runner_output)
+    outputs = original(self, *args, **kwargs)
     running = _running.of(self)
     if running is not None and running.groups:
         for each in outputs.values():

@@ -62,7 +62,8 @@ MAX_LOGPROBS: Final = 1 << 22
 
 @dataclass(frozen=True)
 class _Request:
-    """Jobs as vLLM takes them: one, or cells that EngineCore makes requests of.
+    """What is sent to vLLM as one request: one job, or some cells. EngineCore makes a request of
+    each of these cells.
 
     Attributes:
         prepared: None for a request that is checked as any other.
@@ -170,7 +171,7 @@ class Sweeping:
             if job is None or job.error is not None or job.prompt != jobs[0].prompt:
                 break
             num_bytes += job.num_bytes
-            if job.place is None or num_bytes > BYTES_TOGETHER:
+            if num_bytes > BYTES_TOGETHER:
                 break
             jobs.append(self._jobs.next())
         return tuple(jobs)

@@ -71,10 +71,9 @@ class Faults:
         boundary = self._sites.boundaries[tap]
         site, layer = place_at(boundary)
         where = f"{site!r}" if site == "embed" else f"{site!r} of layer {layer}"
-        next_layer = 0 if site == "embed" else layer + 1
-        shared = Place("resid_pre", next_layer).boundary == boundary
-        if shared and next_layer < self._sites.num_layers:
-            where += f" ('resid_pre' of layer {next_layer})"
+        behind = Place("resid_pre", boundary // 2)
+        if behind.boundary == boundary and behind.layer < self._sites.num_layers:
+            where += f" ('resid_pre' of layer {behind.layer})"
         what = f"an edit at {where} makes" if edited else f"after the request's edits {where} has"
         return (
             f"{what} a row that is not finite in {self._sites.dtype}, so the request was ended. "

@@ -1,0 +1,22 @@
+"""What an answer has by the names of a request's actions.
+
+Owns:  Named.
+To:    answers, features.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, NoReturn, TypeVar
+
+V = TypeVar("V")
+
+
+class Named(dict[str, V]):
+    """A dict whose error says which names there are."""
+
+    #: In the error.
+    what: ClassVar[str]
+
+    def __missing__(self, name: str) -> NoReturn:
+        names = ", ".join(map(repr, self)) or "none"
+        raise KeyError(f"{name!r} has no {self.what} here; this choice has those of {names}.")
