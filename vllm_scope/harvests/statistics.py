@@ -4,23 +4,22 @@ Owns:  Statistics.
 Runs:  `of_rows` on the threads that write shards; the sums wherever shards are read.
 To:    shards (each holds the figures of its own rows), manifest, views.
 
-Promise: the figures of some rows do not depend on which shard has them, but for rounding: blocks of
-rows, less one of them, are summed in float32, and their sums in float64. They are of decoded rows,
-which readers get.
+Promise: the figures of some rows do not depend on which shard has them, but for rounding: all sums
+are in float64. They are of decoded rows, which readers get.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_scope.batch.by_position import ONE_THREAD
 from vllm_scope.errors import FileError
 
 #: A value is an outlier if it is more than this many times the root mean square of its row.
@@ -30,9 +29,10 @@ KEY = "statistics"
 #: Of the dimensions with the most outliers, how many are listed.
 _LISTED = 8
 _SCALARS = 7
-#: Numbers and rows that are worked on at once: few enough for a core's cache, for sums in float32,
-#: and for counts in a byte.
-_NUMBERS, _ROWS = 1 << 18, 255
+#: Numbers that are worked on at once: few enough for a core's cache.
+_NUMBERS = 1 << 18
+#: Rows of larger squared norms are broken: a model's float32 cannot work on them.
+_MOST_SQUARED = float(np.finfo(np.float32).max)
 
 
 @dataclass
@@ -120,81 +120,74 @@ class Statistics:
 
 
 class _Sums:
-    """Sums over rows of one width, in memory that is used again for every block of rows.
-
-    By numpy, which works on this thread alone: torch would wake a thread on each core many times
-    per shard, and the engine needs the cores.
-    """
+    """Sums over rows of one width."""
 
     def __init__(self, width: int) -> None:
-        self._width, at_once = width, min(max(_NUMBERS // width, 1), _ROWS)
-        #: Rows that wait until they are as many as are worked on at once.
-        self._rows, self._num_rows = torch.empty(at_once, width, dtype=torch.float32), 0
-        self._squares = np.empty((at_once, width), np.float32)
-        # Eight are counted at once, as the bytes of an int64.
-        self._above = np.zeros((at_once, -(-width // 8) * 8), np.bool_)
+        #: Memory that is used again for every block of rows.
+        self._rows = np.empty((max(_NUMBERS // width, 1), width), np.float32)
         self._counts = np.array([0, 0, 0, 0, 0, math.inf, -math.inf])
         self._values = np.zeros((3, width))
 
     def add(self, rows: Tensor) -> None:
         """Args: rows: [some, width], any float dtype."""
-        while len(rows):
-            into = self._rows[self._num_rows :]
-            some, rows = rows[: len(into)], rows[len(into) :]
-            _copy_few(into[: len(some)], some)
-            self._num_rows += len(some)
-            if self._num_rows == len(self._rows):
-                self._count()
+        count = _compiled_count()
+        for some in rows.split(len(self._rows)):
+            into = self._rows[: len(some)]
+            if some.dtype == torch.bfloat16:  # the upper half of a float32
+                bits = some.view(torch.uint16).numpy()
+                np.left_shift(bits, np.uint32(16), out=into.view(np.uint32), dtype=np.uint32)
+            else:
+                np.copyto(into, some.numpy())
+            count(into, OUTLIER**2 / rows.shape[1], self._counts, self._values)
 
     def found(self) -> Statistics:
-        self._count()
         return Statistics(self._counts, self._values)
 
-    def _count(self) -> None:
-        """Count the rows that wait."""
-        rows = self._rows[: self._num_rows].numpy()
-        self._num_rows = 0
-        with np.errstate(over="ignore", invalid="ignore"):
-            squares = np.multiply(rows, rows, out=self._squares[: len(rows)])
-            squared_norms = np.einsum("ij->i", squares)  # three times as fast as `sum(1)`
-            finite = np.isfinite(squared_norms)
-            num_broken = len(rows) - int(finite.sum())
-            self._counts[:2] += len(rows) - num_broken, num_broken
-            if num_broken:
-                rows, squares, squared_norms = rows[finite], squares[finite], squared_norms[finite]
-            if len(rows):
-                self._count_norms(squares, squared_norms)
-                self._count_values(rows, squares)
 
-    def _count_norms(self, squares: NDArray[np.float32], squared: NDArray[np.float32]) -> None:
-        """Args: squared: norms, of finite rows."""
-        above, counts = self._above[: len(squares)], self._counts
-        limits = squared * np.float32(OUTLIER**2 / self._width)
-        np.greater(squares, limits[:, None], out=above[:, : self._width])
-        outliers = np.add.reduce(above.view(np.int64), axis=0).view(np.uint8)
-        self._values[2] += outliers[: self._width]
-        norms = np.sqrt(squared.astype(np.float64))
-        counts[2:5] += int(above.any(1).sum()), norms.sum(), (norms**2).sum()
-        counts[5], counts[6] = min(counts[5], norms.min()), max(counts[6], norms.max())
+def _count(
+    rows: NDArray[np.float32], limit: float, counts: NDArray[np.float64],
+    values: NDArray[np.float64],
+) -> None:  # fmt: skip
+    """Add rows to `Statistics.counts` and `Statistics.values`.
 
-    def _count_values(self, rows: NDArray[np.float32], squares: NDArray[np.float32]) -> None:
-        """Args: both are written to."""
-        # Less the first row, in float32: a dimension's mean may be far larger than its variance.
-        first = rows[0].astype(np.float64)
-        np.subtract(rows, rows[0].copy(), out=rows)
-        total = np.add.reduce(rows, axis=0).astype(np.float64)
-        np.multiply(rows, rows, out=squares)
-        self._values[0] += total + len(rows) * first
-        self._values[1] += np.add.reduce(squares, axis=0) + first * (2 * total + len(rows) * first)
+    Args:
+        limit: an outlier's square is more than this part of its row's squared norm.
+    """
+    for i in range(rows.shape[0]):
+        row = rows[i]
+        squared_norm = 0.0
+        for j in range(row.shape[0]):
+            squared_norm += np.float64(row[j]) * np.float64(row[j])
+        if not squared_norm <= _MOST_SQUARED:  # also if it is not a number
+            counts[1] += 1
+            continue
+        most, num_outliers = limit * squared_norm, 0
+        for j in range(row.shape[0]):
+            value = np.float64(row[j])
+            is_outlier = int(value * value > most)
+            values[0, j] += value
+            values[1, j] += value * value
+            values[2, j] += is_outlier
+            num_outliers += is_outlier
+        norm = math.sqrt(squared_norm)
+        counts[0] += 1
+        counts[2] += num_outliers > 0
+        counts[3] += norm
+        counts[4] += squared_norm
+        counts[5] = min(counts[5], norm)
+        counts[6] = max(counts[6], norm)
 
 
-def _copy_few(into: Tensor, rows: Tensor) -> None:
-    """Copy [n, width] to float32, few numbers at once: torch then does it on this thread."""
-    width, most = rows.shape[1], ONE_THREAD - 1
-    few = max(most // width, 1)
-    for copied, some in zip(into.split(few), rows.split(few), strict=True):
-        if width <= most:
-            copied.copy_(some)
-        else:
-            for part, each in zip(copied.split(most, 1), some.split(most, 1), strict=True):
-                part.copy_(each)
+@cache
+def _compiled_count() -> Callable[..., None]:
+    """`_count` as machine code, which vLLM's numba makes in a second; later processes load it. It
+    runs without the GIL: with numpy, which takes and leaves the GIL for each step of so little
+    work, two threads were slower than one."""
+    import numba
+
+    options = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc"}}
+    signature = "void(float32[:, ::1], float64, float64[::1], float64[:, ::1])"
+    try:
+        return numba.njit(signature, cache=True, **options)(_count)  # type: ignore[no-any-return]
+    except RuntimeError:  # no folder of a cache can be written to
+        return numba.njit(signature, **options)(_count)  # type: ignore[no-any-return]
