@@ -121,10 +121,13 @@ class ScoreIndex:
         if stop <= first:
             return None
         self._told[request_id], self._chains[request_id] = stop, (hashes, probes)
-        for one in reversed(hashes[first:stop]):  # as in `num_known`
-            size = self.block_size * token_bytes + _BLOCK_BYTES
-            self._forgotten += [key for key, _ in self._known.put((one, probes), True, size)]
-        return first, list(hashes[first:stop])
+        size = self.block_size * token_bytes + _BLOCK_BYTES
+        found = list(hashes[first:stop])
+        for one in reversed(found):  # as in `num_known`
+            gone = self._known.put((one, probes), True, size)
+            if gone:
+                self._forgotten += [key for key, _ in gone]
+        return first, found
 
     def freeze(self, request_id: str, num_tokens: int) -> None:
         """Keep no blocks of a running request but those of its first tokens: a later stage of a

@@ -65,6 +65,17 @@ class _Run:
     data: Bytes
     slots: Ints | None
 
+    def of(self, start: int, size: int) -> Bytes | None:
+        """The bytes of consecutive positions, if they lie one behind another here."""
+        first = start - int(self.positions[0])
+        if self.slots is not None or not 0 <= first <= len(self.positions) - size:
+            return None
+        some = self.positions[first : first + size]
+        # Each position comes once, and in order.
+        if some[0] != start or some[-1] != start + size - 1 or (np.diff(some) != 1).any():
+            return None
+        return self.data[first : first + size]
+
 
 class _Singles:
     """Steps with one token of each request: the last few positions of every request."""
@@ -266,6 +277,10 @@ class ScoreStore:
         wanted = np.arange(start, start + size)
         at = wanted % singles.positions.shape[1]
         there = singles.positions[collected.row, at] == wanted
+        if len(collected.runs) == 1 and not there.any():
+            whole = collected.runs[0].of(start, size)
+            if whole is not None:  # as of most prompts
+                return [some.copy() for some in whole.reshape(count, self._block_size, -1)]
         block = np.zeros((size, singles.values.shape[2]), np.uint8)
         #: Which bytes are there, and of each single token, of which step.
         filled, steps = np.zeros(block.shape, bool), np.zeros(size, np.int64)
@@ -279,11 +294,11 @@ class ScoreStore:
             tokens = tokens[some]
             where = (tokens,) if run.slots is None else (tokens[:, None], run.slots)
             block[where], filled[where] = run.data[some], True
-        whole: list[bool] = np.all(filled.reshape(count, -1), axis=1).tolist()
+        are_whole: list[bool] = np.all(filled.reshape(count, -1), axis=1).tolist()
         return [
             # A copy: blocks are forgotten one by one.
             some.copy() if all_there else None
-            for some, all_there in zip(np.split(block, count), whole, strict=True)
+            for some, all_there in zip(np.split(block, count), are_whole, strict=True)
         ]
 
     def fill(self, hashes: Sequence[bytes], probes: bytes, lease: Lease) -> bool:
