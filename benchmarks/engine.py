@@ -37,6 +37,7 @@ class Workload:
         shared: tokens that the prompts of a group begin with, beside their own; there are
             GROUPS groups, the same in all measurements.
         lens: read through vllm-lens instead.
+        first: measure the time until every request has its first token.
         salt: makes the prompts different, so that no run hits another's cache.
         keep: a file to which the rows are written, for benchmarks.values; "" for none.
     """
@@ -55,6 +56,7 @@ class Workload:
     monitored: int = 0
     shared: int = 0
     lens: bool = False
+    first: bool = False
     salt: int = 0
     keep: str = ""
 
@@ -191,8 +193,11 @@ def measure(llm: Any, work: Workload) -> dict[str, Any]:
     set_monitor(llm, work.monitored)
     prompts = [{"prompt_token_ids": ids} for ids in work.prompts(config.get_vocab_size())]
     started = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - started
+    if work.first:
+        seconds, outputs = until_first(llm.llm_engine, prompts, params)
+    else:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - started
     found: dict[str, Any] = {"seconds": seconds, "tokens": work.tokens}
     found["cached"] = sum(output.num_cached_tokens or 0 for output in outputs)
     if work.monitored:
@@ -202,6 +207,20 @@ def measure(llm: Any, work: Workload) -> dict[str, Any]:
     if work.keep:
         keep(work, [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs], rows(outputs))
     return found
+
+
+def until_first(engine: Any, prompts: list[Any], params: list[Any]) -> tuple[float, list[Any]]:
+    """Seconds until each request has its first token; and what they are at their ends."""
+    started, seconds = time.perf_counter(), 0.0
+    for i, (prompt, of_it) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(f"{i}", {"type": "token", **prompt}, of_it)
+    waiting, ended = set(map(str, range(len(prompts)))), []
+    while engine.has_unfinished_requests():
+        found = engine.step()
+        waiting -= {output.request_id for output in found if output.outputs[0].token_ids}
+        seconds = seconds or (0.0 if waiting else time.perf_counter() - started)
+        ended += [output for output in found if output.finished]
+    return seconds, ended
 
 
 def rows(outputs: list[Any]) -> list[Any]:

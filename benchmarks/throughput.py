@@ -44,7 +44,7 @@ MORE_CPU_WORK = [Workload("batch 8", 8, 16, 64), Workload("batch 64", 64, 16, 64
 MORE_GPU_WORK = [Workload("batch 8", 8, 128, 256)]
 #: Prompts that begin alike: with a prefix cache most of their tokens are hits.
 SHARED = [Workload("shared 256", 256, 96, 128, shared=768)]
-SHARED += [Workload("first token", 16, 96, 1, shared=768)]
+SHARED += [Workload("first token", 16, 96, 8, shared=768, first=True)]
 
 
 #: mode -> (engine, what it changes in the workload)
