@@ -28,7 +28,7 @@ from vllm_scope.harvests.statistics import Statistics
 from vllm_scope.request.actions import Read
 
 #: Bounds of how many threads write shards; between them it is a quarter of the processors.
-_LEAST_WRITERS, _MOST_WRITERS = 2, 4
+_LEAST_WRITERS, _MOST_WRITERS = 2, 8
 
 
 class Storing:
@@ -108,5 +108,5 @@ class Storing:
 
 
 def _num_writers() -> int:
-    """How many threads write shards. Each carries about 0.8 GB/s, most of it hash and figures."""
+    """How many threads write shards. Each carries 0.3 to 0.7 GB/s, most of it the hash."""
     return max(_LEAST_WRITERS, min(_MOST_WRITERS, len(os.sched_getaffinity(0)) // 4))
