@@ -168,7 +168,7 @@ class Compiled:
         """Cached properties that depend on the picks alone."""
         names = (
             "used", "uses", "firsts", "delivering", "remembers", "uniform", "ops_of_picks",
-            "_marks", "picks_key", "_few",
+            "most_ops", "_marks", "picks_key", "_few",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
@@ -246,6 +246,14 @@ class Compiled:
         for edit in self.edits:
             found[edit.pick] += edit.num_ops
         return found
+
+    @cached_property
+    def most_ops(self) -> int:
+        """Actions of which a token may get an operation, and the other operations of probes."""
+        return (
+            len(self.edits) + sum(len(points) for _, points, _ in self.reads)
+            + sum(len(ops) - 1 for _, _, ops in self.scored)
+        )  # fmt: skip
 
     @cached_property
     def _marks(self) -> NDArray[np.int64]:

@@ -77,11 +77,7 @@ class Held:
         """True if `programs` takes less time than `rows`: they have few operations, or they only
         read, so that other requests mostly have the same ones."""
         compiled = self._compiled
-        if not compiled.has_vectors:
-            return True
-        each = len(compiled.edits) + sum(len(points) for _, points, _ in compiled.reads)
-        each += sum(len(ops) - 1 for _, _, ops in compiled.scored)
-        return len(self) * each <= _FEW
+        return not compiled.has_vectors or len(self) * compiled.most_ops <= _FEW
 
     @property
     def programs(self) -> list[Program | None]:

@@ -66,23 +66,24 @@ class Places(Generic[Content]):
         Returns:
             Their places, and the indices of those that are new; None without room.
         """
-        known = list(map(self._numbers.get, contents))
-        new = [i for i, number in enumerate(known) if number is None]
-        held = [number for number in known if number is not None]
-        for number in held:
-            self.hold(number)
+        numbers, new, known = self._numbers, [], []
+        for i, content in enumerate(contents):
+            number = numbers.get(content)
+            if number is None:
+                new.append(i)
+            else:
+                self.hold(number)
+                known.append(number)
         while len(new) > len(self._free) and self._idle:
             self.drop(next(iter(self._idle)))
         if len(new) > len(self._free):
-            self.release_all(held)
+            self.release_all(known)
             return None
-        numbers = self.take(len(new))
-        added = [contents[i] for i in new]
-        self._numbers.update(zip(added, numbers, strict=True))
-        self._contents.update(zip(numbers, added, strict=True))
-        for number in numbers:
+        for i in new:
+            number = self._free.pop()
+            numbers[contents[i]], self._contents[number] = number, contents[i]
             self._holders[number] = 1
-        return [self._numbers[content] for content in contents], new
+        return [numbers[content] for content in contents], new
 
     def release(self, number: int) -> int:
         """Undo one hold. Returns the number of holds left."""

@@ -13,7 +13,7 @@ earlier steps still run: writes reach the device in stream order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from struct import Struct
 from typing import NamedTuple
@@ -158,10 +158,10 @@ class _HeldSet:
     """
 
     ids: NDArray[np.int32]
-    numbers: list[int] = field(default_factory=list)
-    ops: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
-    vectors: list[int] = field(default_factory=list)
-    single: list[int] = field(default_factory=list)
+    numbers: Sequence[int] = ()
+    ops: NDArray[np.int32] | None = None
+    vectors: Sequence[int] = ()
+    single: Sequence[int] = ()
     holders: int = 0
 
 
@@ -253,6 +253,8 @@ class Tables:
         self._stale_ops = np.zeros(num_ops, bool)
         self._is_stale = False
         self._pending_vectors: dict[int, NDArray[np.float32]] = {}
+        nothing = Layout()
+        self._last_words = nothing, _words_of(nothing, widths)
         #: Ops that `_host_ops` does not have yet, by place.
         self._pending_ops: dict[int, tuple[int, ...]] = {}
         self._staging, self._walk_staging = Staging(self.tokens), Staging(self.walks)
@@ -382,7 +384,8 @@ class Tables:
         for number in known.numbers:
             del self._set_at[number]
         self._programs.give_back(known.numbers)
-        self._free_ops.give_back(known.ops)
+        if known.ops is not None:
+            self._free_ops.give_back(known.ops)
         self._vector_places.release_all(known.vectors)
 
     def release(self, program_id: int) -> None:
@@ -449,15 +452,15 @@ class Tables:
         self, program_id: int, program: Program, numbers: list[list[tuple[int, ...]]]
     ) -> None:
         entry = self._host_programs[program_id]
-        entry[:] = -1
+        entry.fill(-1)
         taken = self._free_ops.take(program.num_ops)
         free, written = iter(taken.tolist()), self._pending_ops
-        words = _words_of(program.layout, self._widths)
+        words, place_of = self._words_of(program.layout), self._vector_places.find
         for (boundary, ops), numbers_here in zip(program.taps, numbers, strict=True):
             following = -1
             for op, bits in zip(reversed(ops), reversed(numbers_here), strict=True):
                 at = next(free)
-                vector = None if op.vector is None else self._vector_places.find(op.vector.digest)
+                vector = None if op.vector is None else place_of(op.vector.digest)
                 written[at] = (
                     op.code, *words.of(op, program.layout), -1 if vector is None else vector,
                     *bits[:2], following, op.register, op.source, *bits[2:],
@@ -468,6 +471,13 @@ class Tables:
         self._stale_programs[program_id] = self._is_stale = True
         self.num_slots[program_id] = words.num_slots
         self.num_delivered[program_id] = words.num_delivered
+
+    def _words_of(self, layout: Layout) -> _Words:
+        """Of most programs it is the layout of the one before: that of edits, which deliver
+        nothing."""
+        if layout is not self._last_words[0]:
+            self._last_words = layout, _words_of(layout, self._widths)
+        return self._last_words[1]
 
     def _settle_ops(self) -> None:
         """Write the ops of all programs that were added since the last call. One write of all takes
