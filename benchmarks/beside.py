@@ -5,9 +5,9 @@
 
 Clients send a request of 128 tokens (32 on a CPU), take its 32 tokens as they come, and send the
 next one. For a few seconds they are alone. Then a sweep runs with them: `resid_pre` of prompts of
-24 tokens, all layers and positions, with one `share` of a step after the other. The phases take
-turns; the first turn warms up. A ratio is that of a percentile with the sweep to the same turn's
-without it.
+24 tokens, all layers and positions, for each value of `share` in turn. The phases take turns,
+forwards and backwards; the first turn warms up. A ratio is that of a percentile with the sweep to
+the same turn's without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.shapes import SHAPES, make_shape
-from benchmarks.turns import ratio_of
+from benchmarks.turns import order, ratio_of
 
 ROOT = Path(__file__).parents[1]
 NUM_TOKENS, NUM_SWEPT = 32, 24
@@ -65,10 +65,10 @@ class Beside:
         from vllm_scope import LogitDifference, Sweep, sweep_async
 
         while True:
-            asked = Sweep([self._prompt(NUM_SWEPT)], metric=LogitDifference(5, 50))
-            prompts = [self._prompt(NUM_SWEPT)]
+            clean, corrupted = [self._prompt(NUM_SWEPT)], [self._prompt(NUM_SWEPT)]
+            swept = Sweep(clean, metric=LogitDifference(5, 50))
             await sweep_async(
-                self._engine, prompts, asked, progress=False, share=share, on_cell=self._count
+                self._engine, corrupted, swept, progress=False, share=share, on_cell=self._count
             )
 
     def _count(self, _: object) -> None:
@@ -87,6 +87,8 @@ class Beside:
         for task in tasks:
             with suppress(asyncio.CancelledError):
                 await task  # raises what ended the phase early
+        if not times["request"]:
+            raise RuntimeError("no request ended within a phase; give more --seconds")
         found = {
             f"{name} p{percent}": float(np.percentile(each, percent))
             for name, each in times.items() for percent in (50, 99)
@@ -103,7 +105,7 @@ async def compare(model: str, options: dict[str, Any], args: argparse.Namespace)
         beside = Beside(engine, args.clients, 128 if args.gpu else 32)
         found: dict[float, list[dict[str, float]]] = {share: [] for share in (0.0, *args.shares)}
         for turn in range(args.turns + 1):
-            for share in found:
+            for share in order(found, turn):
                 one = await beside.phase(args.seconds, share)
                 if turn:
                     found[share].append(one)

@@ -62,7 +62,10 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """What throughput counts: generated tokens, or the prompt's where none are."""
+        """What throughput counts: generated tokens, or the prompt's where none are; or first
+        tokens."""
+        if self.first:
+            return self.batch
         prompt = self.prompt + self.shared
         return self.batch * (prompt if self.generate == 1 else self.generate)
 
@@ -210,17 +213,19 @@ def measure(llm: Any, work: Workload) -> dict[str, Any]:
 
 
 def until_first(engine: Any, prompts: list[Any], params: list[Any]) -> tuple[float, list[Any]]:
-    """Seconds until each request has its first token; and what they are at their ends."""
-    started, seconds = time.perf_counter(), 0.0
-    for i, (prompt, of_it) in enumerate(zip(prompts, params, strict=True)):
-        engine.add_request(f"{i}", {"type": "token", **prompt}, of_it)
+    """Seconds until each request has its first token; and the finished outputs."""
+    started = first = time.perf_counter()
+    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(f"{i}", {"type": "token", **prompt}, param)
     waiting, ended = set(map(str, range(len(prompts)))), []
     while engine.has_unfinished_requests():
         found = engine.step()
-        waiting -= {output.request_id for output in found if output.outputs[0].token_ids}
-        seconds = seconds or (0.0 if waiting else time.perf_counter() - started)
+        if waiting:
+            waiting -= {output.request_id for output in found if output.outputs[0].token_ids}
+            first = time.perf_counter()
         ended += [output for output in found if output.finished]
-    return seconds, ended
+    assert not waiting, f"no token of {waiting}"
+    return first - started, ended
 
 
 def rows(outputs: list[Any]) -> list[Any]:

@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.entry import Road
-from vllm_scope.engine.frontend.heap import frozen_heap
 from vllm_scope.engine.frontend.sweeping import CELLS_TOGETHER
+from vllm_scope.engine.heap import frozen_heap
 
 NUM_PROMPT, AT_ONCE = 24, 64
 

@@ -8,6 +8,7 @@ plugin.py         the entry point
 seams.py          the contract: every symbol of vLLM that is wrapped or used
 vllm_types.py     the parts of vLLM's objects that are used, for mypy
 beside.py         what this package keeps about an object of vLLM's
+heap.py           the garbage collector beside many requests
 wrapping.py       replaces a symbol of vLLM after a check that it has not changed
 digests.py        which symbols of the installed vLLM differ from the releases that were read
 environment.py    makes our environment variables known to vLLM

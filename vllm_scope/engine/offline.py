@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from vllm_scope.config import KEY
 from vllm_scope.engine.frontend.alike import Alike, asking
 from vllm_scope.engine.frontend.connection import connect_sync, connections, needs_connection
-from vllm_scope.engine.frontend.heap import frozen_heap
 from vllm_scope.engine.frontend.outputs import drop
 from vllm_scope.engine.frontend.requests import prepared_as
+from vllm_scope.engine.heap import frozen_heap
 from vllm_scope.engine.plugin import checking_sites
 from vllm_scope.engine.vllm_types import VllmConfig
 from vllm_scope.errors import CompatError, ScopeError, SpecError, reason_of, shown

@@ -1,6 +1,6 @@
 """Figures of the rows of one stream, which add up over shards.
 
-Owns:  Statistics.
+Owns:  Statistics, `compiled_count`.
 Runs:  `of_rows` on the threads that write shards; the sums wherever shards are read.
 To:    shards (each holds the figures of its own rows), manifest, views.
 
@@ -51,7 +51,7 @@ class Statistics:
 
     @staticmethod
     def of_rows(blocks: Iterator[Tensor]) -> Statistics:
-        """Args: blocks: [some, hidden_size] each, any float dtype; at least one."""
+        """Args: blocks: [some, hidden_size] each, bfloat16, float16 or float32; at least one."""
         sums: _Sums | None = None
         for block in blocks:
             sums = sums or _Sums(block.shape[1])
@@ -129,8 +129,8 @@ class _Sums:
         self._values = np.zeros((3, width))
 
     def add(self, rows: Tensor) -> None:
-        """Args: rows: [some, width], any float dtype."""
-        count = _compiled_count()
+        """Args: rows: [some, width], bfloat16, float16 or float32."""
+        count = compiled_count()
         for some in rows.split(len(self._rows)):
             into = self._rows[: len(some)]
             if some.dtype == torch.bfloat16:  # the upper half of a float32
@@ -151,7 +151,7 @@ def _count(
     """Add rows to `Statistics.counts` and `Statistics.values`.
 
     Args:
-        limit: an outlier's square is more than this part of its row's squared norm.
+        limit: an outlier's square is more than this fraction of its row's squared norm.
     """
     for i in range(rows.shape[0]):
         row = rows[i]
@@ -179,15 +179,13 @@ def _count(
 
 
 @cache
-def _compiled_count() -> Callable[..., None]:
-    """`_count` as machine code, which vLLM's numba makes in a second; later processes load it. It
-    runs without the GIL: with numpy, which takes and leaves the GIL for each step of so little
-    work, two threads were slower than one."""
-    import numba
+def compiled_count() -> Callable[..., None]:
+    """`_count` as machine code, which numba makes in half a second.
 
-    options = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc"}}
+    It runs without the GIL. numpy takes and leaves the GIL for each step of so little work, and
+    two threads were slower with it than one.
+    """
+    import numba  # vLLM installs it
+
     signature = "void(float32[:, ::1], float64, float64[::1], float64[:, ::1])"
-    try:
-        return numba.njit(signature, cache=True, **options)(_count)  # type: ignore[no-any-return]
-    except RuntimeError:  # no folder of a cache can be written to
-        return numba.njit(signature, **options)(_count)  # type: ignore[no-any-return]
+    return numba.njit(signature, nogil=True, fastmath={"reassoc"})(_count)  # type: ignore[no-any-return]

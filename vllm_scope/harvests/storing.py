@@ -24,7 +24,7 @@ from vllm_scope.harvests.contexts import Context
 from vllm_scope.harvests.engines import Engine, Rows
 from vllm_scope.harvests.manifest import versions
 from vllm_scope.harvests.shards import HashingPublisher
-from vllm_scope.harvests.statistics import Statistics
+from vllm_scope.harvests.statistics import Statistics, compiled_count
 from vllm_scope.request.actions import Read
 
 #: Bounds of how many threads write shards; between them it is a quarter of the processors.
@@ -47,6 +47,7 @@ class Storing:
         reads: Sequence[Read],
         files: FileOptions,
     ) -> None:
+        compiled_count()  # before a thread that writes needs it
         self._engine, self._reads = engine, reads
         self._num_layers = engine.num_layers
         self._publisher = HashingPublisher(make_publisher(files.root, files.fsync, files.file_mode))
@@ -108,5 +109,6 @@ class Storing:
 
 
 def _num_writers() -> int:
-    """How many threads write shards. Each carries 0.3 to 0.7 GB/s, most of it the hash."""
+    """How many threads write shards. Each carries 0.3 to 0.7 GB/s; the hash takes most of its
+    time."""
     return max(_LEAST_WRITERS, min(_MOST_WRITERS, len(os.sched_getaffinity(0)) // 4))

@@ -165,10 +165,10 @@ class Compiled:
 
     @cached_property
     def _alike(self) -> dict[str, object]:
-        """Cached properties that depend on the picks alone."""
+        """Cached properties that are equal for specs of one outline."""
         names = (
             "used", "uses", "firsts", "delivering", "remembers", "uniform", "ops_of_picks",
-            "most_ops", "_marks", "picks_key", "_few",
+            "num_actions", "_marks", "picks_key", "_few",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
@@ -248,8 +248,9 @@ class Compiled:
         return found
 
     @cached_property
-    def most_ops(self) -> int:
-        """Actions of which a token may get an operation, and the other operations of probes."""
+    def num_actions(self) -> int:
+        """Edits, points that are read, and operations of probes. One operation of the probes of a
+        place is among its reads."""
         return (
             len(self.edits) + sum(len(points) for _, points, _ in self.reads)
             + sum(len(ops) - 1 for _, _, ops in self.scored)

@@ -77,7 +77,7 @@ class Held:
         """True if `programs` takes less time than `rows`: they have few operations, or they only
         read, so that other requests mostly have the same ones."""
         compiled = self._compiled
-        return not compiled.has_vectors or len(self) * compiled.most_ops <= _FEW
+        return not compiled.has_vectors or len(self) * compiled.num_actions <= _FEW
 
     @property
     def programs(self) -> list[Program | None]:

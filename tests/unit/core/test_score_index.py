@@ -96,6 +96,14 @@ def test_of_a_chain_its_end_is_forgotten_first(chunks):
         assert index.num_known(hashes, P) == 6 - num_others
 
 
+def test_of_a_request_that_runs_the_end_is_forgotten_first():
+    index, hashes = index_of(6), chain("a", 6)
+    index.begin("running", 0)
+    index.fill("running", hashes, 6 * SIZE, P, TOKEN_BYTES)
+    run(index, chain("x", 2))
+    assert index.num_known(hashes, P) == 4
+
+
 def test_a_block_of_many_bytes_takes_the_room_of_many():
     index, hashes = index_of(4), chain("a", 4)
     run(index, hashes)

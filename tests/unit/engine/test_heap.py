@@ -7,13 +7,25 @@ import gc
 import pytest
 
 from tests import collector
-from vllm_scope.engine.frontend.heap import frozen_heap
+from vllm_scope.engine import heap
+from vllm_scope.engine.heap import frozen_heap
 
 
-def test_the_heap_is_frozen_inside_also_if_the_computation_fails():
+@pytest.fixture
+def usual(monkeypatch):
+    """The thresholds of collections before a computation."""
+    monkeypatch.setattr(heap, "seldom", heap._Seldom())
+    before = gc.get_threshold()
+    gc.set_threshold(701, 11, 12)
+    yield 701, 11, 12
+    gc.set_threshold(*before)
+
+
+def test_the_heap_is_frozen_inside_also_if_the_computation_fails(usual):
     def fail() -> None:
         with frozen_heap():
             found.append(gc.get_freeze_count())
+            assert gc.get_threshold() != usual
             raise KeyError
 
     found = [gc.get_freeze_count()]
@@ -22,10 +34,32 @@ def test_the_heap_is_frozen_inside_also_if_the_computation_fails():
     before, inside = found
     assert before == gc.get_freeze_count() == 0
     assert inside > 0
+    assert gc.get_threshold() == usual
 
 
-def test_a_heap_that_was_frozen_before_stays_so():
+def test_a_heap_that_was_frozen_before_stays_so(usual):
     with collector.frozen_heap():
         with frozen_heap():
             assert gc.get_freeze_count()
+            assert gc.get_threshold() != usual
         assert gc.get_freeze_count()
+    assert gc.get_threshold() == usual
+
+
+def test_collections_are_seldom_until_the_last_end(usual):
+    heap.seldom.begin()
+    first = gc.get_threshold()
+    assert first[0] > 10 * usual[0]
+    heap.seldom.begin()
+    heap.seldom.end()
+    assert gc.get_threshold() == first
+    heap.seldom.end()
+    assert gc.get_threshold() == usual
+
+
+def test_collections_that_are_switched_off_stay_so(usual):
+    gc.set_threshold(0, 11, 12)
+    heap.seldom.begin()
+    assert gc.get_threshold()[0] == 0
+    heap.seldom.end()
+    assert gc.get_threshold() == (0, 11, 12)

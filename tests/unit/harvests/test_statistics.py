@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_scope.errors import FileError
-from vllm_scope.harvests.statistics import OUTLIER, Statistics
+from vllm_scope.harvests.statistics import OUTLIER, Statistics, compiled_count
 
 
 def rows_of(count, width=48):
@@ -97,6 +97,22 @@ def test_rows_near_the_largest_float32_are_figured_without_a_warning(recwarn):
     assert (found["rows"], found["rows_not_finite"]) == (300, 0)
     assert found["norm"]["mean"] == pytest.approx(5e18 * 8**0.5)
     assert not recwarn
+
+
+def test_rows_whose_squared_norm_no_float32_holds_are_broken():
+    found = Statistics.of_rows(iter([torch.full((3, 8), 1e19)])).to_json()
+    assert (found["rows"], found["rows_not_finite"]) == (0, 3)
+
+
+def test_an_outlier_is_more_than_six_times_the_root_mean_square():
+    zero, spike = torch.zeros(2, 36), torch.zeros(1, 36)
+    spike[0, 7] = 3.0  # exactly six times
+    found = Statistics.of_rows(iter([zero, spike]))
+    assert not found.values[2].any()
+
+
+def test_rows_are_counted_without_the_gil():
+    assert compiled_count().targetoptions["nogil"]
 
 
 def test_damaged_figures_are_refused():

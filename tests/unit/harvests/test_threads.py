@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from tests.torch_threads import threads_made_by
 
-#: Each makes torch's threads, if anything does. A process keeps them once they are made.
+#: Each makes torch's threads, if anything does. A process keeps them once they are made. numba
+#: imports scipy.linalg, whose OpenBLAS makes threads of its own, which wait: they are there before.
 WORK = {
     "figures": """
+import scipy.linalg
 from vllm_scope.harvests.statistics import Statistics
 
 rows = torch.ones((1024, 3, 4096), dtype=torch.bfloat16)[:, 1]
@@ -15,6 +17,7 @@ def work():
     assert Statistics.of_rows(iter([rows])).counts[0] == 1024
 """,
     "figures of wide rows": """
+import scipy.linalg
 from vllm_scope.harvests.statistics import Statistics
 
 rows = torch.ones((3, 70_000), dtype=torch.bfloat16)
@@ -23,6 +26,7 @@ def work():
 """,
     "shards of long requests and of short ones": """
 import tempfile
+import scipy.linalg
 import numpy as np
 from vllm_scope.files import FileOptions, RequestRecord, Writer
 from vllm_scope.files.roots import make_publisher

@@ -119,6 +119,10 @@ def tokens(key: int, *positions: int, layout: Layout = WIDE) -> list[Token]:
         pytest.param([range(6), range(2, 8), [7]], id="computed-again-at-once"),
         pytest.param([[p] for p in range(6)] + [range(4), [4], range(5, 8)], id="computed-again"),
         pytest.param([range(4), [4], range(5, 8), [5], [6], [7]], id="drafts-that-were-rejected"),
+        pytest.param([range(8), [3]], id="one-again"),
+        pytest.param([range(8), range(2, 6)], id="some-again"),
+        pytest.param([range(8), range(2, 12)], id="some-again-and-more"),
+        pytest.param([[0, 2, 1, 3, 4, 5, 6, 7]], id="in-another-order"),
     ],
 )
 def test_blocks_have_the_last_bytes_of_their_tokens(steps, by_tap):
@@ -129,6 +133,20 @@ def test_blocks_have_the_last_bytes_of_their_tokens(steps, by_tap):
     worker.check(1, *hashes)
     worker.check(1, hashes[1], first=1)
     assert worker.store.take_missing() == []
+
+
+def test_a_later_block_of_a_run_has_its_own_tokens():
+    worker = Worker(1)
+    worker.step(*tokens(1, *range(9)))
+    worker.check(1, *worker.keep(1, 1, 1), first=1)
+
+
+def test_a_run_with_a_gap_makes_the_blocks_that_it_has():
+    worker = Worker(1)
+    worker.step(*tokens(1, 0, 1, 2, 3, 5, 6, 7, 8))
+    first, second = worker.keep(1, 0, 2)
+    worker.check(1, first)
+    assert worker.stored(second) is None
 
 
 def test_a_block_without_all_its_tokens_is_not_kept_and_is_reported_at_once():
@@ -321,6 +339,10 @@ def test_a_block_is_freed_without_those_that_were_kept_with_it():
     for position in range(SIZE):
         worker.step(*tokens(1, position), *tokens(2, position))
     worker.store.keep([Filled(key, 0, [b"%d:0" % key], P) for key in (1, 2)])
+    worker.store.begin(3, WIDE, SIZE)
+    worker.step(*tokens(3, *range(2 * SIZE)))
+    worker.keep(3, 0, 2)
+    assert len(worker.store._blocks) == 4
     assert all(block.base is None for block in worker.store._blocks.values())
 
 

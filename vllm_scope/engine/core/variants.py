@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
+from vllm_scope.engine.heap import seldom
 from vllm_scope.engine.refusals import sentence_in
 from vllm_scope.engine.vllm_types import EngineCoreOutput, Request, Scheduler
 from vllm_scope.engine.vllm_types import EngineCoreOutputs as Outputs
@@ -138,6 +139,8 @@ class _Running:
         self.name_of: dict[str, str] = {}
 
     def begin(self, request: Request, group: _Group) -> None:
+        if not self.groups:
+            seldom.begin()
         self.groups[request.request_id] = request, group
         self.name_of |= dict.fromkeys(group.numbers, request.request_id)
 
@@ -145,6 +148,8 @@ class _Running:
         request, group = self.groups.pop(request_id)
         for one in group.requests.values():
             del self.name_of[one.request_id]
+        if not self.groups:
+            seldom.end()
         return request, group
 
     def take(self, outputs: Outputs) -> None:

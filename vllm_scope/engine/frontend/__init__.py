@@ -9,5 +9,4 @@ translators.py  requests in other systems' words
 running.py      requests that have entered, and their completions
 outputs.py      outputs, each with the rows that have arrived
 alike.py        requests of which one check is enough
-heap.py         the garbage collector beside many requests
 """

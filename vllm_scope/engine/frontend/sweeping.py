@@ -30,10 +30,10 @@ from vllm_scope.engine.frontend.connection import (
     connections,
     needs_connection,
 )
-from vllm_scope.engine.frontend.heap import frozen_heap
 from vllm_scope.engine.frontend.outputs import drop
 from vllm_scope.engine.frontend.prepared import NO_TAPS, Prepared
 from vllm_scope.engine.frontend.requests import prepared_as
+from vllm_scope.engine.heap import frozen_heap
 from vllm_scope.engine.vllm_types import AsyncLLM, Engine, LLMEngine, RequestOutput
 from vllm_scope.errors import CapacityError, ScopeError, SpecError, naming, shown
 from vllm_scope.request.actions import Read

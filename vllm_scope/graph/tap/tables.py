@@ -455,7 +455,7 @@ class Tables:
         entry.fill(-1)
         taken = self._free_ops.take(program.num_ops)
         free, written = iter(taken.tolist()), self._pending_ops
-        words, place_of = self._words_of(program.layout), self._vector_places.find
+        words, place_of = self._words(program.layout), self._vector_places.find
         for (boundary, ops), numbers_here in zip(program.taps, numbers, strict=True):
             following = -1
             for op, bits in zip(reversed(ops), reversed(numbers_here), strict=True):
@@ -472,9 +472,9 @@ class Tables:
         self.num_slots[program_id] = words.num_slots
         self.num_delivered[program_id] = words.num_delivered
 
-    def _words_of(self, layout: Layout) -> _Words:
-        """Of most programs it is the layout of the one before: that of edits, which deliver
-        nothing."""
+    def _words(self, layout: Layout) -> _Words:
+        """`_words_of` of a layout. Most programs have the layout of the program before them: edits
+        deliver nothing."""
         if layout is not self._last_words[0]:
             self._last_words = layout, _words_of(layout, self._widths)
         return self._last_words[1]

@@ -1,0 +1,66 @@
+"""The garbage collector beside a computation of many requests.
+
+Owns:  `frozen_heap`, `seldom`.
+Runs:  in the front-end process, on the caller's thread; `seldom` also in EngineCore.
+To:    engine.offline, frontend.sweeping, core.variants.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+#: Python's own are 700, 10 and 10. A cell of a sweep makes some hundred objects in EngineCore.
+_THRESHOLDS = (20_000, 20, 50)
+
+
+class _Seldom:
+    """Collections are seldom from the first `begin` to the last `end`: they took a fifth of what a
+    sweep costs the processes of an engine (benchmarks.sweep_entry)."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num = 0
+        self._before = gc.get_threshold()
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._num:
+                self._before = gc.get_threshold()
+                if self._before[0]:  # 0 if somebody has switched collections off
+                    gc.set_threshold(*_THRESHOLDS)
+            self._num += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._num -= 1
+            if not self._num:
+                gc.set_threshold(*self._before)
+
+
+#: Of this process.
+seldom = _Seldom()
+
+
+@contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Exclude the objects that exist now from garbage collections inside, which are seldom.
+
+    A collection would look at all of them again and again, because each request makes hundreds of
+    new ones: a tenth of this process's time, if EngineCore is in another process. Old garbage is
+    freed after the computation: to collect it now would keep the engine waiting for 0.3 s.
+    """
+    # Frozen already: by the caller, or by vLLM, whose EngineCore is in this process.
+    freezes = not gc.get_freeze_count()
+    if freezes:
+        gc.collect(1)
+        gc.freeze()
+    seldom.begin()
+    try:
+        yield
+    finally:
+        seldom.end()
+        if freezes:
+            gc.unfreeze()
