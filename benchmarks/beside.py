@@ -5,7 +5,8 @@
 
 Clients send a request of 128 tokens (32 on a CPU), take its 32 tokens as they come, and send the
 next one. For a few seconds they are alone. Then a sweep runs with them: `resid_pre` of prompts of
-24 tokens, all layers and positions, for each value of `share` in turn. The phases take turns,
+24 tokens, all layers and positions, for each value of `share` in turn, of which the sweep takes a
+tenth because the clients have requests. The phases take turns,
 forwards and backwards; the first turn warms up. A ratio is that of a percentile with the sweep to
 the same turn's without it.
 """
@@ -127,7 +128,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape")
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--shares", type=float, nargs="*", default=[0.02, 0.1, 0.5])
+    parser.add_argument("--shares", type=float, nargs="*", default=[0.2, 0.5, 1.0])
     parser.add_argument("--seconds", type=float, default=6, help="of a phase")
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()

@@ -336,7 +336,8 @@ async def sweep_async(
 ) -> SweepTable:
     """As `sweep`, on an AsyncLLM that may serve others too. If it is cancelled, its requests end.
 
-    Args, Raises: as `sweep`. `share` leaves the rest of each step to others.
+    Args, Raises: as `sweep`. `share` is divided by ten while this process has other requests in the
+    engine.
     """
     from vllm_scope.engine.frontend.sweeping import run_async
 

@@ -133,6 +133,35 @@ def test_at_most_a_share_of_the_batch_is_cells(engine, loop):
     assert not errors
 
 
+def test_a_sweep_yields_to_other_requests_while_they_run(engine, loop):
+    """Two sweeps, and for some time a request."""
+
+    async def watched():
+        sweep = Sweep(OTHER, metric=METRIC)
+        swept = [sweep_async(engine, [ASKED] * 6, sweep, progress=False) for _ in range(2)]
+        tasks, most = [asyncio.ensure_future(one) for one in swept], [0, 0]
+        while await counted(engine) < 32:
+            await asyncio.sleep(0)
+        beside = asyncio.ensure_future(chat(engine, "beside sweeps"))
+        num_tokens = 0
+        while not all(task.done() for task in tasks):
+            states = engine.output_processor.request_states.items()
+            other = next((one for name, one in states if "beside" in name), None)
+            num_tokens = len(other.detokenizer.output_token_ids) if other else num_tokens
+            running = await counted(engine)
+            if beside.done():
+                most[1] = max(most[1], running)
+            elif num_tokens > 8:  # the cells that were there when it came have ended
+                most[0] = max(most[0], running)
+        await beside
+        return most, [(await task).errors for task in tasks]
+
+    (with_it, after), errors = loop.run(watched())
+    assert 1 < with_it <= 2 * 3 + 1
+    assert 32 < after <= 2 * 32
+    assert errors == [{}, {}]
+
+
 def test_sweeps_and_log_probabilities_beside_each_other_are_as_they_are_alone(engine, loop):
     """A step then has rows of several lengths: of named tokens, of the likeliest, and of all."""
 

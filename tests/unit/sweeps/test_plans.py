@@ -31,6 +31,7 @@ from vllm_scope.engine.frontend.sweeping import (
     _Bounded,
     _check_logprobs,
     _check_tokens,
+    _names,
     _Peekable,
     cells_at_once,
     showing,
@@ -228,7 +229,8 @@ def test_tokens_and_metrics_that_an_engine_does_not_take_are_named():
 def sending(p, add):
     """A Sweeping of this plan whose requests go to `add`."""
     found = object.__new__(Sweeping)
-    found.plan, found._alike, found.most = p, None, 99
+    found.plan, found._alike, found._most_alone = p, None, 99
+    found._processor = SimpleNamespace(request_states={})
     found._jobs, found._params = _Peekable(p.jobs()), dict.fromkeys(p.token_ids)
     found._request = lambda jobs: add(jobs[0]) or SimpleNamespace(jobs=jobs)
     return found
@@ -549,17 +551,31 @@ def test_numbers_of_any_integer_type_are_token_ids():
 )  # fmt: skip
 def test_one_request_stands_for_some_cells_of_a_part_of_the_batch(most, num_bytes, wanted):
     found = object.__new__(Sweeping)
-    found.most, found._alike = most, object()
+    found._alike = object()
     found._connection = SimpleNamespace(always_answers=False)
     cells = [
         SimpleNamespace(place=(0, i), num_bytes=num, error=None, prompt=0)
         for i, num in enumerate(num_bytes)
     ]
     found._jobs = _Peekable(iter(cells))
-    assert found._num_together(found._jobs.peek()) >= wanted
-    assert list(found._first(found._num_together(cells[0]))) == cells[:wanted]
+    assert found._num_together(found._jobs.peek(), most) >= wanted
+    assert list(found._first(found._num_together(cells[0], most))) == cells[:wanted]
     found._connection.always_answers = True
-    assert found._num_together(cells[0]) == 1
+    assert found._num_together(cells[0], most) == 1
+
+
+@pytest.mark.parametrize(("most", "beside"), [(200, 20), (15, 1), (1, 1)])
+def test_a_sweep_has_fewer_cells_in_the_engine_while_others_have_requests(most, beside):
+    found, names = object.__new__(Sweeping), _names()
+    found._most_alone, found._processor = most, SimpleNamespace(request_states={})
+    states = found._processor.request_states
+    assert found.most == most
+    states |= {next(names): None, next(_names()): None}
+    assert found.most == most, "these are of sweeps"
+    states["cmpl-1"] = None
+    assert found.most == beside
+    del states["cmpl-1"]
+    assert found.most == most
 
 
 def test_a_cell_has_the_bytes_of_its_rows():

@@ -56,6 +56,10 @@ _Tasks = dict["asyncio.Task[RequestOutput | ScopeError]", "_Request"]
 #: them in one piece.
 CELLS_TOGETHER: Final = 16
 BYTES_TOGETHER: Final = 1 << 20
+#: While other requests run, a sweep has so many times fewer cells in the engine.
+YIELDS: Final = 10
+#: What the ids of a sweep's requests begin with.
+_PREFIX: Final = "sweep-"
 #: Log-probabilities of all cells in the engine.
 MAX_LOGPROBS: Final = 1 << 22
 
@@ -79,7 +83,7 @@ class Sweeping:
     """One sweep on one engine, which is connected.
 
     Args:
-        share: of a step's sequences and tokens that cells may take.
+        share: of a step's sequences and tokens that cells may take while no other request runs.
         ahead: how many times as many cells are in the engine.
         tokenizer: None for the engine's, which may be used on the event loop alone.
         most_cells: as for Plan.
@@ -103,7 +107,7 @@ class Sweeping:
         check = partial(_check_tokens, model)
         self.plan = Plan(sweep, prompts, self._connection.sites, bounded, most_cells, check)
         _check_logprobs(model, self.plan.token_ids)
-        self._ahead, self._config = ahead, config
+        self._ahead, self._config, self._processor = ahead, config, engine.output_processor
         self.take_share(share)
         # The vectors of a module are EngineCore's. The requests of a path differ in what they read.
         alike = sweep.module is None and sweep.receivers is None
@@ -121,8 +125,15 @@ class Sweeping:
         scheduler, longest = self._config.scheduler_config, max(map(len, self.plan.ids))
         batch = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // longest)
         most = max(1, int(share * batch)) * self._ahead
-        #: Cells in the engine at once, at most.
-        self.most = cells_at_once(most, self._num_logprobs())
+        self._most_alone = cells_at_once(most, self._num_logprobs())
+
+    @property
+    def most(self) -> int:
+        """Cells in the engine at once, at most. Other front-ends' requests are not known here."""
+        running = self._processor.request_states
+        if all(name.startswith(_PREFIX) for name in running):
+            return self._most_alone
+        return max(1, self._most_alone // YIELDS)
 
     @property
     def _num_tokens(self) -> int:
@@ -141,26 +152,27 @@ class Sweeping:
         Args:
             tell: is called with each cell that cannot be.
         """
-        while num_running < self.most and not self.over:
+        most = self.most
+        while num_running < most and not self.over:
             job = self._jobs.peek()
             if job is None:
                 return
             if job.error is not None:
                 tell(self.plan.take(self._jobs.next(), None, None, job.error))
                 continue
-            num = self._num_together(job)
-            if num_running and num > self.most - num_running:
+            num = self._num_together(job, most)
+            if num_running and num > most - num_running:
                 return  # more of them at once, when others have ended
             with naming(job.name):
                 request = self._request(self._first(num))
             num_running += len(request.jobs)
             yield request
 
-    def _num_together(self, job: Job) -> int:
+    def _num_together(self, job: Job, most: int) -> int:
         """How many jobs one request may stand for, this one first."""
         if self._alike is None or job.place is None or self._connection.always_answers:
             return 1
-        return max(1, min(CELLS_TOGETHER, self.most // 4))
+        return max(1, min(CELLS_TOGETHER, most // 4))
 
     def _first(self, num: int) -> tuple[Job, ...]:
         """The next job, and up to `num` in all that can be sent in one request."""
@@ -520,7 +532,7 @@ def _num_jobs(running: Iterable[_Request]) -> int:
 
 def _names() -> Iterator[str]:
     """Ids of requests."""
-    prefix = f"sweep-{secrets.token_hex(8)}"
+    prefix = f"{_PREFIX}{secrets.token_hex(8)}"
     return (f"{prefix}-{i}" for i in itertools.count())
 
 
