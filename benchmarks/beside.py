@@ -5,10 +5,9 @@
 
 Clients send a request of 128 tokens (32 on a CPU), take its 32 tokens as they come, and send the
 next one. For a few seconds they are alone. Then a sweep runs with them: `resid_pre` of prompts of
-24 tokens, all layers and positions, for each value of `share` in turn, of which the sweep takes a
-tenth because the clients have requests. The phases take turns,
-forwards and backwards; the first turn warms up. A ratio is that of a percentile with the sweep to
-the same turn's without it.
+24 tokens, all layers and positions, for each value of `share` in turn. It takes a tenth of the
+share, because the clients have requests. The phases take turns, forwards and backwards; the first
+turn warms up. A ratio is that of a percentile with the sweep to the same turn's without it.
 """
 
 from __future__ import annotations

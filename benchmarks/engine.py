@@ -62,8 +62,8 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """What throughput counts: generated tokens, or the prompt's where none are; or first
-        tokens."""
+        """What throughput counts: generated tokens; the prompts' where one is generated; first
+        tokens where these are measured."""
         if self.first:
             return self.batch
         prompt = self.prompt + self.shared

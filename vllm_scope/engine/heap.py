@@ -12,31 +12,32 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: Python's own are 700, 10 and 10. A cell of a sweep makes some hundred objects in EngineCore.
+#: Python 3.11 has 700, 10 and 10. A cell of a sweep makes some hundred objects in EngineCore.
 _THRESHOLDS = (20_000, 20, 50)
 
 
 class _Seldom:
-    """Collections are seldom from the first `begin` to the last `end`: they took a fifth of what a
-    sweep costs the processes of an engine (benchmarks.sweep_entry)."""
+    """Makes collections rarer from the first `begin` to the last `end`. Thresholds that somebody
+    else sets in between stay."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num = 0
-        self._before = gc.get_threshold()
+        self._before = self._set = gc.get_threshold()
 
     def begin(self) -> None:
         with self._lock:
             if not self._num:
                 self._before = gc.get_threshold()
                 if self._before[0]:  # 0 if somebody has switched collections off
-                    gc.set_threshold(*_THRESHOLDS)
+                    gc.set_threshold(*map(max, self._before, _THRESHOLDS))
+                self._set = gc.get_threshold()
             self._num += 1
 
     def end(self) -> None:
         with self._lock:
             self._num -= 1
-            if not self._num:
+            if not self._num and gc.get_threshold() == self._set:
                 gc.set_threshold(*self._before)
 
 
@@ -46,7 +47,7 @@ seldom = _Seldom()
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Exclude the objects that exist now from garbage collections inside, which are seldom.
+    """Exclude the objects that exist now from garbage collections inside, and make these rarer.
 
     A collection would look at all of them again and again, because each request makes hundreds of
     new ones: a tenth of this process's time, if EngineCore is in another process. Old garbage is

@@ -49,12 +49,28 @@ def test_a_heap_that_was_frozen_before_stays_so(usual):
 def test_collections_are_seldom_until_the_last_end(usual):
     heap.seldom.begin()
     first = gc.get_threshold()
-    assert first[0] > 10 * usual[0]
+    assert all(one > other for one, other in zip(first, usual, strict=True))
     heap.seldom.begin()
     heap.seldom.end()
     assert gc.get_threshold() == first
     heap.seldom.end()
     assert gc.get_threshold() == usual
+
+
+def test_collections_that_are_rarer_already_stay_so(usual):
+    gc.set_threshold(100_000, 11, 1000)
+    heap.seldom.begin()
+    assert gc.get_threshold() == (100_000, heap._THRESHOLDS[1], 1000)
+    heap.seldom.end()
+    assert gc.get_threshold() == (100_000, 11, 1000)
+
+
+@pytest.mark.parametrize("given", [(0, 10, 10), (900, 10, 10)], ids=["off", "others"])
+def test_what_somebody_else_sets_meanwhile_stays(given, usual):
+    heap.seldom.begin()
+    gc.set_threshold(*given)
+    heap.seldom.end()
+    assert gc.get_threshold() == given
 
 
 def test_collections_that_are_switched_off_stay_so(usual):

@@ -187,6 +187,8 @@ def test_collections_of_garbage_are_seldom_while_variants_run(seldom):
     assert seldom.num == 0
     variants_of(scheduler, entering("t", 1))
     assert seldom.num == 1
+    del scheduler
+    assert seldom.num == 0, "nobody can end them any more"
 
 
 def test_who_ends_the_request_ends_its_variants_and_is_told_of_the_request():

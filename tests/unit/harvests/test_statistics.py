@@ -113,6 +113,7 @@ def test_an_outlier_is_more_than_six_times_the_root_mean_square():
 
 def test_rows_are_counted_without_the_gil():
     assert compiled_count().targetoptions["nogil"]
+    assert compiled_count() is compiled_count()
 
 
 def test_damaged_figures_are_refused():

@@ -230,7 +230,7 @@ def sending(p, add):
     """A Sweeping of this plan whose requests go to `add`."""
     found = object.__new__(Sweeping)
     found.plan, found._alike, found._most_alone = p, None, 99
-    found._processor = SimpleNamespace(request_states={})
+    found._processor, found._yields_until = SimpleNamespace(request_states={}), 0.0
     found._jobs, found._params = _Peekable(p.jobs()), dict.fromkeys(p.token_ids)
     found._request = lambda jobs: add(jobs[0]) or SimpleNamespace(jobs=jobs)
     return found
@@ -568,14 +568,36 @@ def test_one_request_stands_for_some_cells_of_a_part_of_the_batch(most, num_byte
 def test_a_sweep_has_fewer_cells_in_the_engine_while_others_have_requests(most, beside):
     found, names = object.__new__(Sweeping), _names()
     found._most_alone, found._processor = most, SimpleNamespace(request_states={})
-    states = found._processor.request_states
+    found._yields_until, states = 0.0, found._processor.request_states
     assert found.most == most
     states |= {next(names): None, next(_names()): None}
     assert found.most == most, "these are of sweeps"
     states["cmpl-1"] = None
     assert found.most == beside
     del states["cmpl-1"]
+    assert found.most == beside, "the next one may come at once"
+    found._yields_until = 0.0  # a second later
     assert found.most == most
+
+
+@pytest.mark.parametrize(
+    ("together", "alone", "beside"), [(True, [16] * 4, []), (False, [1] * 64, [1] * 5)],
+    ids=["together", "one-by-one"],
+)  # fmt: skip
+def test_a_request_that_comes_while_cells_are_sent_keeps_the_others_back(together, alone, beside):
+    found, states = object.__new__(Sweeping), {}
+    found._alike, found._most_alone = object() if together else None, 64
+    found._connection = SimpleNamespace(always_answers=False)
+    found._processor, found._yields_until = SimpleNamespace(request_states=states), 0.0
+    found._request = lambda jobs: SimpleNamespace(jobs=jobs)
+    cell = SimpleNamespace(place=(0, 0), num_bytes=1, error=None, prompt=0, name="prompts[0]")
+    found._jobs = _Peekable(iter([cell] * 200))
+    assert [len(one.jobs) for one in found.due(0, None)] == alone
+    due = found.due(0, None)
+    next(due)
+    states["cmpl-1"] = None
+    assert [len(one.jobs) for one in due] == beside
+    assert [len(one.jobs) for one in found.due(0, None)] == [1] * 6
 
 
 def test_a_cell_has_the_bytes_of_its_rows():

@@ -138,6 +138,10 @@ class _Running:
         #: Id of a variant -> id of the request that stands for it.
         self.name_of: dict[str, str] = {}
 
+    def __del__(self) -> None:
+        if self.groups:  # the scheduler is gone, and they will not end
+            seldom.end()
+
     def begin(self, request: Request, group: _Group) -> None:
         if not self.groups:
             seldom.begin()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from vllm_scope.engine.frontend.connection import (
 from vllm_scope.engine.frontend.outputs import drop
 from vllm_scope.engine.frontend.prepared import NO_TAPS, Prepared
 from vllm_scope.engine.frontend.requests import prepared_as
-from vllm_scope.engine.heap import frozen_heap
+from vllm_scope.engine.heap import frozen_heap, seldom
 from vllm_scope.engine.vllm_types import AsyncLLM, Engine, LLMEngine, RequestOutput
 from vllm_scope.errors import CapacityError, ScopeError, SpecError, naming, shown
 from vllm_scope.request.actions import Read
@@ -56,10 +57,12 @@ _Tasks = dict["asyncio.Task[RequestOutput | ScopeError]", "_Request"]
 #: them in one piece.
 CELLS_TOGETHER: Final = 16
 BYTES_TOGETHER: Final = 1 << 20
-#: While other requests run, a sweep has so many times fewer cells in the engine.
+#: While other requests run, and for some seconds after, a sweep has 1 / YIELDS of its cells in the
+#: engine. Who sends one request after another has none between two of them.
 YIELDS: Final = 10
-#: What the ids of a sweep's requests begin with.
-_PREFIX: Final = "sweep-"
+YIELDS_S: Final = 1.0
+#: What the ids of this process's sweeps begin with; no client can know it.
+_PREFIX: Final = f"sweep-{secrets.token_hex(8)}-"
 #: Log-probabilities of all cells in the engine.
 MAX_LOGPROBS: Final = 1 << 22
 
@@ -83,7 +86,8 @@ class Sweeping:
     """One sweep on one engine, which is connected.
 
     Args:
-        share: of a step's sequences and tokens that cells may take while no other request runs.
+        share: of a step's sequences and tokens that cells may take while this process has no other
+            request in the engine.
         ahead: how many times as many cells are in the engine.
         tokenizer: None for the engine's, which may be used on the event loop alone.
         most_cells: as for Plan.
@@ -108,6 +112,7 @@ class Sweeping:
         self.plan = Plan(sweep, prompts, self._connection.sites, bounded, most_cells, check)
         _check_logprobs(model, self.plan.token_ids)
         self._ahead, self._config, self._processor = ahead, config, engine.output_processor
+        self._yields_until = 0.0
         self.take_share(share)
         # The vectors of a module are EngineCore's. The requests of a path differ in what they read.
         alike = sweep.module is None and sweep.receivers is None
@@ -130,10 +135,10 @@ class Sweeping:
     @property
     def most(self) -> int:
         """Cells in the engine at once, at most. Other front-ends' requests are not known here."""
-        running = self._processor.request_states
-        if all(name.startswith(_PREFIX) for name in running):
-            return self._most_alone
-        return max(1, self._most_alone // YIELDS)
+        running, now = self._processor.request_states, time.monotonic()
+        if not all(name.startswith(_PREFIX) for name in running):
+            self._yields_until = now + YIELDS_S
+        return self._most_alone if now >= self._yields_until else max(1, self._most_alone // YIELDS)
 
     @property
     def _num_tokens(self) -> int:
@@ -152,8 +157,7 @@ class Sweeping:
         Args:
             tell: is called with each cell that cannot be.
         """
-        most = self.most
-        while num_running < most and not self.over:
+        while num_running < (most := self.most) and not self.over:
             job = self._jobs.peek()
             if job is None:
                 return
@@ -480,6 +484,7 @@ async def follow(
     """
     running: _Tasks = {}
     names = _names()
+    seldom.begin()
     # The error of a cancelled task keeps this frame: no task or output is a local variable of it.
     try:
         while running or not sweeping.over:
@@ -489,6 +494,7 @@ async def follow(
             if running:
                 _take(sweeping, running, await _first_done(running), tell)
     finally:
+        seldom.end()
         await _end(running)
 
 
@@ -532,7 +538,7 @@ def _num_jobs(running: Iterable[_Request]) -> int:
 
 def _names() -> Iterator[str]:
     """Ids of requests."""
-    prefix = f"{_PREFIX}{secrets.token_hex(8)}"
+    prefix = f"{_PREFIX}{secrets.token_hex(4)}"
     return (f"{prefix}-{i}" for i in itertools.count())
 
 
