@@ -1,13 +1,14 @@
-"""What other requests notice of a sweep that runs beside them.
+"""How much a sweep delays other requests.
 
     python -m benchmarks.beside                    # toy world on a CPU
     python -m benchmarks.beside --gpu --shape 8b   # random weights
 
 Clients send a request of 128 tokens (32 on a CPU), take its 32 tokens as they come, and send the
-next one. For a few seconds they are alone. Then a sweep runs with them: `resid_pre` of prompts of
-24 tokens, all layers and positions, for each value of `share` in turn. It takes a tenth of the
-share, because the clients have requests. The phases take turns, forwards and backwards; the first
-turn warms up. A ratio is that of a percentile with the sweep to the same turn's without it.
+next one. In one phase they are alone. In each of the other phases a sweep runs beside them, with
+another `share`: it patches `resid_pre` of prompts of 24 tokens, at all layers and positions. It
+yields to the clients, so it takes a tenth of the share. Every turn has all phases, in the opposite
+order of the turn before; the first turn warms up. A ratio divides a percentile beside the sweep by
+the same percentile without a sweep, of the same turn.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harvest import TOYWORLD
 from benchmarks.shapes import SHAPES, make_shape
 from benchmarks.turns import order, ratio_of
 
-ROOT = Path(__file__).parents[1]
 NUM_TOKENS, NUM_SWEPT = 32, 24
 
 
@@ -44,7 +45,7 @@ class Beside:
         return {"prompt_token_ids": self._random.integers(5, self._most, size).tolist()}
 
     async def _client(self, first: list[float], next_: list[float], whole: list[float]) -> None:
-        """Send requests until it is cancelled, and note seconds."""
+        """Send requests until it is cancelled; append their times, in seconds, to the lists."""
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -75,7 +76,8 @@ class Beside:
         self._num_cells += 1
 
     async def phase(self, seconds: float, share: float) -> dict[str, float]:
-        """The figures of the clients' times; share 0 is no sweep."""
+        """Percentiles of the clients' times in seconds, and cells per second. With share 0 no sweep
+        runs."""
         times: dict[str, list[float]] = {"first token": [], "next token": [], "request": []}
         self._num_cells = 0
         calls: list[Callable[[], Any]] = [lambda: self._client(*times.values())] * self._num_clients
@@ -132,7 +134,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = str(ROOT / "toyworld" / "model")
+        model = str(TOYWORLD)
         options: dict[str, Any] = {"max_model_len": 256, "disable_log_stats": True}
         if args.shape:
             model = str(make_shape(args.shape, Path(folder)))

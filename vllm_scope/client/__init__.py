@@ -10,7 +10,7 @@
 answers.py    the answers: Completion, Choice, Chunk, ScoredToken, ScopeData, Verdict
 parsing.py    the server's JSON, files and binary answers as these; bodies.py has the JSON's fields
 features.py   features in them: SparseFeatures
-named.py      what an answer has by name: its error says which names there are
+named.py      values by name; the error for a missing name lists those that exist
 lens.py       tokens of lenses in them: TopTokens
 frames.py     binary answers: their JSON and their tensors
 messages.py   one HTTP request and its response, an event of a stream, errors of the server

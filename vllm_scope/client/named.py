@@ -12,7 +12,7 @@ V = TypeVar("V")
 
 
 class Named(dict[str, V]):
-    """A dict whose error says which names there are."""
+    """A dict whose error for a missing name lists the names that exist."""
 
     #: In the error.
     what: ClassVar[str]

@@ -124,9 +124,7 @@ class ScoreIndex:
         size = self.block_size * token_bytes + _BLOCK_BYTES
         found = list(hashes[first:stop])
         for one in reversed(found):  # as in `num_known`
-            gone = self._known.put((one, probes), True, size)
-            if gone:
-                self._forgotten += [key for key, _ in gone]
+            self._forgotten += [key for key, _ in self._known.put((one, probes), True, size)]
         return first, found
 
     def freeze(self, request_id: str, num_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""What a front-end gets back for a request that stands for several.
+"""The answer to one request that stands for several.
 
 Owns:  Answers, and the sentence NO_LOGPROBS.
 Runs:  made in EngineCore, read in the front-end. numpy, no torch.

@@ -757,8 +757,8 @@ class Drain:
 
 @contextmanager
 def _entered(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Work goes to this stream inside, as with `torch.cuda.stream`, which takes the host ten times
-    as long: 50 us of a step beside an H100."""
+    """Inside, work goes to this stream. `torch.cuda.stream` does the same, and takes the host ten
+    times as long: 50 us of a step beside an H100."""
     before = torch.cuda.current_stream(stream.device)
     torch.cuda.set_stream(stream)
     try:

@@ -65,16 +65,13 @@ class _Run:
     data: Bytes
     slots: Ints | None
 
-    def of(self, start: int, size: int) -> Bytes | None:
+    def of(self, wanted: Ints) -> Bytes | None:
         """The bytes of consecutive positions, if they lie one behind another here."""
-        first = start - int(self.positions[0])
-        if self.slots is not None or not 0 <= first <= len(self.positions) - size:
+        first = int(wanted[0] - self.positions[0])
+        here = slice(first, first + len(wanted))
+        if self.slots is not None or first < 0 or not np.array_equal(self.positions[here], wanted):
             return None
-        some = self.positions[first : first + size]
-        # Each position comes once, and in order.
-        if some[0] != start or some[-1] != start + size - 1 or (np.diff(some) != 1).any():
-            return None
-        return self.data[first : first + size]
+        return self.data[here]
 
 
 class _Singles:
@@ -278,7 +275,7 @@ class ScoreStore:
         at = wanted % singles.positions.shape[1]
         there = singles.positions[collected.row, at] == wanted
         if len(collected.runs) == 1 and not there.any():
-            whole = collected.runs[0].of(start, size)
+            whole = collected.runs[0].of(wanted)
             if whole is not None:  # as of most prompts
                 return [some.copy() for some in whole.reshape(count, self._block_size, -1)]
         block = np.zeros((size, singles.values.shape[2]), np.uint8)

@@ -229,8 +229,7 @@ def test_tokens_and_metrics_that_an_engine_does_not_take_are_named():
 def sending(p, add):
     """A Sweeping of this plan whose requests go to `add`."""
     found = object.__new__(Sweeping)
-    found.plan, found._alike, found._most_alone = p, None, 99
-    found._processor, found._yields_until = SimpleNamespace(request_states={}), 0.0
+    found.plan, found._alike, found._most, found._alone = p, None, 99, True
     found._jobs, found._params = _Peekable(p.jobs()), dict.fromkeys(p.token_ids)
     found._request = lambda jobs: add(jobs[0]) or SimpleNamespace(jobs=jobs)
     return found
@@ -567,8 +566,8 @@ def test_one_request_stands_for_some_cells_of_a_part_of_the_batch(most, num_byte
 @pytest.mark.parametrize(("most", "beside"), [(200, 20), (15, 1), (1, 1)])
 def test_a_sweep_has_fewer_cells_in_the_engine_while_others_have_requests(most, beside):
     found, names = object.__new__(Sweeping), _names()
-    found._most_alone, found._processor = most, SimpleNamespace(request_states={})
-    found._yields_until, states = 0.0, found._processor.request_states
+    found._most, found._processor = most, SimpleNamespace(request_states={})
+    found._alone, found._yields_until, states = False, 0.0, found._processor.request_states
     assert found.most == most
     states |= {next(names): None, next(_names()): None}
     assert found.most == most, "these are of sweeps"
@@ -578,6 +577,8 @@ def test_a_sweep_has_fewer_cells_in_the_engine_while_others_have_requests(most, 
     assert found.most == beside, "the next one may come at once"
     found._yields_until = 0.0  # a second later
     assert found.most == most
+    states["cmpl-2"], found._alone = None, True
+    assert found.most == most, "an LLM has no other requests"
 
 
 @pytest.mark.parametrize(
@@ -586,7 +587,7 @@ def test_a_sweep_has_fewer_cells_in_the_engine_while_others_have_requests(most, 
 )  # fmt: skip
 def test_a_request_that_comes_while_cells_are_sent_keeps_the_others_back(together, alone, beside):
     found, states = object.__new__(Sweeping), {}
-    found._alike, found._most_alone = object() if together else None, 64
+    found._alike, found._most, found._alone = object() if together else None, 64, False
     found._connection = SimpleNamespace(always_answers=False)
     found._processor, found._yields_until = SimpleNamespace(request_states=states), 0.0
     found._request = lambda jobs: SimpleNamespace(jobs=jobs)

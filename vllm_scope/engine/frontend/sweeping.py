@@ -57,8 +57,8 @@ _Tasks = dict["asyncio.Task[RequestOutput | ScopeError]", "_Request"]
 #: them in one piece.
 CELLS_TOGETHER: Final = 16
 BYTES_TOGETHER: Final = 1 << 20
-#: While other requests run, and for some seconds after, a sweep has 1 / YIELDS of its cells in the
-#: engine. Who sends one request after another has none between two of them.
+#: While other requests run, and for YIELDS_S after, a sweep has 1 / YIELDS of its cells in the
+#: engine. A client that sends one request after another has none in the engine between two of them.
 YIELDS: Final = 10
 YIELDS_S: Final = 1.0
 #: What the ids of this process's sweeps begin with; no client can know it.
@@ -86,15 +86,17 @@ class Sweeping:
     """One sweep on one engine, which is connected.
 
     Args:
-        share: of a step's sequences and tokens that cells may take while this process has no other
-            request in the engine.
-        ahead: how many times as many cells are in the engine.
+        share: the part of a step's sequences and tokens that cells may take. While this process has
+            other requests in the engine, they take a tenth of it.
+        alone: the engine has no other requests, so none are looked for. Twice as many cells are in
+            the engine then: it has those of the next step while this process works on the last
+            step's.
         tokenizer: None for the engine's, which may be used on the event loop alone.
         most_cells: as for Plan.
     """
 
     def __init__(
-        self, engine: Engine, prompts: object, sweep: Sweep, share: float, ahead: int = 1,
+        self, engine: Engine, prompts: object, sweep: Sweep, share: float, alone: bool = False,
         tokenizer: Tokenizer | None = None, most_cells: int | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(sweep, Sweep):
@@ -111,7 +113,7 @@ class Sweeping:
         check = partial(_check_tokens, model)
         self.plan = Plan(sweep, prompts, self._connection.sites, bounded, most_cells, check)
         _check_logprobs(model, self.plan.token_ids)
-        self._ahead, self._config, self._processor = ahead, config, engine.output_processor
+        self._alone, self._config, self._processor = alone, config, engine.output_processor
         self._yields_until = 0.0
         self.take_share(share)
         # The vectors of a module are EngineCore's. The requests of a path differ in what they read.
@@ -129,16 +131,19 @@ class Sweeping:
         """From now on take this share of a step."""
         scheduler, longest = self._config.scheduler_config, max(map(len, self.plan.ids))
         batch = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // longest)
-        most = max(1, int(share * batch)) * self._ahead
-        self._most_alone = cells_at_once(most, self._num_logprobs())
+        most = max(1, int(share * batch)) * (2 if self._alone else 1)
+        self._most = cells_at_once(most, self._num_logprobs())
 
     @property
     def most(self) -> int:
-        """Cells in the engine at once, at most. Other front-ends' requests are not known here."""
+        """Cells in the engine at once, at most. Requests of other front-ends do not count, because
+        this process does not know them."""
+        if self._alone:
+            return self._most
         running, now = self._processor.request_states, time.monotonic()
         if not all(name.startswith(_PREFIX) for name in running):
             self._yields_until = now + YIELDS_S
-        return self._most_alone if now >= self._yields_until else max(1, self._most_alone // YIELDS)
+        return self._most if now >= self._yields_until else max(1, self._most // YIELDS)
 
     @property
     def _num_tokens(self) -> int:
@@ -438,9 +443,7 @@ def run(
         )
     if needs_connection(engine):
         connect_sync(engine)
-    # Twice as many as a step takes, so that the engine has the next step's while this process
-    # works on the last one's.
-    sweeping = Sweeping(engine, prompts, sweep, share, ahead=2)
+    sweeping = Sweeping(engine, prompts, sweep, share, alone=True)
     running: dict[str, _Request] = {}
     names = _names()
     with showing(sweeping.plan, progress) as count, frozen_heap():

@@ -253,8 +253,6 @@ class Tables:
         self._stale_ops = np.zeros(num_ops, bool)
         self._is_stale = False
         self._pending_vectors: dict[int, NDArray[np.float32]] = {}
-        nothing = Layout()
-        self._last_words = nothing, _words_of(nothing, widths)
         #: Ops that `_host_ops` does not have yet, by place.
         self._pending_ops: dict[int, tuple[int, ...]] = {}
         self._staging, self._walk_staging = Staging(self.tokens), Staging(self.walks)
@@ -455,7 +453,7 @@ class Tables:
         entry.fill(-1)
         taken = self._free_ops.take(program.num_ops)
         free, written = iter(taken.tolist()), self._pending_ops
-        words, place_of = self._words(program.layout), self._vector_places.find
+        words, place_of = _words_of(program.layout, self._widths), self._vector_places.find
         for (boundary, ops), numbers_here in zip(program.taps, numbers, strict=True):
             following = -1
             for op, bits in zip(reversed(ops), reversed(numbers_here), strict=True):
@@ -471,13 +469,6 @@ class Tables:
         self._stale_programs[program_id] = self._is_stale = True
         self.num_slots[program_id] = words.num_slots
         self.num_delivered[program_id] = words.num_delivered
-
-    def _words(self, layout: Layout) -> _Words:
-        """`_words_of` of a layout. Most programs have the layout of the program before them: edits
-        deliver nothing."""
-        if layout is not self._last_words[0]:
-            self._last_words = layout, _words_of(layout, self._widths)
-        return self._last_words[1]
 
     def _settle_ops(self) -> None:
         """Write the ops of all programs that were added since the last call. One write of all takes
