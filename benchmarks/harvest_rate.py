@@ -5,7 +5,9 @@
     python -m benchmarks.harvest_rate --ready      # rows that are ready, without an engine
 
 Documents of 1,024 tokens, none of which repeats (512 for the toy model). The modes take turns; the
-first turn warms up. A ratio is that of neighbouring turns, with its interval.
+first turn, of an eighth of the documents, warms up. A ratio is that of neighbouring turns, with its
+interval. A harvest's time is that of `vllm_scope.harvest`, from its call until all shards and the
+manifest are there; its folder is deleted afterwards.
 """
 
 from __future__ import annotations
@@ -48,17 +50,16 @@ def start(shape: str | None, folder: Path) -> Any:
     )  # fmt: skip
 
 
-def plain(llm: Any, ids: list[list[int]]) -> None:
+def plain(llm: Any, ids: list[list[int]], out: str) -> None:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
     llm.generate([{"prompt_token_ids": each} for each in ids], params, use_tqdm=False)
 
 
-def harvest(llm: Any, ids: list[list[int]], layers: list[int], folder: str) -> None:
-    with tempfile.TemporaryDirectory(dir=folder) as out:
-        read = Read("resid_post", layers=layers)
-        vllm_scope.harvest(ids, read, model=llm, out=out, progress=False)
+def harvest(llm: Any, layers: list[int], ids: list[list[int]], out: str) -> None:
+    read = Read("resid_post", layers=layers)
+    vllm_scope.harvest(ids, read, model=llm, out=out, progress=False)
 
 
 def compare(llm: Any, folder: str, length: int, num_documents: int, turns: int) -> None:
@@ -66,19 +67,19 @@ def compare(llm: Any, folder: str, length: int, num_documents: int, turns: int) 
     config = llm.llm_engine.vllm_config.model_config
     most, layers = config.get_vocab_size(), config.get_total_num_hidden_layers()
     random = np.random.default_rng(0)
-    modes: dict[str, Callable[[list[list[int]]], None]] = {"no reads": partial(plain, llm)}
+    modes: dict[str, Callable[[list[list[int]], str], None]] = {"no reads": partial(plain, llm)}
     for count in (1, 4):
         some = np.linspace(0, layers - 1, count + 2).round().astype(int)[1:-1].tolist()
-        modes[f"harvest, layers: {count}"] = partial(
-            lambda some, ids: harvest(llm, ids, some, folder), some
-        )
+        modes[f"harvest, layers: {count}"] = partial(harvest, llm, some)
     rates: dict[str, list[float]] = {name: [] for name in modes}
     for turn in range(turns + 1):
         for name in order(modes, turn):
-            ids = random.integers(5, most, (num_documents, length)).tolist()
-            started, cpu = time.perf_counter(), time.process_time()
-            modes[name](ids)
-            seconds, busy = time.perf_counter() - started, time.process_time() - cpu
+            num = num_documents if turn else max(1, num_documents // 8)
+            ids = random.integers(5, most, (num, length)).tolist()
+            with tempfile.TemporaryDirectory(dir=folder) as out:
+                started, cpu = time.perf_counter(), time.process_time()
+                modes[name](ids, out)
+                seconds, busy = time.perf_counter() - started, time.process_time() - cpu
             rate = len(ids) * length / seconds
             print(f"  {name:20} {rate:9.0f} tokens/s, {busy / seconds:4.1f} cores", flush=True)
             rates[name].append(rate)

@@ -178,7 +178,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     "v1.core.sched.scheduler": (
         _wraps("Scheduler.add_request", "request",
                "vllm_config requests connector kv_cache_manager block_size "
-               "finished_req_ids_dict", _SCHEDULER),
+               "finished_req_ids_dict max_num_scheduled_tokens", _SCHEDULER),
         _wraps("Scheduler.schedule", instead=_SCHEDULER),
         _wraps("Scheduler.finish_requests", "request_ids finished_status", "", _SCHEDULER),
         _wraps("Scheduler._free_request", "request", "", _SCHEDULER),

@@ -339,6 +339,7 @@ class Scheduler(Protocol):
     connector: KVConnector | None
     kv_cache_manager: KVCacheManager
     block_size: int
+    max_num_scheduled_tokens: int
     finished_req_ids_dict: dict[int, set[str]] | None
 
     def add_request(self, request: Request, /) -> object: ...

@@ -12,10 +12,19 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists
 
 from vllm_scope.engine.core import variants as core
-from vllm_scope.engine.core.variants import aborted, expand, variants_of, with_variants
+from vllm_scope.engine.core.entered import Entered, keep
+from vllm_scope.engine.core.scheduler import _schedule
+from vllm_scope.engine.core.variants import (
+    aborted,
+    expand,
+    most_tokens,
+    variants_of,
+    with_variants,
+)
 from vllm_scope.engine.refusals import refused
 from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.request.answers import NO_LOGPROBS, Answers
+from vllm_scope.request.resolved import NOTHING
 
 
 @pytest.fixture(autouse=True)
@@ -42,21 +51,36 @@ class Request(SimpleNamespace):
 
 
 class Scheduler:
+    """vLLM's, with blocks of 4 tokens."""
+
     finished_req_ids_dict = None
+    block_size = 4
+
+    def __init__(self, overlaps=True, caches=True):
+        self.requests = {}
+        self.kv_cache_manager = SimpleNamespace(enable_caching=caches)
+        config = SimpleNamespace(async_scheduling=overlaps)
+        self.vllm_config = SimpleNamespace(scheduler_config=config)
 
 
-def entering(name, num, asked=(7, 3), refusals=None):
-    """A request that stands for `num` others, of which some are refused."""
+def entering(name, num, asked=(7, 3), refusals=None, size=9, edited=None):
+    """A request that stands for `num` others, of which some are refused.
+
+    Args:
+        size: tokens of the prompt. edited: the first position that each edits.
+    """
     sent = SimpleNamespace(
         request_id=name,
         sampling_params=SimpleNamespace(logprob_token_ids=asked and list(asked)),
     )  # fmt: skip
-    standing = Request(request_id=name, client_index=4)
+    standing = Request(request_id=name, client_index=4, num_prompt_tokens=size)
 
     def make(number):
         if number in (refusals or {}):
             raise SpecError(refusals[number])
-        return Request(request_id=sent.request_id)
+        made = Request(request_id=sent.request_id, num_prompt_tokens=size)
+        keep(made, Entered(NOTHING, first_edited=edited))
+        return made
 
     expand(standing, sent, num, make, num_tokens=3)
     assert sent.request_id == name
@@ -218,3 +242,74 @@ def test_a_scheduler_without_such_requests_is_left_alone():
     assert variants_of(scheduler, Request(request_id="plain")) == []
     assert with_variants(scheduler, "plain") == "plain"
     assert step(scheduler, plain).outputs == [plain]
+
+
+# How much a step takes
+
+
+def _begun(scheduler, name, num, **shape):
+    """The variants of a request, which are in the scheduler."""
+    some = variants_of(scheduler, entering(name, num, **shape))
+    scheduler.requests.update({one.request_id: one for one in some})
+    return some
+
+
+def test_a_step_takes_a_third_of_what_variants_have_to_compute():
+    scheduler = Scheduler()
+    assert most_tokens(scheduler) is None, "there are none"
+    some = _begun(scheduler, "r", 300, size=24, edited=9)
+    assert most_tokens(scheduler) == 300 * (24 - 8) // 3, "two blocks are cached"
+    _begun(scheduler, "s", 200, size=24)
+    assert most_tokens(scheduler) == (300 * 16 + 200 * 24) // 3
+    for one in some[:100]:
+        step(scheduler, last(one.request_id, (7, -1.0), (3, -1.0)))
+        del scheduler.requests[one.request_id]
+    assert most_tokens(scheduler) == (200 * 16 + 200 * 24) // 3
+    standing = [scheduler.requests.pop(one.request_id) for one in some[100:]]
+    assert len(aborted(scheduler, standing)) == 1
+    assert most_tokens(scheduler) == 200 * 24 // 3
+
+
+def test_a_step_takes_at_least_one_whole_prompt_and_a_thousand_tokens():
+    scheduler = Scheduler()
+    _begun(scheduler, "r", 4, size=24)
+    assert most_tokens(scheduler) == 1024
+    _begun(scheduler, "s", 2, size=5000, edited=4800)
+    assert most_tokens(scheduler) == 5000
+
+
+def test_without_a_prefix_cache_every_token_of_a_prompt_is_computed():
+    scheduler = Scheduler(caches=False)
+    _begun(scheduler, "r", 300, size=24, edited=9)
+    assert most_tokens(scheduler) == 300 * 24 // 3
+
+
+def test_a_step_is_as_vllm_makes_it_without_async_scheduling_or_beside_other_requests():
+    scheduler = Scheduler(overlaps=False)
+    _begun(scheduler, "r", 300, size=24)
+    assert most_tokens(scheduler) is None
+    scheduler = Scheduler()
+    _begun(scheduler, "r", 304, size=24)
+    scheduler.requests.update(dict.fromkeys(range(38)))
+    assert most_tokens(scheduler) == 304 * 24 // 3, "a few do not count"
+    scheduler.requests[38] = None
+    assert most_tokens(scheduler) is None
+
+
+def test_the_bound_of_a_step_is_vllms_own_again_after_it():
+    scheduler = Scheduler()
+    scheduler.max_num_scheduled_tokens = 8192
+    _begun(scheduler, "r", 300, size=24)
+    seen = []
+
+    def fail(*args):
+        seen.append(scheduler.max_num_scheduled_tokens)
+        raise RuntimeError("no step")
+
+    with pytest.raises(RuntimeError, match="no step"):
+        _schedule(fail, scheduler)
+    assert (seen, scheduler.max_num_scheduled_tokens) == ([2400], 8192)
+    scheduler.max_num_scheduled_tokens = 2000
+    with pytest.raises(RuntimeError, match="no step"):
+        _schedule(fail, scheduler)
+    assert (seen[1:], scheduler.max_num_scheduled_tokens) == ([2000], 2000)

@@ -25,6 +25,7 @@ from vllm_scope import (
     SpecError,
     Sweep,
 )
+from vllm_scope.engine.frontend import sweeping
 from vllm_scope.engine.frontend.sweeping import (
     MAX_LOGPROBS,
     Sweeping,
@@ -229,7 +230,7 @@ def test_tokens_and_metrics_that_an_engine_does_not_take_are_named():
 def sending(p, add):
     """A Sweeping of this plan whose requests go to `add`."""
     found = object.__new__(Sweeping)
-    found.plan, found._alike, found._most, found._alone = p, None, 99, True
+    found.plan, found._alike, found._most, found._alone, found._sent = p, None, 99, True, None
     found._jobs, found._params = _Peekable(p.jobs()), dict.fromkeys(p.token_ids)
     found._request = lambda jobs: add(jobs[0]) or SimpleNamespace(jobs=jobs)
     return found
@@ -544,8 +545,8 @@ def test_numbers_of_any_integer_type_are_token_ids():
 @pytest.mark.parametrize(
     ("most", "num_bytes", "wanted"),
     [
-        (256, [1 << 14] * 20, 16), (12, [1 << 14] * 20, 3), (2, [1 << 14] * 20, 1),
-        (256, [1 << 19] * 3, 2), (256, [1 << 23] * 2, 1), (256, [1 << 14, 1 << 20], 1),
+        (64, [1 << 14] * 20, 16), (3, [1 << 14] * 20, 3), (0, [1 << 14] * 20, 1),
+        (64, [1 << 19] * 3, 2), (64, [1 << 23] * 2, 1), (64, [1 << 14, 1 << 20], 1),
     ],
 )  # fmt: skip
 def test_one_request_stands_for_some_cells_of_a_part_of_the_batch(most, num_bytes, wanted):
@@ -563,42 +564,143 @@ def test_one_request_stands_for_some_cells_of_a_part_of_the_batch(most, num_byte
     assert found._num_together(cells[0], most) == 1
 
 
-@pytest.mark.parametrize(("most", "beside"), [(200, 20), (15, 1), (1, 1)])
-def test_a_sweep_has_fewer_cells_in_the_engine_while_others_have_requests(most, beside):
-    found, names = object.__new__(Sweeping), _names()
-    found._most, found._processor = most, SimpleNamespace(request_states={})
-    found._alone, found._yields_until, states = False, 0.0, found._processor.request_states
-    assert found.most == most
-    states |= {next(names): None, next(_names()): None}
-    assert found.most == most, "these are of sweeps"
-    states["cmpl-1"] = None
-    assert found.most == beside
-    del states["cmpl-1"]
-    assert found.most == beside, "the next one may come at once"
-    found._yields_until = 0.0  # a second later
-    assert found.most == most
-    states["cmpl-2"], found._alone = None, True
-    assert found.most == most, "an LLM has no other requests"
+class Clock:
+    """Stands for the module time in `sweeping`."""
+
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
 
 
-@pytest.mark.parametrize(
-    ("together", "alone", "beside"), [(True, [16] * 4, []), (False, [1] * 64, [1] * 5)],
-    ids=["together", "one-by-one"],
-)  # fmt: skip
-def test_a_request_that_comes_while_cells_are_sent_keeps_the_others_back(together, alone, beside):
-    found, states = object.__new__(Sweeping), {}
-    found._alike, found._most, found._alone = object() if together else None, 64, False
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(sweeping, "time", clock)
+    return clock
+
+
+def serving(together=True, most=64, beside=20):
+    """A Sweeping of 200 cells on an engine without requests.
+
+    Args:
+        together: one request may stand for several cells.
+    """
+    found = object.__new__(Sweeping)
+    found._alike, found._most, found._most_beside = object() if together else None, most, beside
     found._connection = SimpleNamespace(always_answers=False)
-    found._processor, found._yields_until = SimpleNamespace(request_states=states), 0.0
+    found._processor = SimpleNamespace(request_states={})
+    found._alone, found._yields_until, found._resumes, found._sent = False, 0.0, 0.0, None
     found._request = lambda jobs: SimpleNamespace(jobs=jobs)
     cell = SimpleNamespace(place=(0, 0), num_bytes=1, error=None, prompt=0, name="prompts[0]")
     found._jobs = _Peekable(iter([cell] * 200))
-    assert [len(one.jobs) for one in found.due(0, None)] == alone
+    return found, found._processor.request_states
+
+
+def sizes(due):
+    return [len(one.jobs) for one in due]
+
+
+@pytest.mark.parametrize(
+    ("together", "alone", "beside"),
+    [(True, [16] * 4, [16, 4]), (False, [1] * 64, [1] * 20)], ids=["together", "one-by-one"],
+)  # fmt: skip
+def test_a_sweep_has_fewer_cells_in_the_engine_while_others_have_requests(
+    together, alone, beside, clock
+):
+    clock.now, names = 7.0, _names()
+    found, states = serving(together)
+    states |= {next(names): None, next(_names()): None}
+    assert sizes(found.due(0, None)) == alone, "these are of sweeps"
+    states["cmpl-1"] = None
+    assert sizes(found.due(33, None)) == [], "they end first"
+    assert sizes(found.due(0, None)) == beside
+    found, states = serving(together)
+    states["cmpl-2"], found._alone = None, True
+    assert sizes(found.due(0, None)) == alone, "an LLM has no other requests"
+
+
+def test_beside_others_a_sweep_pauses_nine_times_as_long_as_its_cells_took(clock):
+    clock.now = 7.0
+    found, states = serving()
+    states["cmpl-1"] = None
+    assert found.pause == 0
+    assert sizes(found.due(0, None)) == [16, 4]
+    clock.now = 7.05
+    assert sizes(found.due(4, None)) == [], "some are left"
+    clock.now = 7.1
+    assert sizes(found.due(0, None)) == []
+    assert found.pause == pytest.approx(0.9)
+    clock.now = 7.9
+    assert sizes(found.due(0, None)) == []
+    assert found.pause == pytest.approx(0.1)
+    clock.now = 8.01
+    assert found.pause == 0
+    assert sizes(found.due(0, None)) == [16, 4]
+
+
+def test_a_sweep_goes_on_a_second_after_the_last_request_of_others(clock):
+    clock.now = 7.0
+    found, states = serving()
+    states["cmpl-1"] = None
+    assert sizes(found.due(0, None)) == [16, 4]
+    clock.now = 9.0  # and these took two seconds
+    assert sizes(found.due(0, None)) == []
+    states.clear()
+    clock.now = 9.5
+    assert sizes(found.due(0, None)) == [], "the next one may come at once"
+    assert found.pause == pytest.approx(0.5)
+    clock.now = 10.0
+    assert found.pause == 0
+    assert sizes(found.due(0, None)) == [16] * 4
+    states["cmpl-2"] = None
+    assert sizes(found.due(0, None)) == [], "the pause is not over"
+    clock.now = 27.5
+    assert sizes(found.due(0, None)) == [16, 4]
+
+
+def test_cells_of_a_time_without_others_are_followed_by_no_pause(clock):
+    clock.now = 7.0
+    found, states = serving()
+    states["cmpl-1"] = None
+    next(found.due(0, None))
+    del states["cmpl-1"]
+    clock.now = 8.0
+    assert sizes(found.due(16, None)) == [16] * 3
+    clock.now, states["cmpl-2"] = 20.0, None
+    assert sizes(found.due(0, None)) == [16, 4]
+
+
+@pytest.mark.parametrize(
+    ("together", "beside"), [(True, [4]), (False, [1] * 19)], ids=["together", "one-by-one"]
+)
+def test_a_request_that_comes_while_cells_are_sent_keeps_the_others_back(together, beside, clock):
+    clock.now = 7.0
+    found, states = serving(together)
     due = found.due(0, None)
     next(due)
     states["cmpl-1"] = None
-    assert [len(one.jobs) for one in due] == beside
-    assert [len(one.jobs) for one in found.due(0, None)] == [1] * 6
+    assert sizes(due) == beside
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "share", "most", "beside"),
+    [
+        ((1024, 16384), 0.5, 341, 21), ((1024, 2048), 0.5, 42, 21), ((1024, 2048), 0.1, 8, 8),
+        ((16, 2048), 1.0, 16, 16),
+    ],
+)  # fmt: skip
+def test_the_share_is_of_a_steps_sequences_and_tokens(scheduler, share, most, beside):
+    found, _ = serving()
+    found.plan = SimpleNamespace(ids=[[1] * 24, [1] * 20], token_ids=[(1, 2)] * 2)
+    names = "max_num_seqs", "max_num_batched_tokens"
+    config = SimpleNamespace(**dict(zip(names, scheduler, strict=True)))
+    found._config = SimpleNamespace(scheduler_config=config)
+    found.take_share(share)
+    assert (found._most, found._most_beside) == (most, beside)
+    found._alone = True
+    found.take_share(share)
+    assert found._most == 2 * most
 
 
 def test_a_cell_has_the_bytes_of_its_rows():

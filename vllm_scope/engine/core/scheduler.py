@@ -26,7 +26,7 @@ from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.core import clearing
 from vllm_scope.engine.core.entered import entered
 from vllm_scope.engine.core.scores import fill_blocks, index_of, kept_of, new_index
-from vllm_scope.engine.core.variants import aborted, variants_of, with_variants
+from vllm_scope.engine.core.variants import aborted, most_tokens, variants_of, with_variants
 from vllm_scope.engine.core.verdicts import take_due
 from vllm_scope.engine.model import sites_of, worker_is_here
 from vllm_scope.engine.seams import config_of
@@ -207,7 +207,8 @@ def _schedule(
 ) -> SchedulerOutput:
     """Scheduler.schedule: add the step's news to the output, as an attribute of ours. vLLM sends
     the output to every worker."""
-    output = original(self, *args, **kwargs)
+    with _bounded(self):
+        output = original(self, *args, **kwargs)
     due = take_due(self)
     news = StepNews(zeroed=clearing.due(self), begun=due.begun, scales=due.scales)
     for new in output.scheduled_new_reqs:
@@ -243,6 +244,17 @@ def _schedule(
     if news:
         output.scope_news = news
     return output
+
+
+@contextmanager
+def _bounded(scheduler: Scheduler) -> Iterator[None]:
+    """Schedule no more tokens than `most_tokens`."""
+    before, most = scheduler.max_num_scheduled_tokens, most_tokens(scheduler)
+    scheduler.max_num_scheduled_tokens = before if most is None else min(before, most)
+    try:
+        yield
+    finally:
+        scheduler.max_num_scheduled_tokens = before
 
 
 def news_in(scheduler_output: object) -> StepNews | None:

@@ -10,25 +10,36 @@ The request itself is never scheduled. Its variants are requests as any other: t
 and its parameters, share KV blocks, and yield to other requests. Each samples one token. When the
 last one has ended, the front-end gets one output with the log-probabilities of all of them, in the
 field kv_transfer_params, which vLLM passes on as it is.
+
+With async scheduling EngineCore prepares one step while the device computes another. A step that
+takes all waiting variants leaves none for the next one, and the device waits while they are
+replaced. So a step gets a part of them (`most_tokens`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
+from vllm_scope.engine.core.entered import entered
 from vllm_scope.engine.heap import seldom
 from vllm_scope.engine.refusals import sentence_in
 from vllm_scope.engine.vllm_types import EngineCoreOutput, Request, Scheduler
 from vllm_scope.engine.vllm_types import EngineCoreOutputs as Outputs
 from vllm_scope.errors import ScopeError
 from vllm_scope.request.answers import NO_LOGPROBS, Answers
+
+
+#: A step takes one of so many parts of what variants still have to compute: one is on the device,
+#: one is prepared, one waits. And at least so many tokens.
+_PARTS: Final = 3
+_LEAST_TOKENS: Final = 1024
 
 
 class _Group:
@@ -40,6 +51,9 @@ class _Group:
         asked: the tokens whose log-probabilities are asked for; None for all.
         num_tokens: of the vocabulary.
     """
+
+    #: Tokens that one of them has to compute, about.
+    num_computed = 0
 
     def __init__(
         self, requests: dict[int, Request], errors: dict[int, str], asked: list[int] | None,
@@ -137,6 +151,8 @@ class _Running:
         self.groups: dict[str, tuple[Request, _Group]] = {}
         #: Id of a variant -> id of the request that stands for it.
         self.name_of: dict[str, str] = {}
+        #: Of the variants that have not ended: how many, and the tokens that they have to compute.
+        self.num = self.num_tokens = 0
 
     def __del__(self) -> None:
         if self.groups:  # the scheduler is gone, and they will not end
@@ -147,9 +163,15 @@ class _Running:
             seldom.begin()
         self.groups[request.request_id] = request, group
         self.name_of |= dict.fromkeys(group.numbers, request.request_id)
+        self._count(group, len(group.numbers))
+
+    def _count(self, group: _Group, num: int) -> None:
+        self.num += num
+        self.num_tokens += num * group.num_computed
 
     def end(self, request_id: str) -> tuple[Request, _Group]:
         request, group = self.groups.pop(request_id)
+        self._count(group, -len(group.numbers))
         for one in group.requests.values():
             del self.name_of[one.request_id]
         if not self.groups:
@@ -164,8 +186,12 @@ class _Running:
         outputs.outputs = [one for one in outputs.outputs if one.request_id not in self.name_of]
         for one in mine:
             name = self.name_of[one.request_id]
-            if one.finish_reason is not None and self.groups[name][1].take(one):
-                _, group = self.end(name)
+            group = self.groups[name][1]
+            if one.finish_reason is None:
+                continue
+            self._count(group, -1)
+            if group.take(one):
+                self.end(name)
                 outputs.outputs.append(group.last(name))
                 outputs.finished_requests = (outputs.finished_requests or set()) | {name}
 
@@ -213,8 +239,31 @@ def variants_of(scheduler: Scheduler, request: Request) -> list[Request]:
     if group is None:
         return []
     running = _running.of(scheduler) or _running.put(scheduler, _Running())
+    some = list(group.requests.values())
+    group.num_computed = sum(_num_computed(scheduler, one) for one in some) // len(some)
     running.begin(request, group)
-    return list(group.requests.values())
+    return some
+
+
+def _num_computed(scheduler: Scheduler, request: Request) -> int:
+    """Tokens of its prompt that are not in the prefix cache once another variant was computed."""
+    known, size = entered(request), scheduler.block_size
+    first = None if known is None else known.first_edited
+    cached = scheduler.kv_cache_manager.enable_caching and first is not None
+    return request.num_prompt_tokens - (first // size * size if cached else 0)
+
+
+def most_tokens(scheduler: Scheduler) -> int | None:
+    """How many tokens the next step may have; None for as many as vLLM gives it: without async
+    scheduling, or if other requests than variants are more than a few."""
+    running = _running.of(scheduler)
+    if running is None or not running.groups:
+        return None
+    overlaps = scheduler.vllm_config.scheduler_config.async_scheduling
+    if not overlaps or len(scheduler.requests) > running.num + running.num // 8:
+        return None
+    longest = max(request.num_prompt_tokens for request, _ in running.groups.values())
+    return max(_LEAST_TOKENS, longest, running.num_tokens // _PARTS)
 
 
 def with_variants(

@@ -57,9 +57,11 @@ _Tasks = dict["asyncio.Task[RequestOutput | ScopeError]", "_Request"]
 #: them in one piece.
 CELLS_TOGETHER: Final = 16
 BYTES_TOGETHER: Final = 1 << 20
-#: While other requests run, and for YIELDS_S after, a sweep has 1 / YIELDS of its cells in the
-#: engine. A client that sends one request after another has none in the engine between two of them.
+#: While other requests run, and for YIELDS_S after, a sweep has cells in the engine for 1 / YIELDS of
+#: the time: as many as make a step YIELDS_TOKENS longer. A client that sends one request after
+#: another has none in the engine between two of them.
 YIELDS: Final = 10
+YIELDS_TOKENS: Final = 512
 YIELDS_S: Final = 1.0
 #: What the ids of this process's sweeps begin with; no client can know it.
 _PREFIX: Final = f"sweep-{secrets.token_hex(8)}-"
@@ -87,7 +89,9 @@ class Sweeping:
 
     Args:
         share: the part of a step's sequences and tokens that cells may take. While this process has
-            other requests in the engine, they take a tenth of it.
+            other requests in the engine, they take at most 512 tokens of it, and all come at once,
+            so that few of the others' steps have cells in them. The next ones are sent after a
+            pause of nine times as long as these took.
         alone: the engine has no other requests, so none are looked for. Twice as many cells are in
             the engine then: it has those of the next step while this process works on the last
             step's.
@@ -114,7 +118,10 @@ class Sweeping:
         self.plan = Plan(sweep, prompts, self._connection.sites, bounded, most_cells, check)
         _check_logprobs(model, self.plan.token_ids)
         self._alone, self._config, self._processor = alone, config, engine.output_processor
-        self._yields_until = 0.0
+        #: Times: until when others may come, when cells were sent beside them, and when the next ones
+        #: may be.
+        self._yields_until = self._resumes = 0.0
+        self._sent: float | None = None
         self.take_share(share)
         # The vectors of a module are EngineCore's. The requests of a path differ in what they read.
         alike = sweep.module is None and sweep.receivers is None
@@ -133,17 +140,33 @@ class Sweeping:
         batch = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // longest)
         most = max(1, int(share * batch)) * (2 if self._alone else 1)
         self._most = cells_at_once(most, self._num_logprobs())
+        self._most_beside = max(1, min(self._most, YIELDS_TOKENS // longest))
 
-    @property
-    def most(self) -> int:
-        """Cells in the engine at once, at most. Requests of other front-ends do not count, because
-        this process does not know them."""
+    def _yields(self) -> bool:
+        """True while this process has other requests in the engine, and for a while after. Requests
+        of other front-ends do not count, because this process does not know them."""
         if self._alone:
-            return self._most
+            return False
         running, now = self._processor.request_states, time.monotonic()
         if not all(name.startswith(_PREFIX) for name in running):
             self._yields_until = now + YIELDS_S
-        return self._most if now >= self._yields_until else max(1, self._most // YIELDS)
+        return now < self._yields_until
+
+    @property
+    def pause(self) -> float:
+        """Seconds after which `due` is worth a call, if no cells are in the engine."""
+        return max(0.0, min(self._resumes, self._yields_until) - time.monotonic())
+
+    def _waits(self, num_running: int) -> bool:
+        """True if no cells are due beside other requests."""
+        now = time.monotonic()
+        if self._sent is not None and not num_running:
+            self._resumes = now + (YIELDS - 1) * (now - self._sent)
+            self._sent = None
+        if not self._yields():
+            self._sent = None
+            return False
+        return num_running > 0 or now < self._resumes
 
     @property
     def _num_tokens(self) -> int:
@@ -162,26 +185,32 @@ class Sweeping:
         Args:
             tell: is called with each cell that cannot be.
         """
-        while num_running < (most := self.most) and not self.over:
+        if self._waits(num_running):
+            return
+        while not self.over:
+            yields = self._yields()
+            most = self._most_beside if yields else self._most
             job = self._jobs.peek()
-            if job is None:
+            if num_running >= most or job is None:
                 return
             if job.error is not None:
                 tell(self.plan.take(self._jobs.next(), None, None, job.error))
                 continue
-            num = self._num_together(job, most)
+            num = self._num_together(job, most - num_running if yields else most // 4)
             if num_running and num > most - num_running:
                 return  # more of them at once, when others have ended
             with naming(job.name):
                 request = self._request(self._first(num))
             num_running += len(request.jobs)
+            if yields and self._sent is None:
+                self._sent = time.monotonic()
             yield request
 
     def _num_together(self, job: Job, most: int) -> int:
-        """How many jobs one request may stand for, this one first."""
+        """How many jobs one request may stand for, at most `most`, this one first."""
         if self._alike is None or job.place is None or self._connection.always_answers:
             return 1
-        return max(1, min(CELLS_TOGETHER, most // 4))
+        return max(1, min(CELLS_TOGETHER, most))
 
     def _first(self, num: int) -> tuple[Job, ...]:
         """The next job, and up to `num` in all that can be sent in one request."""
@@ -496,6 +525,8 @@ async def follow(
                 await asyncio.sleep(0)  # other requests' turn
             if running:
                 _take(sweeping, running, await _first_done(running), tell)
+            else:
+                await asyncio.sleep(sweeping.pause)
     finally:
         seldom.end()
         await _end(running)
