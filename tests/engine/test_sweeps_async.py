@@ -34,10 +34,10 @@ def engine(loop):
     engine.shutdown()
 
 
-async def chat(engine, name):
+async def chat(engine, name, num_tokens=40):
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     outputs = [out async for out in engine.generate("The capital of Ritova", params, name)]
     return list(outputs[-1].outputs[0].token_ids)
 
@@ -137,12 +137,15 @@ def test_a_sweep_yields_to_other_requests_while_they_run(engine, loop):
     """Two sweeps, and for some time a request."""
 
     async def watched():
-        sweep = Sweep(OTHER, metric=METRIC)
-        swept = [sweep_async(engine, [ASKED] * 6, sweep, progress=False) for _ in range(2)]
-        tasks, most = [asyncio.ensure_future(one) for one in swept], [0, 0]
+        sweep, cells = Sweep(OTHER, metric=METRIC), []
+        swept = [
+            sweep_async(engine, [ASKED] * 6, sweep, progress=False, on_cell=cells.append)
+            for _ in range(2)
+        ]
+        tasks, most, came = [asyncio.ensure_future(one) for one in swept], [0, 0], [0, 0]
         while await counted(engine) < 32:
             await asyncio.sleep(0)
-        beside = asyncio.ensure_future(chat(engine, "beside sweeps"))
+        beside = asyncio.ensure_future(chat(engine, "beside sweeps", 200))
         num_tokens = 0
         while not all(task.done() for task in tasks):
             states = engine.output_processor.request_states.items()
@@ -151,13 +154,15 @@ def test_a_sweep_yields_to_other_requests_while_they_run(engine, loop):
             running = await counted(engine)
             if beside.done():
                 most[1] = max(most[1], running)
-            elif num_tokens > 8:  # the cells that were there when it came have ended
+            elif num_tokens > 30:  # the cells that were there when it came have ended
                 most[0] = max(most[0], running)
+                came = [came[0] or len(cells), len(cells)]
         await beside
-        return most, [(await task).errors for task in tasks]
+        return most, came[1] - came[0], [(await task).errors for task in tasks]
 
-    (with_it, after), errors = loop.run(watched())
-    assert 1 < with_it <= 2 * 3 + 1
+    (with_it, after), came, errors = loop.run(watched())
+    assert with_it <= 2 * 16 + 1
+    assert 0 < came <= 5 * 32, "of 864, and the request takes a second"
     assert 32 < after <= 2 * 32
     assert errors == [{}, {}]
 

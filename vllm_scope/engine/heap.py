@@ -12,8 +12,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: Python 3.11 has 700, 10 and 10. A cell of a sweep makes some hundred objects in EngineCore.
-_THRESHOLDS = (20_000, 20, 50)
+#: Python 3.11 has 700, 10 and 10. A cell of a sweep has some hundred objects in EngineCore until it
+#: ends. The first number is that of about all cells that are there at once; most objects are then
+#: freed before a collection looks at them.
+_THRESHOLDS = (200_000, 20, 50)
 
 
 class _Seldom:

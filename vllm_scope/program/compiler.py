@@ -209,7 +209,7 @@ class _GateOps(NamedTuple):
             return ((self.at, self.op),)
         state = self.state
         if state.told is not None and state.told[0] != edited:
-            state = replace(state, told=None)
+            state = state._replace(told=None)
         return ((self.at, self.op), ((edited.boundary, edited.group), state))
 
 

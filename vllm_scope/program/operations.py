@@ -84,8 +84,7 @@ REGISTERS = MOST_GATES + MAX_FEATURES
 NO_PROGRAM = -1
 
 
-@dataclass(frozen=True)
-class Op:
+class Op(NamedTuple):
     """One operation on a row.
 
     Attributes:

@@ -58,11 +58,11 @@ def test_collections_are_seldom_until_the_last_end(usual):
 
 
 def test_collections_that_are_rarer_already_stay_so(usual):
-    gc.set_threshold(100_000, 11, 1000)
+    gc.set_threshold(1_000_000, 11, 1000)
     heap.seldom.begin()
-    assert gc.get_threshold() == (100_000, heap._THRESHOLDS[1], 1000)
+    assert gc.get_threshold() == (1_000_000, heap._THRESHOLDS[1], 1000)
     heap.seldom.end()
-    assert gc.get_threshold() == (100_000, 11, 1000)
+    assert gc.get_threshold() == (1_000_000, 11, 1000)
 
 
 @pytest.mark.parametrize("given", [(0, 10, 10), (900, 10, 10)], ids=["off", "others"])

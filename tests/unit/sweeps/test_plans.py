@@ -686,13 +686,14 @@ def test_a_request_that_comes_while_cells_are_sent_keeps_the_others_back(togethe
 @pytest.mark.parametrize(
     ("scheduler", "share", "most", "beside"),
     [
-        ((1024, 16384), 0.5, 341, 21), ((1024, 2048), 0.5, 42, 21), ((1024, 2048), 0.1, 8, 8),
-        ((16, 2048), 1.0, 16, 16),
+        ((1024, 16384), 0.5, 341, 10), ((1024, 2048), 0.5, 42, 10), ((1024, 2048), 0.1, 8, 8),
+        ((16, 2048), 0.25, 4, 4), ((2048, 1 << 16), 1.0, 2048, 16),
     ],
 )  # fmt: skip
 def test_the_share_is_of_a_steps_sequences_and_tokens(scheduler, share, most, beside):
     found, _ = serving()
-    found.plan = SimpleNamespace(ids=[[1] * 24, [1] * 20], token_ids=[(1, 2)] * 2)
+    size = 10 if most == 2048 else 24
+    found.plan = SimpleNamespace(ids=[[1] * size, [1] * 9], token_ids=[(1, 2)] * 2)
     names = "max_num_seqs", "max_num_batched_tokens"
     config = SimpleNamespace(**dict(zip(names, scheduler, strict=True)))
     found._config = SimpleNamespace(scheduler_config=config)

@@ -35,7 +35,6 @@ from vllm_scope.engine.vllm_types import EngineCoreOutputs as Outputs
 from vllm_scope.errors import ScopeError
 from vllm_scope.request.answers import NO_LOGPROBS, Answers
 
-
 #: A step takes one of so many parts of what variants still have to compute: one is on the device,
 #: one is prepared, one waits. And at least so many tokens.
 _PARTS: Final = 3
@@ -248,9 +247,9 @@ def variants_of(scheduler: Scheduler, request: Request) -> list[Request]:
 def _num_computed(scheduler: Scheduler, request: Request) -> int:
     """Tokens of its prompt that are not in the prefix cache once another variant was computed."""
     known, size = entered(request), scheduler.block_size
-    first = None if known is None else known.first_edited
-    cached = scheduler.kv_cache_manager.enable_caching and first is not None
-    return request.num_prompt_tokens - (first // size * size if cached else 0)
+    if known is None or known.first_edited is None or not scheduler.kv_cache_manager.enable_caching:
+        return request.num_prompt_tokens
+    return request.num_prompt_tokens - known.first_edited // size * size
 
 
 def most_tokens(scheduler: Scheduler) -> int | None:

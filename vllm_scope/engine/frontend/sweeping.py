@@ -57,11 +57,11 @@ _Tasks = dict["asyncio.Task[RequestOutput | ScopeError]", "_Request"]
 #: them in one piece.
 CELLS_TOGETHER: Final = 16
 BYTES_TOGETHER: Final = 1 << 20
-#: While other requests run, and for YIELDS_S after, a sweep has cells in the engine for 1 / YIELDS of
-#: the time: as many as make a step YIELDS_TOKENS longer. A client that sends one request after
-#: another has none in the engine between two of them.
+#: While other requests run, and for YIELDS_S after, a sweep has cells in the engine for 1 / YIELDS
+#: of the time: those of one request, of YIELDS_TOKENS at most. YIELDS_S is for a client that sends
+#: one request after another.
 YIELDS: Final = 10
-YIELDS_TOKENS: Final = 512
+YIELDS_TOKENS: Final = 256
 YIELDS_S: Final = 1.0
 #: What the ids of this process's sweeps begin with; no client can know it.
 _PREFIX: Final = f"sweep-{secrets.token_hex(8)}-"
@@ -89,9 +89,9 @@ class Sweeping:
 
     Args:
         share: the part of a step's sequences and tokens that cells may take. While this process has
-            other requests in the engine, they take at most 512 tokens of it, and all come at once,
-            so that few of the others' steps have cells in them. The next ones are sent after a
-            pause of nine times as long as these took.
+            other requests in the engine, they have at most 256 tokens and come all at once, so that
+            few of the others' steps have cells in them. The next ones are sent after a pause of
+            nine times as long as these took.
         alone: the engine has no other requests, so none are looked for. Twice as many cells are in
             the engine then: it has those of the next step while this process works on the last
             step's.
@@ -118,8 +118,8 @@ class Sweeping:
         self.plan = Plan(sweep, prompts, self._connection.sites, bounded, most_cells, check)
         _check_logprobs(model, self.plan.token_ids)
         self._alone, self._config, self._processor = alone, config, engine.output_processor
-        #: Times: until when others may come, when cells were sent beside them, and when the next ones
-        #: may be.
+        #: Times: until when others may come, when the next cells may be sent beside them, and when
+        #: those that are in the engine were.
         self._yields_until = self._resumes = 0.0
         self._sent: float | None = None
         self.take_share(share)
@@ -140,7 +140,8 @@ class Sweeping:
         batch = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // longest)
         most = max(1, int(share * batch)) * (2 if self._alone else 1)
         self._most = cells_at_once(most, self._num_logprobs())
-        self._most_beside = max(1, min(self._most, YIELDS_TOKENS // longest))
+        beside = min(CELLS_TOGETHER, YIELDS_TOKENS // longest)
+        self._most_beside = max(1, min(self._most, beside))
 
     def _yields(self) -> bool:
         """True while this process has other requests in the engine, and for a while after. Requests
