@@ -620,6 +620,20 @@ def test_a_sweep_has_fewer_cells_in_the_engine_while_others_have_requests(
     assert sizes(found.due(0, None)) == alone, "an LLM has no other requests"
 
 
+@pytest.mark.parametrize("num_sweeps", [0, 2, 5])
+def test_beside_others_all_sweeps_have_cells_in_the_engine_for_a_tenth_of_the_time(
+    num_sweeps, clock, monkeypatch
+):
+    monkeypatch.setattr(Sweeping, "num_followed", num_sweeps)
+    clock.now = 7.0
+    found, states = serving()
+    states["cmpl-1"] = None
+    assert sizes(found.due(0, None)) == [16, 4]
+    clock.now = 7.25
+    assert sizes(found.due(0, None)) == []
+    assert found._resumes == 7 + 10 * max(1, num_sweeps) * 0.25
+
+
 def test_beside_others_a_sweep_pauses_nine_times_as_long_as_its_cells_took(clock):
     clock.now = 7.0
     found, states = serving()

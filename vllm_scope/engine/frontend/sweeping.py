@@ -90,14 +90,17 @@ class Sweeping:
     Args:
         share: the part of a step's sequences and tokens that cells may take. While this process has
             other requests in the engine, they have at most 256 tokens and come all at once, so that
-            few of the others' steps have cells in them. The next ones are sent after a pause of
-            nine times as long as these took.
+            few of the others' steps have cells in them. The next ones are sent after a pause, so
+            that all sweeps of this process have cells in the engine for a tenth of the time.
         alone: the engine has no other requests, so none are looked for. Twice as many cells are in
             the engine then: it has those of the next step while this process works on the last
             step's.
         tokenizer: None for the engine's, which may be used on the event loop alone.
         most_cells: as for Plan.
     """
+
+    #: Sweeps that `follow` runs in this process.
+    num_followed = 0
 
     def __init__(
         self, engine: Engine, prompts: object, sweep: Sweep, share: float, alone: bool = False,
@@ -162,7 +165,7 @@ class Sweeping:
         """True if no cells are due beside other requests."""
         now = time.monotonic()
         if self._sent is not None and not num_running:
-            self._resumes = now + (YIELDS - 1) * (now - self._sent)
+            self._resumes = now + (YIELDS * max(1, self.num_followed) - 1) * (now - self._sent)
             self._sent = None
         if not self._yields():
             self._sent = None
@@ -518,6 +521,7 @@ async def follow(
     running: _Tasks = {}
     names = _names()
     seldom.begin()
+    Sweeping.num_followed += 1
     # The error of a cancelled task keeps this frame: no task or output is a local variable of it.
     try:
         while running or not sweeping.over:
@@ -529,6 +533,7 @@ async def follow(
             else:
                 await asyncio.sleep(sweeping.pause)
     finally:
+        Sweeping.num_followed -= 1
         seldom.end()
         await _end(running)
 
