@@ -249,8 +249,12 @@ def _schedule(
 @contextmanager
 def _bounded(scheduler: Scheduler) -> Iterator[None]:
     """Schedule no more tokens than `most_tokens`."""
-    before, most = scheduler.max_num_scheduled_tokens, most_tokens(scheduler)
-    scheduler.max_num_scheduled_tokens = before if most is None else min(before, most)
+    most = most_tokens(scheduler)
+    if most is None:
+        yield
+        return
+    before = scheduler.max_num_scheduled_tokens
+    scheduler.max_num_scheduled_tokens = min(before, most)
     try:
         yield
     finally:
