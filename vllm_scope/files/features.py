@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 def write_parquet(found: SparseFeatures, path: str | os.PathLike[str]) -> None:
     """Write one result: the columns `position`, `index` and `value`, as `export_features` has
-    them. Raises ConfigError if pyarrow is missing."""
+    them, and its `metadata`. Raises ConfigError if pyarrow is missing."""
     arrow()
     import pyarrow.parquet as pq
 
-    pq.write_table(_table(found), os.fspath(path))
+    pq.write_table(_table(found).replace_schema_metadata(found.metadata), os.fspath(path))
 
 
 def export_features(capture: Capture, path: str | Path, name: str) -> int:

@@ -10,6 +10,7 @@ arrive is not.
 
 from __future__ import annotations
 
+import json
 from functools import cached_property
 from os import PathLike
 
@@ -79,7 +80,8 @@ class SparseFeatures:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a safetensors file with `positions`, `indices`, `values` and `tokens`; or, if the
-        path ends in `.parquet`, a table with a row for each value (`files.features`).
+        path ends in `.parquet`, a table with a row for each value (`files.features`). The file's
+        metadata has `metadata`.
 
         Raises:
             ConfigError: the path ends in `.parquet`, and pyarrow is missing.
@@ -92,7 +94,15 @@ class SparseFeatures:
         from safetensors.torch import save_file
 
         names = ("positions", "indices", "values", "tokens")
-        save_file({name: getattr(self, name).contiguous() for name in names}, path)
+        tensors = {name: getattr(self, name).contiguous() for name in names}
+        save_file(tensors, path, self.metadata)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """`num_features` and `asked` as JSON, without those that are None: what a reader needs to
+        tell a feature that was not active from one that was not read."""
+        found = {"num_features": self.num_features, "asked": self.asked}
+        return {name: json.dumps(value) for name, value in found.items() if value is not None}
 
     @cached_property
     def _places(self) -> Tensor:

@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.unit.roads import number_of
@@ -96,6 +97,8 @@ def test_features_are_a_sparse_matrix(found, tmp_path):
     stored = load_file(tmp_path / "f.safetensors")
     assert set(stored) == {"positions", "indices", "values", "tokens"}
     assert all(torch.equal(stored[name], getattr(found, name)) for name in stored)
+    with safe_open(tmp_path / "f.safetensors", "pt") as file:
+        assert file.metadata() == {"num_features": "99"}
 
 
 @pytest.mark.parametrize("index", [-1, 99, 9999, "7", True, 1.5])
