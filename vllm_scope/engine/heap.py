@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 #: Python 3.11 has 700, 10 and 10. A cell of a sweep has some hundred objects in EngineCore until it
-#: ends. The first number is that of about all cells that are there at once; most objects are then
-#: freed before a collection looks at them.
+#: ends. About as many objects as all running cells have may come before a collection, so most are
+#: freed before one looks at them.
 _THRESHOLDS = (200_000, 20, 50)
 
 

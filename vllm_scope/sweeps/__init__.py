@@ -5,6 +5,7 @@ sweep.py    what a caller asks for, and its prompts as token ids
 source.py   the rows that edits take their vectors from
 paths.py    path patching: the further requests of a cell that acts along direct paths alone
 plan.py     which requests a sweep is made of, and in which order
+yielding.py when they are sent while others have requests in the engine
 table.py    the values with their names, as files and as a picture
 wire.py     a sweep and its table as JSON, for HTTP
 

@@ -56,10 +56,10 @@ class Scheduler:
     finished_req_ids_dict = None
     block_size = 4
 
-    def __init__(self, overlaps=True, caches=True):
+    def __init__(self, overlaps=True, caches=True, chunks=True):
         self.requests = {}
         self.kv_cache_manager = SimpleNamespace(enable_caching=caches)
-        config = SimpleNamespace(async_scheduling=overlaps)
+        config = SimpleNamespace(async_scheduling=overlaps, enable_chunked_prefill=chunks)
         self.vllm_config = SimpleNamespace(scheduler_config=config)
 
 
@@ -67,7 +67,8 @@ def entering(name, num, asked=(7, 3), refusals=None, size=9, edited=None):
     """A request that stands for `num` others, of which some are refused.
 
     Args:
-        size: tokens of the prompt. edited: the first position that each edits.
+        size: tokens of the prompt.
+        edited: the first position that each edits, or a function of its number.
     """
     sent = SimpleNamespace(
         request_id=name,
@@ -79,7 +80,8 @@ def entering(name, num, asked=(7, 3), refusals=None, size=9, edited=None):
         if number in (refusals or {}):
             raise SpecError(refusals[number])
         made = Request(request_id=sent.request_id, num_prompt_tokens=size)
-        keep(made, Entered(NOTHING, first_edited=edited))
+        first = edited(number) if callable(edited) else edited
+        keep(made, Entered(NOTHING, first_edited=first))
         return made
 
     expand(standing, sent, num, make, num_tokens=3)
@@ -254,7 +256,11 @@ def _begun(scheduler, name, num, **shape):
     return some
 
 
-def test_a_step_takes_a_third_of_what_variants_have_to_compute():
+def _other(num_tokens=1):
+    return Request(num_tokens=num_tokens)
+
+
+def test_a_step_takes_a_third_of_the_tokens_of_all_variants():
     scheduler = Scheduler()
     assert most_tokens(scheduler) is None, "there are none"
     some = _begun(scheduler, "r", 300, size=24, edited=9)
@@ -268,14 +274,39 @@ def test_a_step_takes_a_third_of_what_variants_have_to_compute():
     standing = [scheduler.requests.pop(one.request_id) for one in some[100:]]
     assert len(aborted(scheduler, standing)) == 1
     assert most_tokens(scheduler) == 200 * 24 // 3
+    standing = list(scheduler.requests.values())
+    scheduler.requests.clear()
+    aborted(scheduler, standing)
+    assert most_tokens(scheduler) is None
 
 
-def test_a_step_takes_at_least_one_whole_prompt_and_a_thousand_tokens():
+def test_variants_that_wait_outside_the_scheduler_do_not_count():
     scheduler = Scheduler()
-    _begun(scheduler, "r", 4, size=24)
+    some = _begun(scheduler, "r", 600, size=24)
+    for one in some[:200]:
+        del scheduler.requests[one.request_id]
+    assert most_tokens(scheduler) == 400 * 24 // 3
+    scheduler.requests.update({f"other {i}": _other() for i in range(51)})
+    assert most_tokens(scheduler) is None, "400 / 8 are a few"
+
+
+def test_variants_count_by_what_each_edits_and_refused_ones_do_not():
+    scheduler, num = Scheduler(), 600
+    refusals = dict.fromkeys(range(0, num, 2), "no")
+    _begun(scheduler, "r", num, size=24, edited=lambda number: 9 * (number % 4 == 1),
+           refusals=refusals)  # fmt: skip
+    assert most_tokens(scheduler) == 300 * (24 - 4) // 3, "half of them have two cached blocks"
+
+
+def test_a_step_has_room_for_any_prompt_and_for_a_token_of_each_other_request():
+    scheduler = Scheduler()
+    _begun(scheduler, "r", 16, size=24)
     assert most_tokens(scheduler) == 1024
-    _begun(scheduler, "s", 2, size=5000, edited=4800)
-    assert most_tokens(scheduler) == 5000
+    scheduler.requests["other"] = _other(6000)
+    assert most_tokens(scheduler) == 6000 + 1
+    _begun(scheduler, "s", 16, size=7000, edited=6800)
+    scheduler.requests["another"] = _other(3)
+    assert most_tokens(scheduler) == 7000 + 2
 
 
 def test_without_a_prefix_cache_every_token_of_a_prompt_is_computed():
@@ -284,15 +315,19 @@ def test_without_a_prefix_cache_every_token_of_a_prompt_is_computed():
     assert most_tokens(scheduler) == 300 * 24 // 3
 
 
-def test_a_step_is_as_vllm_makes_it_without_async_scheduling_or_beside_other_requests():
-    scheduler = Scheduler(overlaps=False)
+@pytest.mark.parametrize("lacks", ["overlaps", "chunks"])
+def test_a_step_is_as_vllm_makes_it_without_async_scheduling_or_chunked_prefill(lacks):
+    scheduler = Scheduler(**{lacks: False})
     _begun(scheduler, "r", 300, size=24)
     assert most_tokens(scheduler) is None
+
+
+def test_a_step_is_as_vllm_makes_it_beside_more_than_a_few_other_requests():
     scheduler = Scheduler()
     _begun(scheduler, "r", 304, size=24)
-    scheduler.requests.update(dict.fromkeys(range(38)))
-    assert most_tokens(scheduler) == 304 * 24 // 3, "a few do not count"
-    scheduler.requests[38] = None
+    scheduler.requests.update({f"other {i}": _other() for i in range(38)})
+    assert most_tokens(scheduler) == 304 * 24 // 3 + 38
+    scheduler.requests["one more"] = _other()
     assert most_tokens(scheduler) is None
 
 

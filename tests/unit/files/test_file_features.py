@@ -8,7 +8,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 
 import vllm_scope
 from tests.unit.files.test_files import LAYOUTS
@@ -16,7 +15,6 @@ from vllm_scope.batch.sparse import SparseRows
 from vllm_scope.errors import ConfigError
 from vllm_scope.files import export_features
 from vllm_scope.files.options import FileOptions
-from vllm_scope.request.read_features import ReadFeatures
 from vllm_scope.results.features import SparseFeatures
 from vllm_scope.sinks import Block, Ending, RequestInfo
 from vllm_scope.sinks.filesystem import FilesystemSink

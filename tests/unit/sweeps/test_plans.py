@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import re
 from contextlib import nullcontext
@@ -25,7 +26,7 @@ from vllm_scope import (
     SpecError,
     Sweep,
 )
-from vllm_scope.engine.frontend import sweeping
+from vllm_scope.engine import heap
 from vllm_scope.engine.frontend.sweeping import (
     MAX_LOGPROBS,
     Sweeping,
@@ -35,14 +36,16 @@ from vllm_scope.engine.frontend.sweeping import (
     _names,
     _Peekable,
     cells_at_once,
+    follow,
     showing,
 )
 from vllm_scope.request.selectors import MAX_ITEMS
 from vllm_scope.request.sites import Heads, Place, Sites
-from vllm_scope.sweeps import metrics
+from vllm_scope.sweeps import metrics, yielding
 from vllm_scope.sweeps.plan import Plan
 from vllm_scope.sweeps.source import ReadRows
 from vllm_scope.sweeps.sweep import as_prompts
+from vllm_scope.sweeps.yielding import Yielding
 
 SITES = Sites(
     num_layers=3, hidden_size=8, dtype="float32", heads=Heads(2, 1, 3, 3),
@@ -230,7 +233,8 @@ def test_tokens_and_metrics_that_an_engine_does_not_take_are_named():
 def sending(p, add):
     """A Sweeping of this plan whose requests go to `add`."""
     found = object.__new__(Sweeping)
-    found.plan, found._alike, found._most, found._alone, found._sent = p, None, 99, True, None
+    found.plan, found._alike, found._most, found._alone = p, None, 99, True
+    found._yielding = Yielding(1.0)
     found._jobs, found._params = _Peekable(p.jobs()), dict.fromkeys(p.token_ids)
     found._request = lambda jobs: add(jobs[0]) or SimpleNamespace(jobs=jobs)
     return found
@@ -565,9 +569,9 @@ def test_one_request_stands_for_some_cells_of_a_part_of_the_batch(most, num_byte
 
 
 class Clock:
-    """Stands for the module time in `sweeping`."""
+    """Stands for the module time in `sweeps.yielding`."""
 
-    now = 0.0
+    now = 7.0
 
     def monotonic(self):
         return self.now
@@ -576,24 +580,31 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(sweeping, "time", clock)
+    monkeypatch.setattr(yielding, "time", clock)
     return clock
 
 
-def serving(together=True, most=64, beside=20):
+def serving(together=True, most=64, beside=20, errors=()):
     """A Sweeping of 200 cells on an engine without requests.
 
     Args:
         together: one request may stand for several cells.
+        errors: numbers of cells that cannot be.
     """
     found = object.__new__(Sweeping)
     found._alike, found._most, found._most_beside = object() if together else None, most, beside
     found._connection = SimpleNamespace(always_answers=False)
     found._processor = SimpleNamespace(request_states={})
-    found._alone, found._yields_until, found._resumes, found._sent = False, 0.0, 0.0, None
+    found._alone, found._yielding = False, Yielding(0.5)
     found._request = lambda jobs: SimpleNamespace(jobs=jobs)
-    cell = SimpleNamespace(place=(0, 0), num_bytes=1, error=None, prompt=0, name="prompts[0]")
-    found._jobs = _Peekable(iter([cell] * 200))
+    found.plan = SimpleNamespace(take=lambda job, found, rows, error: (job.place, error))
+    cells = [
+        SimpleNamespace(
+            place=(0, i), num_bytes=1, error="bad" if i in errors else None, prompt=0, name="p"
+        )
+        for i in range(200)
+    ]
+    found._jobs = _Peekable(iter(cells))
     return found, found._processor.request_states
 
 
@@ -608,7 +619,7 @@ def sizes(due):
 def test_a_sweep_has_fewer_cells_in_the_engine_while_others_have_requests(
     together, alone, beside, clock
 ):
-    clock.now, names = 7.0, _names()
+    names = _names()
     found, states = serving(together)
     states |= {next(names): None, next(_names()): None}
     assert sizes(found.due(0, None)) == alone, "these are of sweeps"
@@ -620,68 +631,15 @@ def test_a_sweep_has_fewer_cells_in_the_engine_while_others_have_requests(
     assert sizes(found.due(0, None)) == alone, "an LLM has no other requests"
 
 
-@pytest.mark.parametrize("num_sweeps", [0, 2, 5])
-def test_beside_others_all_sweeps_have_cells_in_the_engine_for_a_tenth_of_the_time(
-    num_sweeps, clock, monkeypatch
-):
-    monkeypatch.setattr(Sweeping, "num_followed", num_sweeps)
-    clock.now = 7.0
-    found, states = serving()
-    states["cmpl-1"] = None
-    assert sizes(found.due(0, None)) == [16, 4]
-    clock.now = 7.25
-    assert sizes(found.due(0, None)) == []
-    assert found._resumes == 7 + 10 * max(1, num_sweeps) * 0.25
-
-
-def test_beside_others_a_sweep_pauses_nine_times_as_long_as_its_cells_took(clock):
-    clock.now = 7.0
+def test_beside_others_a_sweep_pauses_when_its_cells_have_ended(clock):
     found, states = serving()
     states["cmpl-1"] = None
     assert found.pause == 0
     assert sizes(found.due(0, None)) == [16, 4]
-    clock.now = 7.05
-    assert sizes(found.due(4, None)) == [], "some are left"
     clock.now = 7.1
     assert sizes(found.due(0, None)) == []
     assert found.pause == pytest.approx(0.9)
-    clock.now = 7.9
-    assert sizes(found.due(0, None)) == []
-    assert found.pause == pytest.approx(0.1)
     clock.now = 8.01
-    assert found.pause == 0
-    assert sizes(found.due(0, None)) == [16, 4]
-
-
-def test_a_sweep_goes_on_a_second_after_the_last_request_of_others(clock):
-    clock.now = 7.0
-    found, states = serving()
-    states["cmpl-1"] = None
-    assert sizes(found.due(0, None)) == [16, 4]
-    clock.now = 9.0  # and these took two seconds
-    assert sizes(found.due(0, None)) == []
-    states.clear()
-    clock.now = 9.5
-    assert sizes(found.due(0, None)) == [], "the next one may come at once"
-    assert found.pause == pytest.approx(0.5)
-    clock.now = 10.0
-    assert found.pause == 0
-    assert sizes(found.due(0, None)) == [16] * 4
-    states["cmpl-2"] = None
-    assert sizes(found.due(0, None)) == [], "the pause is not over"
-    clock.now = 27.5
-    assert sizes(found.due(0, None)) == [16, 4]
-
-
-def test_cells_of_a_time_without_others_are_followed_by_no_pause(clock):
-    clock.now = 7.0
-    found, states = serving()
-    states["cmpl-1"] = None
-    next(found.due(0, None))
-    del states["cmpl-1"]
-    clock.now = 8.0
-    assert sizes(found.due(16, None)) == [16] * 3
-    clock.now, states["cmpl-2"] = 20.0, None
     assert sizes(found.due(0, None)) == [16, 4]
 
 
@@ -689,7 +647,6 @@ def test_cells_of_a_time_without_others_are_followed_by_no_pause(clock):
     ("together", "beside"), [(True, [4]), (False, [1] * 19)], ids=["together", "one-by-one"]
 )
 def test_a_request_that_comes_while_cells_are_sent_keeps_the_others_back(together, beside, clock):
-    clock.now = 7.0
     found, states = serving(together)
     due = found.due(0, None)
     next(due)
@@ -697,25 +654,103 @@ def test_a_request_that_comes_while_cells_are_sent_keeps_the_others_back(togethe
     assert sizes(due) == beside
 
 
+def test_cells_that_cannot_be_are_told_at_once_and_no_pause_follows_the_last_one(clock):
+    found, states = serving(errors={20, *range(48, 200)})
+    states["cmpl-1"], told = None, []
+    assert sizes(found.due(0, told.append)) == [16, 4]
+    assert told == [((0, 20), "bad")], "the next one"
+    clock.now = 7.1
+    assert sizes(found.due(0, told.append)) == []
+    clock.now = 8.1
+    assert sizes(found.due(0, told.append)) == [16, 4]
+    clock.now = 8.2
+    assert sizes(found.due(0, told.append)) == []
+    clock.now = 9.2
+    assert sizes(found.due(0, told.append)) == [7]
+    assert len(told) == 153
+    assert found.over
+
+
 @pytest.mark.parametrize(
-    ("scheduler", "share", "most", "beside"),
+    ("scheduler", "longest", "share", "most", "beside"),
     [
-        ((1024, 16384), 0.5, 341, 10), ((1024, 2048), 0.5, 42, 10), ((1024, 2048), 0.1, 8, 8),
-        ((16, 2048), 0.25, 4, 4), ((2048, 1 << 16), 1.0, 2048, 16),
+        ((1024, 16384), 24, 0.5, 341, 10), ((1024, 2048), 24, 0.5, 42, 10),
+        ((1024, 2048), 24, 0.1, 8, 8), ((16, 2048), 24, 0.25, 4, 4),
+        ((2048, 1 << 16), 10, 1.0, 2048, 16), ((1024, 16384), 300, 0.5, 27, 1),
     ],
 )  # fmt: skip
-def test_the_share_is_of_a_steps_sequences_and_tokens(scheduler, share, most, beside):
+def test_the_share_is_of_a_steps_sequences_and_tokens(scheduler, longest, share, most, beside):
     found, _ = serving()
-    size = 10 if most == 2048 else 24
-    found.plan = SimpleNamespace(ids=[[1] * size, [1] * 9], token_ids=[(1, 2)] * 2)
+    found.plan = SimpleNamespace(ids=[[1] * longest, [1] * 9], token_ids=[(1, 2)] * 2)
     names = "max_num_seqs", "max_num_batched_tokens"
     config = SimpleNamespace(**dict(zip(names, scheduler, strict=True)))
     found._config = SimpleNamespace(scheduler_config=config)
     found.take_share(share)
-    assert (found._most, found._most_beside) == (most, beside)
+    assert (found._most, found._most_beside, found._yielding.share) == (most, beside, share)
     found._alone = True
     found.take_share(share)
     assert found._most == 2 * most
+
+
+class Answering:
+    """An engine whose requests end at once, or never."""
+
+    def __init__(self, found, ends=True):
+        self.found, self.ends, self.num_begun, self.names = found, ends, 0, []
+
+    async def generate(self, prompt, params, name):
+        self.names.append(name)
+        await asyncio.sleep(0 if self.ends else 1000)
+        yield name
+
+
+def followed(found, engine, monkeypatch, seconds=5.0):
+    """What `follow` told, and how long it slept each time while nothing ran."""
+    told, slept, sleep = [], [], asyncio.sleep
+
+    async def asleep(seconds):
+        if seconds and seconds < 1000:
+            slept.append(seconds)
+            yielding.time.now += seconds
+        await sleep(seconds if seconds >= 1000 else 0)
+
+    def taken(request, output):
+        return [job.place for job in request.jobs]
+
+    found._request = lambda jobs: SimpleNamespace(
+        jobs=jobs, prompt=None, params=None, prepared=None
+    )
+    found.take = taken
+    monkeypatch.setattr(asyncio, "sleep", asleep)
+
+    async def run():
+        async with asyncio.timeout(seconds):
+            await follow(engine, found, told.append)
+
+    asyncio.run(run())
+    return told, slept
+
+
+def test_following_sleeps_in_a_pause_and_ends_without_one(clock, monkeypatch):
+    found, states = serving(errors=range(40, 200))
+    states["cmpl-1"] = None
+
+    class Slow(Answering):
+        async def generate(self, *args):
+            clock.now += 0.05
+            async for one in super().generate(*args):
+                yield one
+
+    told, slept = followed(found, Slow(found), monkeypatch)
+    assert len(told) == 200
+    assert slept == [pytest.approx(9 * 0.1)], "two requests of 0.05 s, then 20 cells more"
+
+
+def test_following_ends_its_requests_when_it_is_cancelled(clock, monkeypatch):
+    found, _ = serving()
+    with pytest.raises(TimeoutError):
+        followed(found, Answering(found, ends=False), monkeypatch, seconds=0.05)
+    assert heap.seldom._num == 0
 
 
 def test_a_cell_has_the_bytes_of_its_rows():

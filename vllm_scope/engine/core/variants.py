@@ -35,9 +35,10 @@ from vllm_scope.engine.vllm_types import EngineCoreOutputs as Outputs
 from vllm_scope.errors import ScopeError
 from vllm_scope.request.answers import NO_LOGPROBS, Answers
 
-#: A step takes one of so many parts of what variants still have to compute: one is on the device,
-#: one is prepared, one waits. And at least so many tokens.
+#: The tokens of all variants in the scheduler are divided into so many steps: one is on the device,
+#: one is prepared, and one waits.
 _PARTS: Final = 3
+#: A step may always have so many: to launch a small one takes longer than to compute it.
 _LEAST_TOKENS: Final = 1024
 
 
@@ -51,8 +52,8 @@ class _Group:
         num_tokens: of the vocabulary.
     """
 
-    #: Tokens that one of them has to compute, about.
-    num_computed = 0
+    #: Tokens of one of them that are computed, about: the others come from the prefix cache.
+    num_tokens_each = 0
 
     def __init__(
         self, requests: dict[int, Request], errors: dict[int, str], asked: list[int] | None,
@@ -150,8 +151,6 @@ class _Running:
         self.groups: dict[str, tuple[Request, _Group]] = {}
         #: Id of a variant -> id of the request that stands for it.
         self.name_of: dict[str, str] = {}
-        #: Of the variants that have not ended: how many, and the tokens that they have to compute.
-        self.num = self.num_tokens = 0
 
     def __del__(self) -> None:
         if self.groups:  # the scheduler is gone, and they will not end
@@ -162,15 +161,9 @@ class _Running:
             seldom.begin()
         self.groups[request.request_id] = request, group
         self.name_of |= dict.fromkeys(group.numbers, request.request_id)
-        self._count(group, len(group.numbers))
-
-    def _count(self, group: _Group, num: int) -> None:
-        self.num += num
-        self.num_tokens += num * group.num_computed
 
     def end(self, request_id: str) -> tuple[Request, _Group]:
         request, group = self.groups.pop(request_id)
-        self._count(group, -len(group.numbers))
         for one in group.requests.values():
             del self.name_of[one.request_id]
         if not self.groups:
@@ -185,12 +178,8 @@ class _Running:
         outputs.outputs = [one for one in outputs.outputs if one.request_id not in self.name_of]
         for one in mine:
             name = self.name_of[one.request_id]
-            group = self.groups[name][1]
-            if one.finish_reason is None:
-                continue
-            self._count(group, -1)
-            if group.take(one):
-                self.end(name)
+            if one.finish_reason is not None and self.groups[name][1].take(one):
+                _, group = self.end(name)
                 outputs.outputs.append(group.last(name))
                 outputs.finished_requests = (outputs.finished_requests or set()) | {name}
 
@@ -239,12 +228,12 @@ def variants_of(scheduler: Scheduler, request: Request) -> list[Request]:
         return []
     running = _running.of(scheduler) or _running.put(scheduler, _Running())
     some = list(group.requests.values())
-    group.num_computed = sum(_num_computed(scheduler, one) for one in some) // len(some)
+    group.num_tokens_each = sum(_num_tokens(scheduler, one) for one in some) // len(some)
     running.begin(request, group)
     return some
 
 
-def _num_computed(scheduler: Scheduler, request: Request) -> int:
+def _num_tokens(scheduler: Scheduler, request: Request) -> int:
     """Tokens of its prompt that are not in the prefix cache once another variant was computed."""
     known, size = entered(request), scheduler.block_size
     if known is None or known.first_edited is None or not scheduler.kv_cache_manager.enable_caching:
@@ -253,16 +242,28 @@ def _num_computed(scheduler: Scheduler, request: Request) -> int:
 
 
 def most_tokens(scheduler: Scheduler) -> int | None:
-    """How many tokens the next step may have; None for as many as vLLM gives it: without async
-    scheduling, or if other requests than variants are more than a few."""
-    running = _running.of(scheduler)
+    """How many tokens the next step may have; None for as many as vLLM gives it.
+
+    None without async scheduling, without chunked prefill, and beside more than a few other
+    requests. Otherwise it has room for any prompt that waits, and for a token of each other
+    request, so that the bound keeps none out for ever.
+    """
+    running, config = _running.of(scheduler), scheduler.vllm_config.scheduler_config
     if running is None or not running.groups:
         return None
-    overlaps = scheduler.vllm_config.scheduler_config.async_scheduling
-    if not overlaps or len(scheduler.requests) > running.num + running.num // 8:
+    if not (config.async_scheduling and config.enable_chunked_prefill):
         return None
-    longest = max(request.num_prompt_tokens for request, _ in running.groups.values())
-    return max(_LEAST_TOKENS, longest, running.num_tokens // _PARTS)
+    num_tokens, others = 0, []
+    for name, request in scheduler.requests.items():
+        of = running.name_of.get(name)
+        if of is None:
+            others.append(request.num_tokens)
+        else:
+            num_tokens += running.groups[of][1].num_tokens_each
+    if len(others) > (len(scheduler.requests) - len(others)) // 8:
+        return None
+    longest = [request.num_prompt_tokens for request, _ in running.groups.values()]
+    return max(_LEAST_TOKENS, *longest, *others, num_tokens // _PARTS) + len(others)
 
 
 def with_variants(

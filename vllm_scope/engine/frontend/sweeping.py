@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -42,11 +41,13 @@ from vllm_scope.request.answers import NO_LOGPROBS, Answers
 from vllm_scope.request.spec import scope
 from vllm_scope.results.budget import LABEL_BYTES
 from vllm_scope.results.inbox import inbox
+from vllm_scope.sweeps import yielding
 from vllm_scope.sweeps.metrics import Logprobs
 from vllm_scope.sweeps.plan import Cell, Job, Plan, Tokenizer
 from vllm_scope.sweeps.source import ReadRows
 from vllm_scope.sweeps.sweep import Sweep
 from vllm_scope.sweeps.table import SweepTable
+from vllm_scope.sweeps.yielding import Yielding
 
 OnCell = Callable[[Cell], object]
 Progress = bool | Literal["map"]
@@ -57,12 +58,6 @@ _Tasks = dict["asyncio.Task[RequestOutput | ScopeError]", "_Request"]
 #: them in one piece.
 CELLS_TOGETHER: Final = 16
 BYTES_TOGETHER: Final = 1 << 20
-#: While other requests run, and for YIELDS_S after, a sweep has cells in the engine for 1 / YIELDS
-#: of the time: those of one request, of YIELDS_TOKENS at most. YIELDS_S is for a client that sends
-#: one request after another.
-YIELDS: Final = 10
-YIELDS_TOKENS: Final = 256
-YIELDS_S: Final = 1.0
 #: What the ids of this process's sweeps begin with; no client can know it.
 _PREFIX: Final = f"sweep-{secrets.token_hex(8)}-"
 #: Log-probabilities of all cells in the engine.
@@ -88,19 +83,15 @@ class Sweeping:
     """One sweep on one engine, which is connected.
 
     Args:
-        share: the part of a step's sequences and tokens that cells may take. While this process has
-            other requests in the engine, they have at most 256 tokens and come all at once, so that
-            few of the others' steps have cells in them. The next ones are sent after a pause, so
-            that all sweeps of this process have cells in the engine for a tenth of the time.
+        share: the part of a step's sequences and tokens that cells may take. It also says how much
+            of the time they are in the engine while this process has other requests there
+            (sweeps.yielding).
         alone: the engine has no other requests, so none are looked for. Twice as many cells are in
             the engine then: it has those of the next step while this process works on the last
             step's.
         tokenizer: None for the engine's, which may be used on the event loop alone.
         most_cells: as for Plan.
     """
-
-    #: Sweeps that `follow` runs in this process.
-    num_followed = 0
 
     def __init__(
         self, engine: Engine, prompts: object, sweep: Sweep, share: float, alone: bool = False,
@@ -121,10 +112,7 @@ class Sweeping:
         self.plan = Plan(sweep, prompts, self._connection.sites, bounded, most_cells, check)
         _check_logprobs(model, self.plan.token_ids)
         self._alone, self._config, self._processor = alone, config, engine.output_processor
-        #: Times: until when others may come, when the next cells may be sent beside them, and when
-        #: those that are in the engine were.
-        self._yields_until = self._resumes = 0.0
-        self._sent: float | None = None
+        self._yielding = Yielding(share)
         self.take_share(share)
         # The vectors of a module are EngineCore's. The requests of a path differ in what they read.
         alike = sweep.module is None and sweep.receivers is None
@@ -143,34 +131,19 @@ class Sweeping:
         batch = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // longest)
         most = max(1, int(share * batch)) * (2 if self._alone else 1)
         self._most = cells_at_once(most, self._num_logprobs())
-        beside = min(CELLS_TOGETHER, YIELDS_TOKENS // longest)
-        self._most_beside = max(1, min(self._most, beside))
+        self._most_beside = max(1, min(self._most, CELLS_TOGETHER, yielding.TOKENS // longest))
+        self._yielding.share = share
 
-    def _yields(self) -> bool:
-        """True while this process has other requests in the engine, and for a while after. Requests
-        of other front-ends do not count, because this process does not know them."""
-        if self._alone:
-            return False
-        running, now = self._processor.request_states, time.monotonic()
-        if not all(name.startswith(_PREFIX) for name in running):
-            self._yields_until = now + YIELDS_S
-        return now < self._yields_until
+    def _others(self) -> bool:
+        """True if this process has other requests in the engine. It does not know those of other
+        front-ends."""
+        names = () if self._alone else self._processor.request_states
+        return not all(name.startswith(_PREFIX) for name in names)
 
     @property
     def pause(self) -> float:
-        """Seconds after which `due` is worth a call, if no cells are in the engine."""
-        return max(0.0, min(self._resumes, self._yields_until) - time.monotonic())
-
-    def _waits(self, num_running: int) -> bool:
-        """True if no cells are due beside other requests."""
-        now = time.monotonic()
-        if self._sent is not None and not num_running:
-            self._resumes = now + (YIELDS * max(1, self.num_followed) - 1) * (now - self._sent)
-            self._sent = None
-        if not self._yields():
-            self._sent = None
-            return False
-        return num_running > 0 or now < self._resumes
+        """Seconds in which `due` would yield nothing, if no cells are in the engine."""
+        return self._yielding.pause
 
     @property
     def _num_tokens(self) -> int:
@@ -189,26 +162,29 @@ class Sweeping:
         Args:
             tell: is called with each cell that cannot be.
         """
-        if self._waits(num_running):
-            return
-        while not self.over:
-            yields = self._yields()
+        waits: bool | None = None
+        while (job := self._sendable(tell)) is not None:
+            if waits is None:
+                waits = self._yielding.waits(num_running, self._others())
+            yields = self._yielding.look(self._others())
             most = self._most_beside if yields else self._most
-            job = self._jobs.peek()
-            if num_running >= most or job is None:
+            if waits or num_running >= most:
                 return
-            if job.error is not None:
-                tell(self.plan.take(self._jobs.next(), None, None, job.error))
-                continue
             num = self._num_together(job, most - num_running if yields else most // 4)
             if num_running and num > most - num_running:
                 return  # more of them at once, when others have ended
             with naming(job.name):
                 request = self._request(self._first(num))
             num_running += len(request.jobs)
-            if yields and self._sent is None:
-                self._sent = time.monotonic()
+            if yields:
+                self._yielding.send()
             yield request
+
+    def _sendable(self, tell: Callable[[Cell | None], object]) -> Job | None:
+        """The next job that can be sent, after those that cannot be; None if there is none now."""
+        while (job := self._jobs.peek()) is not None and job.error is not None:
+            tell(self.plan.take(self._jobs.next(), None, None, job.error))
+        return job
 
     def _num_together(self, job: Job, most: int) -> int:
         """How many jobs one request may stand for, at most `most`, this one first."""
@@ -521,7 +497,6 @@ async def follow(
     running: _Tasks = {}
     names = _names()
     seldom.begin()
-    Sweeping.num_followed += 1
     # The error of a cancelled task keeps this frame: no task or output is a local variable of it.
     try:
         while running or not sweeping.over:
@@ -530,10 +505,9 @@ async def follow(
                 await asyncio.sleep(0)  # other requests' turn
             if running:
                 _take(sweeping, running, await _first_done(running), tell)
-            else:
+            elif not sweeping.over:
                 await asyncio.sleep(sweeping.pause)
     finally:
-        Sweeping.num_followed -= 1
         seldom.end()
         await _end(running)
 

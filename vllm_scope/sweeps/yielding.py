@@ -1,0 +1,81 @@
+"""When a sweep sends cells while other requests are in the engine.
+
+Owns:  Yielding.
+Runs:  where the sweep runs: on the caller's event loop or in an API server process.
+From:  engine.frontend.sweeping, which looks for other requests.
+
+A step with cells in it takes several times as long as a step that only decodes. Few cells in every
+step would delay others in every step. So a sweep sends some cells at once, waits until they have
+ended, and pauses.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+#: A sweep is in the engine for this part of its `share` of the time.
+TIME: Final = 0.2
+#: Tokens of the cells that are sent at once.
+TOKENS: Final = 256
+#: For so long after the last of them, other requests count as there: a client that sends one
+#: request after another has none in the engine between two of them.
+LINGER_S: Final = 1.0
+#: A pause is no longer, whatever the cells waited for.
+LONGEST_PAUSE_S: Final = 10.0
+
+
+class Yielding:
+    """Of one sweep.
+
+    Attributes:
+        share: of a step, that the sweep's cells take while there are no other requests.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        #: Until when others count as there.
+        self._until = 0.0
+        #: When cells were sent that have not ended; when the last ones ended, and how long they
+        #: took.
+        self._sent: float | None = None
+        self._ended, self._took = 0.0, 0.0
+
+    def look(self, others: bool) -> bool:
+        """Whether to yield.
+
+        Args:
+            others: there are other requests now.
+        """
+        now = time.monotonic()
+        if others:
+            self._until = now + LINGER_S
+        return now < self._until
+
+    def waits(self, num_running: int, others: bool) -> bool:
+        """True if no cells may be sent now, while `num_running` of the sweep's are in the engine.
+        Call it before the first of some cells that are sent at once."""
+        now = time.monotonic()
+        if self._sent is not None and not num_running:
+            self._ended, self._took = now, now - self._sent
+            self._sent = None
+        if not self.look(others):
+            self._sent = None
+            return False
+        return num_running > 0 or now < self._resumes
+
+    def send(self) -> None:
+        """Cells are sent while the sweep yields."""
+        if self._sent is None:
+            self._sent = time.monotonic()
+
+    @property
+    def pause(self) -> float:
+        """Seconds for which `waits` stays True, if none of the sweep's cells is in the engine and
+        no others come."""
+        return max(0.0, min(self._resumes, self._until) - time.monotonic())
+
+    @property
+    def _resumes(self) -> float:
+        pause = self._took * (1 / (TIME * self.share) - 1)
+        return self._ended + min(pause, LONGEST_PAUSE_S)
