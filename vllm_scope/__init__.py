@@ -336,8 +336,8 @@ async def sweep_async(
 ) -> SweepTable:
     """As `sweep`, on an AsyncLLM that may serve others too. If it is cancelled, its requests end.
 
-    Args, Raises: as `sweep`. While this process has other requests in the engine, few cells are
-    sent at once, and they are there for a fifth of `share` of the time.
+    Args, Raises: as `sweep`. While the engine has other requests, few cells are sent at
+    once, and they are there for a fifth of `share` of the time.
     """
     from vllm_scope.engine.frontend.sweeping import run_async
 

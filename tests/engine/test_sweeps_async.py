@@ -11,6 +11,7 @@ import torch
 from tests.checkpoints import reference
 from tests.conftest import TOYWORLD, async_engine
 from vllm_scope import KL, LogitDifference, Logprob, ScopeError, Sweep, sweep_async
+from vllm_scope.engine.frontend.sweeping import Sweeping
 from vllm_scope.request.answers import NO_LOGPROBS
 from vllm_scope.results.inbox import inbox
 
@@ -160,6 +161,31 @@ def test_a_sweep_yields_to_other_requests_while_they_run(engine, loop):
     assert with_it <= 2 * 16 + 1
     assert 32 < after <= 2 * 32
     assert errors == [{}, {}]
+
+
+def test_a_sweep_hears_of_other_front_ends_with_its_answers(engine, loop, monkeypatch):
+    """This process is made to look at none of its own requests."""
+    monkeypatch.setattr(Sweeping, "_others", lambda self: False)
+
+    async def watched():
+        cells, most = [], 0
+        beside = asyncio.ensure_future(chat(engine, "beside", 200))
+        swept = sweep_async(
+            engine, [ASKED] * 6, Sweep(OTHER, metric=METRIC), progress=False, on_cell=cells.append
+        )
+        task = asyncio.ensure_future(swept)
+        while not beside.done():
+            before = len(cells)
+            running = await counted(engine)
+            if before > 32:  # of the cells that were sent at first, the last have answered
+                most = max(most, running)
+        num_beside = len(cells)
+        return most, num_beside, (await task).errors
+
+    most, num_beside, errors = loop.run(watched())
+    assert most <= 16
+    assert 32 < num_beside < 6 * 72
+    assert errors == {}
 
 
 def test_a_sweep_ends_although_other_requests_never_do(engine, loop):

@@ -83,8 +83,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     ),
     "config.cache": (_uses("CacheConfig", "kv_sharing_fast_prefill cache_dtype"),),
     "config.scheduler": (
-        _uses("SchedulerConfig", "max_num_batched_tokens max_num_seqs async_scheduling "
-              "enable_chunked_prefill"),
+        _uses("SchedulerConfig", "max_num_batched_tokens max_num_seqs async_scheduling"),
     ),
     "config.compilation": (
         _uses("CompilationConfig", "mode cudagraph_capture_sizes static_forward_context"),

@@ -84,7 +84,6 @@ class SchedulerConfig(Protocol):
     max_num_batched_tokens: int
     max_num_seqs: int
     async_scheduling: bool | None
-    enable_chunked_prefill: bool
 
 
 class CompilationConfig(Protocol):

@@ -29,15 +29,17 @@ class Answers(NamedTuple):
             SamplingParams.logprob_token_ids in their order, or else of all by their ids. NaN where
             there are errors.
         errors: number of a variant -> why it failed.
+        others: True if the engine also had requests that are of no sweep.
     """
 
     logprobs: NDArray[np.float32]
     errors: dict[int, str]
+    others: bool = False
 
     def encode(self) -> dict[str, object]:
-        return {_KEY: [self.logprobs.shape, self.logprobs.tobytes(), self.errors]}
+        return {_KEY: [self.logprobs.shape, self.logprobs.tobytes(), self.errors, self.others]}
 
     @staticmethod
     def decode(body: Any) -> Answers:
-        shape, data, errors = body[_KEY]
-        return Answers(np.frombuffer(data, np.float32).reshape(shape), errors)
+        shape, data, errors, others = body[_KEY]
+        return Answers(np.frombuffer(data, np.float32).reshape(shape), errors, others)

@@ -47,8 +47,8 @@ class ServerSettings:
             reads nothing for so long is disconnected.
         sweep_cells: VLLM_SCOPE_SWEEP_CELLS: of one sweep.
         sweep_share: VLLM_SCOPE_SWEEP_SHARE: of a step's sequences and tokens that the cells of all
-            sweeps may take together, above 0 and at most 1. While a process has other
-            requests, cells are in the engine for a fifth of this part of the time.
+            sweeps may take together, above 0 and at most 1. While the engine has other
+            requests, cells are there for a fifth of this part of the time.
     """
 
     admin_key: str | None

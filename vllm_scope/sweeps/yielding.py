@@ -2,7 +2,8 @@
 
 Owns:  Yielding.
 Runs:  where the sweep runs: on the caller's event loop or in an API server process.
-From:  engine.frontend.sweeping, which looks for other requests.
+From:  engine.frontend.sweeping, which looks for other requests; engine.core.variants, which sees
+       those of other front-ends.
 
 A step with cells in it takes several times as long as a step that only decodes. Few cells in every
 step would delay others in every step. So a sweep sends some cells at once, waits until they have
@@ -14,6 +15,8 @@ from __future__ import annotations
 import time
 from typing import Final
 
+#: What the ids of requests of sweeps begin with.
+SWEPT: Final = "sweep-"
 #: A sweep is in the engine for this part of its `share` of the time.
 TIME: Final = 0.2
 #: Tokens of the cells that are sent at once.
@@ -30,10 +33,11 @@ class Yielding:
 
     Attributes:
         share: of a step, that the sweep's cells take while there are no other requests.
+        elsewhere: True if the engine had requests of other front-ends when it last answered.
     """
 
     def __init__(self, share: float) -> None:
-        self.share = share
+        self.share, self.elsewhere = share, False
         #: Until when others count as there.
         self._until = 0.0
         #: When cells were sent that have not ended; when the last ones ended, and how long they
@@ -50,7 +54,7 @@ class Yielding:
         now = time.monotonic()
         if others:
             self._until = now + LINGER_S
-        return now < self._until
+        return self.elsewhere or now < self._until
 
     def waits(self, num_running: int, others: bool) -> bool:
         """True if no cells may be sent now, while `num_running` of the sweep's are in the engine.
@@ -73,7 +77,8 @@ class Yielding:
     def pause(self) -> float:
         """Seconds for which `waits` stays True, if none of the sweep's cells is in the engine and
         no others come."""
-        return max(0.0, min(self._resumes, self._until) - time.monotonic())
+        ends = self._resumes if self.elsewhere else min(self._resumes, self._until)
+        return max(0.0, ends - time.monotonic())
 
     @property
     def _resumes(self) -> float:

@@ -103,3 +103,16 @@ def test_nobody_waits_without_others(clock):
     for num_running in (0, 64):
         assert not found.waits(num_running, False)
     assert found.pause == 0
+
+
+def test_requests_of_other_front_ends_are_there_until_an_answer_says_otherwise(clock):
+    found = Yielding(0.5)
+    found.elsewhere = True
+    assert sent(found, clock, 0.5, others=False)
+    assert found.pause == pytest.approx(4.5), "longer than others of this process count"
+    clock.now += 4.4
+    assert found.waits(0, False)
+    clock.now += 0.2
+    assert not found.waits(0, False)
+    found.elsewhere = False
+    assert not found.look(False)

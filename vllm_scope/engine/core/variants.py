@@ -34,6 +34,7 @@ from vllm_scope.engine.vllm_types import EngineCoreOutput, Request, Scheduler
 from vllm_scope.engine.vllm_types import EngineCoreOutputs as Outputs
 from vllm_scope.errors import ScopeError
 from vllm_scope.request.answers import NO_LOGPROBS, Answers
+from vllm_scope.sweeps.yielding import SWEPT
 
 #: The tokens of all variants in the scheduler are divided into so many steps: one is on the device,
 #: one is prepared, and one waits.
@@ -80,9 +81,9 @@ class _Group:
             self._errors[number] = sentence_in(output.stop_reason)
         return not self.numbers
 
-    def last(self, request_id: str) -> EngineCoreOutput:
+    def last(self, request_id: str, others: bool) -> EngineCoreOutput:
         """The output of the request that stands for them. vLLM's metrics take from it the tokens of
-        all variants, and the times of the last one."""
+        all variants, and the times of the last one; `others` as in Answers."""
         from vllm.v1.engine import EngineCoreOutput as Output
         from vllm.v1.engine import FinishReason
 
@@ -92,18 +93,18 @@ class _Group:
             [token for one in self._outputs for token in one.new_token_ids],
             finish_reason=FinishReason.LENGTH,
             events=last.events,
-            kv_transfer_params=self.answers().encode(),
+            kv_transfer_params=self.answers(others).encode(),
             trace_headers=last.trace_headers,
             prefill_stats=_total([one.prefill_stats for one in self._outputs]),
         )
         return made
 
-    def answers(self) -> Answers:
+    def answers(self, others: bool) -> Answers:
         size = max(map(len, self._found.values()), default=0)
         logprobs = np.full((self._num, size), np.nan, np.float32)
         for number, row in self._found.items():
             logprobs[number] = row
-        return Answers(logprobs, self._errors)
+        return Answers(logprobs, self._errors, others)
 
 
 def _logprobs(found: Any, asked: list[int] | None, num_tokens: int) -> NDArray[np.float32] | None:
@@ -151,6 +152,8 @@ class _Running:
         self.groups: dict[str, tuple[Request, _Group]] = {}
         #: Id of a variant -> id of the request that stands for it.
         self.name_of: dict[str, str] = {}
+        #: True if the last step that was made with variants had requests that are of no sweep.
+        self.others = False
 
     def __del__(self) -> None:
         if self.groups:  # the scheduler is gone, and they will not end
@@ -180,7 +183,7 @@ class _Running:
             name = self.name_of[one.request_id]
             if one.finish_reason is not None and self.groups[name][1].take(one):
                 _, group = self.end(name)
-                outputs.outputs.append(group.last(name))
+                outputs.outputs.append(group.last(name, self.others))
                 outputs.finished_requests = (outputs.finished_requests or set()) | {name}
 
 
@@ -244,26 +247,29 @@ def _num_tokens(scheduler: Scheduler, request: Request) -> int:
 def most_tokens(scheduler: Scheduler) -> int | None:
     """How many tokens the next step may have; None for as many as vLLM gives it.
 
-    None without async scheduling, without chunked prefill, and beside more than a few other
-    requests. Otherwise it has room for any prompt that waits, and for a token of each other
-    request, so that the bound keeps none out for ever.
+    None without async scheduling, and beside more than a few other requests. Otherwise it has room
+    for any prompt that waits, and for a token and the drafts of each other request, so that the
+    bound keeps none out for ever.
     """
-    running, config = _running.of(scheduler), scheduler.vllm_config.scheduler_config
+    running = _running.of(scheduler)
     if running is None or not running.groups:
         return None
-    if not (config.async_scheduling and config.enable_chunked_prefill):
-        return None
     num_tokens, others = 0, []
+    running.others = False
     for name, request in scheduler.requests.items():
         of = running.name_of.get(name)
-        if of is None:
-            others.append(request.num_tokens)
-        else:
+        if of is not None:
             num_tokens += running.groups[of][1].num_tokens_each
-    if len(others) > (len(scheduler.requests) - len(others)) // 8:
+            continue
+        others.append(request.num_tokens)
+        running.others = running.others or not name.startswith(SWEPT)
+    few = len(others) <= (len(scheduler.requests) - len(others)) // 8
+    config = scheduler.vllm_config
+    if not (few and config.scheduler_config.async_scheduling):
         return None
     longest = [request.num_prompt_tokens for request, _ in running.groups.values()]
-    return max(_LEAST_TOKENS, *longest, *others, num_tokens // _PARTS) + len(others)
+    each = 1 + config.num_speculative_tokens
+    return max(_LEAST_TOKENS, *longest, *others, num_tokens // _PARTS) + each * len(others)
 
 
 def with_variants(

@@ -47,7 +47,7 @@ from vllm_scope.sweeps.plan import Cell, Job, Plan, Tokenizer
 from vllm_scope.sweeps.source import ReadRows
 from vllm_scope.sweeps.sweep import Sweep
 from vllm_scope.sweeps.table import SweepTable
-from vllm_scope.sweeps.yielding import Yielding
+from vllm_scope.sweeps.yielding import SWEPT, Yielding
 
 OnCell = Callable[[Cell], object]
 Progress = bool | Literal["map"]
@@ -59,7 +59,7 @@ _Tasks = dict["asyncio.Task[RequestOutput | ScopeError]", "_Request"]
 CELLS_TOGETHER: Final = 16
 BYTES_TOGETHER: Final = 1 << 20
 #: What the ids of this process's sweeps begin with; no client can know it.
-_PREFIX: Final = f"sweep-{secrets.token_hex(8)}-"
+_PREFIX: Final = f"{SWEPT}{secrets.token_hex(8)}-"
 #: Log-probabilities of all cells in the engine.
 MAX_LOGPROBS: Final = 1 << 22
 
@@ -84,8 +84,7 @@ class Sweeping:
 
     Args:
         share: the part of a step's sequences and tokens that cells may take. It also says how much
-            of the time they are in the engine while this process has other requests there
-            (sweeps.yielding).
+            of the time they are in the engine while it has other requests (sweeps.yielding).
         alone: the engine has no other requests, so none are looked for. Twice as many cells are in
             the engine then: it has those of the next step while this process works on the last
             step's.
@@ -135,8 +134,8 @@ class Sweeping:
         self._yielding.share = share
 
     def _others(self) -> bool:
-        """True if this process has other requests in the engine. It does not know those of other
-        front-ends."""
+        """True if this process has other requests in the engine. Of those of other front-ends it
+        hears with the answers to its cells."""
         names = () if self._alone else self._processor.request_states
         return not all(name.startswith(_PREFIX) for name in names)
 
@@ -244,7 +243,7 @@ class Sweeping:
         return (self.plan.take(job, None, None, error) for job in request.jobs)
 
     def _of_cells(self, jobs: tuple[Job, ...], answers: Answers) -> Iterator[Cell | None]:
-        logprobs = answers.logprobs.astype(np.float64)
+        logprobs, self._yielding.elsewhere = answers.logprobs.astype(np.float64), answers.others
         for number, job in enumerate(jobs):
             error = answers.errors.get(number)
             yield self.plan.take(job, None if error else logprobs[number], None, error)
