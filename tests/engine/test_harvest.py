@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -204,28 +205,38 @@ def command(dataset: Path, out: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def start(*arguments) -> subprocess.Popen[str]:
+def start(*arguments, apart: bool = False) -> subprocess.Popen[str]:
+    """
+    Args:
+        apart: vLLM's engine has processes of its own.
+    """
+    more = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if apart else "0"}
     return subprocess.Popen(
-        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | more,
+    )  # fmt: skip
 
 
 def shards_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("shard-*.safetensors"))
 
 
-def killed(dataset: Path, out: Path, wait_s: float) -> None:
+def killed(dataset: Path, out: Path, wait_s: float, apart: bool) -> None:
     """Kill the command some time after it has made a further shard."""
     before = len(shards_in(out))
-    process = start(dataset, out)
+    process = start(dataset, out, apart=apart)
     deadline = time.monotonic() + 200
     while len(shards_in(out)) <= before:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.002)
     time.sleep(wait_s)
+    engine = psutil.Process(process.pid).children(recursive=True)
+    assert any("EngineCore" in one.name() + str(one.cmdline()) for one in engine) == apart
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
+    # Nobody has to end vLLM's processes, which would hold a device's memory.
+    assert psutil.wait_procs(engine, timeout=30)[1] == []
 
 
 def contents(out: Path) -> dict[tuple[str, int], list[bytes]]:
@@ -247,8 +258,8 @@ def test_a_killed_command_goes_on_where_it_was(llm, tmp_path):
     dataset, out = tmp_path / "ids.jsonl", tmp_path / "out"
     rows = [{"id": f"d{i}", "input_ids": ids} for i, ids in enumerate(documents(900, 60, seed=3))]
     dataset.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for wait_s in (0.0, 0.1):
-        killed(dataset, out, wait_s)
+    for wait_s, apart in ((0.0, False), (0.1, True)):
+        killed(dataset, out, wait_s, apart)
     before = {shard: shard.read_bytes() for shard in shards_in(out)}
     assert before
     last = start(dataset, out)

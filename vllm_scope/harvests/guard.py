@@ -1,13 +1,14 @@
 """Ends an engine's processes when the process that started them is gone, however it ended.
 
-    python -I guard.py PID
+    python -I guard.py PID            # the process group of the guard
+    python -I guard.py PID CHILD...   # these processes
 
 vLLM's EngineCore does not see that its front-end was killed: it would keep the device's memory, and
 an engine in its place could not start.
 
-Owns:  `guard`.
-Runs:  as a small process beside each engine of several, in the process group that it ends. It waits
-       for the process of the given id, without a pipe: forked processes would hold that open.
+Owns:  `guard`, for an engine that has a process of its own; `guarded`, for one in any process.
+Runs:  as a small process beside each engine. It waits for the process of the given id, without a
+       pipe: forked processes would hold that open.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import select
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 
 def guard() -> None:
@@ -30,17 +32,73 @@ def guard() -> None:
     _guards.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
 
 
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Have the processes that are started in the `with` block killed when this one is gone. This
+    holds once the block has ended. The guard is not killed with this process's group, and it ends
+    when all of them have ended."""
+    before = _started()
+    yield
+    pids = sorted(_started() - before)
+    if pids:
+        command = [sys.executable, "-I", __file__, *map(str, (os.getpid(), *pids))]
+        null = subprocess.DEVNULL
+        _guards.append(subprocess.Popen(
+            command, stdin=null, stdout=null, stderr=null, start_new_session=True
+        ))  # fmt: skip
+
+
+def _started() -> set[int]:
+    """The processes that this one has started, and those that they have. Without Python's trackers
+    of resources, which remove what killed processes leave in shared memory."""
+    import psutil
+
+    found = set()
+    for one in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if not any("resource_tracker" in word for word in one.cmdline()):
+                found.add(one.pid)
+    return found
+
+
 #: Kept: a Popen that is forgotten warns that its process still runs.
 _guards: list[subprocess.Popen[bytes]] = []
 
 
 def _main() -> None:
-    parent = int(sys.argv[1])
-    with suppress(ProcessLookupError):
+    parent, *children = map(int, sys.argv[1:])
+    running = []
+    for pid in children:
+        with suppress(ProcessLookupError):
+            running.append(os.pidfd_open(pid))
+    if not _outlive(parent, running):
+        return
+    for fd in running:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+    if not children:
+        os.killpg(os.getpgrp(), signal.SIGKILL)  # this process too
+
+
+def _outlive(parent: int, running: list[int]) -> bool:
+    """Wait until a process is gone. False if all others, of which there are some, end before it.
+
+    Args:
+        running: files of the others.
+    """
+    try:
         fd = os.pidfd_open(parent)
-        if os.getppid() == parent:  # else it ended before, and the id may be another's
-            select.select([fd], [], [])
-    os.killpg(os.getpgrp(), signal.SIGKILL)  # this process too
+    except ProcessLookupError:
+        return True
+    if os.getppid() != parent:  # it ended before, and the id may be another's
+        return True
+    left = list(running)
+    while left or not running:
+        ready = select.select([fd, *left], [], [])[0]
+        if fd in ready:
+            return True
+        left = [one for one in left if one not in ready]
+    return False
 
 
 if __name__ == "__main__":

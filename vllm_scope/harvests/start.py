@@ -20,6 +20,7 @@ from vllm_scope.files.options import FileOptions
 from vllm_scope.harvests.contexts import Long
 from vllm_scope.harvests.documents import find_documents
 from vllm_scope.harvests.engines import Engine
+from vllm_scope.harvests.guard import guarded
 from vllm_scope.harvests.job import Harvest, Job
 from vllm_scope.harvests.manifest import locked
 from vllm_scope.harvests.member import Setup
@@ -81,7 +82,8 @@ def _engine(model: object, options: Mapping[str, Any], reads: Sequence[Read]) ->
     # vLLM, which takes seconds to import.
     from vllm_scope.engine.offline import OfflineEngine
 
-    return OfflineEngine(model, options, reads)
+    with guarded():
+        return OfflineEngine(model, options, reads)
 
 
 def _with_several(

@@ -13,12 +13,14 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from os import PathLike
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_scope.batch.sparse import SparseRows
+from vllm_scope.errors import FileError, shown
 from vllm_scope.request.read_features import check_feature
 from vllm_scope.results.scores import Named, ScoreTable
 from vllm_scope.results.snapshot import Snapshot
@@ -79,14 +81,21 @@ class SparseFeatures:
         return list(zip(self.indices[some].tolist(), self.values[some].tolist(), strict=True))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a safetensors file with `positions`, `indices`, `values` and `tokens`; or, if the
-        path ends in `.parquet`, a table with a row for each value (`files.features`). The file's
-        metadata has `metadata`.
+        """Write `positions`, `indices`, `values` and `tokens` if the path ends in `.safetensors`,
+        and if it ends in `.parquet` a table with a row for each value (`files.features`). The
+        file's metadata has `metadata`.
 
         Raises:
+            FileError: another ending.
             ConfigError: the path ends in `.parquet`, and pyarrow is missing.
         """
-        if str(path).endswith(".parquet"):
+        ending = Path(path).suffix
+        if ending not in (".safetensors", ".parquet"):
+            raise FileError(
+                f"{shown(str(path))} does not end with .safetensors or .parquet; give a name that "
+                "ends with one of them."
+            )
+        if ending == ".parquet":
             from vllm_scope.files.features import write_parquet
 
             write_parquet(self, path)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.unit.roads import number_of
 from tests.unit.views.reading import Element, read_html
-from vllm_scope import Features, Probe
+from vllm_scope import Features, FileError, Probe
 from vllm_scope.batch.sparse import SparseRows, sparse_rows
 from vllm_scope.program.layout import Layout
 from vllm_scope.request.actions import HeldSae
@@ -99,6 +99,10 @@ def test_features_are_a_sparse_matrix(found, tmp_path):
     assert all(torch.equal(stored[name], getattr(found, name)) for name in stored)
     with safe_open(tmp_path / "f.safetensors", "pt") as file:
         assert file.metadata() == {"num_features": "99"}
+    for name in ("f", "f.csv"):
+        with pytest.raises(FileError, match=r"does not end with .safetensors or .parquet"):
+            found.save(tmp_path / name)
+        assert not (tmp_path / name).exists()
 
 
 @pytest.mark.parametrize("index", [-1, 99, 9999, "7", True, 1.5])

@@ -101,8 +101,8 @@ class Sweeping:
                 f"after the prompts comes {shown(sweep)}; give the engine, the prompts and a "
                 "Sweep, in this order."
             )
-        if not 0 < share <= 1:
-            raise SpecError(f"share is {shown(share)}; it is above 0 and at most 1.")
+        if type(share) not in (int, float) or not 0 < share <= 1:
+            raise SpecError(f"share is {shown(share)}; it is a number above 0 and at most 1.")
         self._connection = _connection_of(engine)
         config = engine.vllm_config
         model = config.model_config
