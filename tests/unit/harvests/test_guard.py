@@ -13,14 +13,15 @@ import pytest
 
 #: Starts a process, then one in a `guarded` block that has a child, and says their ids.
 SCRIPT = """
-import subprocess, sys, time
+import psutil, subprocess, sys, time
 from vllm_scope.harvests.guard import guarded
 sleep = "import time; time.sleep(300)"
 nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sleep!r}])"
 before = subprocess.Popen([sys.executable, "-c", sleep])
 with guarded():
     inside = subprocess.Popen([sys.executable, "-c", nested])
-    time.sleep(1)  # it has its child
+    while not psutil.Process(inside.pid).children():
+        time.sleep(0.01)
 after = subprocess.Popen([sys.executable, "-c", sleep])
 print(before.pid, inside.pid, after.pid, flush=True)
 {then}

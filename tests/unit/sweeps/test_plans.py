@@ -569,22 +569,6 @@ def test_one_request_stands_for_some_cells_of_a_part_of_the_batch(most, num_byte
     assert found._num_together(cells[0], most) == 1
 
 
-class Clock:
-    """Stands for the module time in `sweeps.yielding`."""
-
-    now = 7.0
-
-    def monotonic(self):
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(yielding, "time", clock)
-    return clock
-
-
 def serving(together=True, most=64, beside=20, errors=()):
     """A Sweeping of 200 cells on an engine without requests.
 
@@ -637,10 +621,10 @@ def test_beside_others_a_sweep_pauses_when_its_cells_have_ended(clock):
     states["cmpl-1"] = None
     assert found.pause == 0
     assert sizes(found.due(0, None)) == [16, 4]
-    clock.now = 7.1
+    clock.now = 100.1
     assert sizes(found.due(0, None)) == []
     assert found.pause == pytest.approx(0.9)
-    clock.now = 8.01
+    clock.now = 101.01
     assert sizes(found.due(0, None)) == [16, 4]
 
 
@@ -660,13 +644,13 @@ def test_cells_that_cannot_be_are_told_at_once_and_no_pause_follows_the_last_one
     states["cmpl-1"], told = None, []
     assert sizes(found.due(0, told.append)) == [16, 4]
     assert told == [((0, 20), "bad")], "the next one"
-    clock.now = 7.1
+    clock.now = 100.1
     assert sizes(found.due(0, told.append)) == []
-    clock.now = 8.1
+    clock.now = 101.1
     assert sizes(found.due(0, told.append)) == [16, 4]
-    clock.now = 8.2
+    clock.now = 101.2
     assert sizes(found.due(0, told.append)) == []
-    clock.now = 9.2
+    clock.now = 102.2
     assert sizes(found.due(0, told.append)) == [7]
     assert len(told) == 153
     assert found.over

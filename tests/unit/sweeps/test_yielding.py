@@ -4,24 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_scope.sweeps import yielding
 from vllm_scope.sweeps.yielding import LINGER_S, LONGEST_PAUSE_S, Yielding
-
-
-class Clock:
-    """Stands for the module time."""
-
-    now = 100.0
-
-    def monotonic(self):
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(yielding, "time", clock)
-    return clock
 
 
 def sent(found, clock, seconds, others=True):
