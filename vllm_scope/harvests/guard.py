@@ -71,20 +71,20 @@ def _main() -> None:
     for pid in children:
         with suppress(ProcessLookupError):
             running.append(os.pidfd_open(pid))
-    if not _outlive(parent, running):
-        return
-    for fd in running:
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(fd, signal.SIGKILL)
     if not children:
+        _gone_before(parent, None)
         os.killpg(os.getpgrp(), signal.SIGKILL)  # this process too
+    if _gone_before(parent, running):
+        for fd in running:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
 
 
-def _outlive(parent: int, running: list[int]) -> bool:
-    """Wait until a process is gone. False if all others, of which there are some, end before it.
+def _gone_before(parent: int, others: list[int] | None) -> bool:
+    """Wait until a process is gone. False once all others are gone before it.
 
     Args:
-        running: files of the others.
+        others: their pidfds; None to wait for the one alone.
     """
     try:
         fd = os.pidfd_open(parent)
@@ -92,12 +92,12 @@ def _outlive(parent: int, running: list[int]) -> bool:
         return True
     if os.getppid() != parent:  # it ended before, and the id may be another's
         return True
-    left = list(running)
-    while left or not running:
-        ready = select.select([fd, *left], [], [])[0]
+    left = others
+    while left is None or left:
+        ready = select.select([fd, *(left or ())], [], [])[0]
         if fd in ready:
             return True
-        left = [one for one in left if one not in ready]
+        left = [one for one in left or () if one not in ready]
     return False
 
 
