@@ -6,7 +6,7 @@
 Clients send a request of 128 tokens (32 on a CPU), take its 32 tokens as they come, and send the
 next one. In one phase they are alone. In each of the other phases a sweep runs beside them, with
 another `share`: it patches `resid_pre` of prompts of 24 tokens, at all layers and positions. It
-yields to the clients, so its cells are in the engine for a fifth of the share of the time. Every
+yields to the clients, so its cells are in the engine for `share / 5` of the time. Every
 turn has all phases, in the opposite order of the turn before; the first turn warms up. A ratio
 divides a percentile beside the sweep by the same percentile without a sweep, of the same turn.
 """

@@ -337,7 +337,7 @@ async def sweep_async(
     """As `sweep`, on an AsyncLLM that may serve others too. If it is cancelled, its requests end.
 
     Args, Raises: as `sweep`. While the engine has other requests, few cells are sent at
-    once, and they are there for a fifth of `share` of the time.
+    once, and cells are in the engine for `share / 5` of the time.
     """
     from vllm_scope.engine.frontend.sweeping import run_async
 

@@ -20,6 +20,8 @@ import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 
@@ -44,6 +46,18 @@ _short.maxlist = _short.maxtuple = _short.maxdict = 8
 def shown(value: object) -> str:
     """The repr of what came, shortened and on one line, for an error text."""
     return re.sub(r"\n\s*", " ", _short.repr(value))
+
+
+def checked_ending(path: str | PathLike[str], *endings: str) -> str:
+    """The ending of a path, one of these. Raises FileError for another one."""
+    ending = Path(path).suffix
+    if ending not in endings:
+        listed = (" or " if len(endings) == 2 else ", ").join(endings)
+        raise FileError(
+            f"{shown(str(path))} does not end with {listed}; give a name that ends with one of "
+            "them."
+        )
+    return ending
 
 
 def reason_of(error: Exception) -> str:

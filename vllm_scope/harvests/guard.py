@@ -6,9 +6,10 @@
 vLLM's EngineCore does not see that its front-end was killed: it would keep the device's memory, and
 an engine in its place could not start.
 
-Owns:  `guard`, for an engine that has a process of its own; `guarded`, for one in any process.
-Runs:  as a small process beside each engine. It waits for the process of the given id, without a
-       pipe: forked processes would hold that open.
+Owns:  `guard`, for an engine whose process does nothing else; `guarded`, for an engine that the
+       caller's process starts.
+Runs:  as a small process beside each engine. It waits for the process with the given id. A pipe
+       would not tell of its end, because forked processes would hold the pipe open.
 """
 
 from __future__ import annotations
@@ -68,23 +69,23 @@ _guards: list[subprocess.Popen[bytes]] = []
 def _main() -> None:
     parent, *children = map(int, sys.argv[1:])
     running = []
-    for pid in children:
+    for pid in children or (os.getpid(),):  # this process does not end before the other one
         with suppress(ProcessLookupError):
             running.append(os.pidfd_open(pid))
+    if not _gone_before(parent, running):
+        return
     if not children:
-        _gone_before(parent, None)
         os.killpg(os.getpgrp(), signal.SIGKILL)  # this process too
-    if _gone_before(parent, running):
-        for fd in running:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(fd, signal.SIGKILL)
+    for fd in running:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
 
 
-def _gone_before(parent: int, others: list[int] | None) -> bool:
+def _gone_before(parent: int, others: list[int]) -> bool:
     """Wait until a process is gone. False once all others are gone before it.
 
     Args:
-        others: their pidfds; None to wait for the one alone.
+        others: their pidfds.
     """
     try:
         fd = os.pidfd_open(parent)
@@ -92,12 +93,11 @@ def _gone_before(parent: int, others: list[int] | None) -> bool:
         return True
     if os.getppid() != parent:  # it ended before, and the id may be another's
         return True
-    left = others
-    while left is None or left:
-        ready = select.select([fd, *(left or ())], [], [])[0]
+    while others:
+        ready = select.select([fd, *others], [], [])[0]
         if fd in ready:
             return True
-        left = [one for one in left or () if one not in ready]
+        others = [one for one in others if one not in ready]
     return False
 
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from os import PathLike
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_scope.batch.sparse import SparseRows
-from vllm_scope.errors import FileError, shown
+from vllm_scope.errors import checked_ending
 from vllm_scope.request.read_features import check_feature
 from vllm_scope.results.scores import Named, ScoreTable
 from vllm_scope.results.snapshot import Snapshot
@@ -89,13 +88,7 @@ class SparseFeatures:
             FileError: another ending.
             ConfigError: the path ends in `.parquet`, and pyarrow is missing.
         """
-        ending = Path(path).suffix
-        if ending not in (".safetensors", ".parquet"):
-            raise FileError(
-                f"{shown(str(path))} does not end with .safetensors or .parquet; give a name that "
-                "ends with one of them."
-            )
-        if ending == ".parquet":
+        if checked_ending(path, ".safetensors", ".parquet") == ".parquet":
             from vllm_scope.files.features import write_parquet
 
             write_parquet(self, path)

@@ -48,7 +48,7 @@ class ServerSettings:
         sweep_cells: VLLM_SCOPE_SWEEP_CELLS: of one sweep.
         sweep_share: VLLM_SCOPE_SWEEP_SHARE: of a step's sequences and tokens that the cells of all
             sweeps may take together, above 0 and at most 1. While the engine has other
-            requests, cells are there for a fifth of this part of the time.
+            requests, cells are in it for a fifth as much of the time: with 0.5 for a tenth.
     """
 
     admin_key: str | None

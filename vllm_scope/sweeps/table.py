@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_scope.errors import ConfigError, FileError, SpecError, shown
+from vllm_scope.errors import ConfigError, FileError, SpecError, checked_ending
 from vllm_scope.views.heatmap import HeatMap
 
 if TYPE_CHECKING:
@@ -140,14 +140,10 @@ class SweepTable:
             ".parquet": self._write_parquet, ".safetensors": self._write_safetensors,
             ".html": self.picture().save,
         }  # fmt: skip
-        if target.suffix not in writers:
-            raise FileError(
-                f"{shown(str(target))} does not end with {', '.join(writers)}; give a name that "
-                "ends with one of them."
-            )
+        ending = checked_ending(path, *writers)
         if not target.parent.is_dir():
             raise FileError(f"{target.parent} is no folder; make it, or give another path.")
-        writers[target.suffix](target)
+        writers[ending](target)
 
     def _metadata(self) -> dict[str, str]:
         body = {name: list(names) for name, names in self.coords.items()}

@@ -15,16 +15,16 @@ from __future__ import annotations
 import time
 from typing import Final
 
-#: What the ids of requests of sweeps begin with.
+#: The first characters of the id of each request of a sweep.
 SWEPT: Final = "sweep-"
-#: A sweep is in the engine for this part of its `share` of the time.
+#: While there are other requests, cells are in the engine for `TIME * share` of the time.
 TIME: Final = 0.2
 #: Tokens of the cells that are sent at once.
 TOKENS: Final = 256
 #: For so long after the last of them, other requests count as there: a client that sends one
 #: request after another has none in the engine between two of them.
 LINGER_S: Final = 1.0
-#: A pause is no longer, whatever the cells waited for.
+#: A pause takes at most so long, also if the cells before it had to wait in the engine.
 LONGEST_PAUSE_S: Final = 10.0
 
 
@@ -32,7 +32,7 @@ class Yielding:
     """Of one sweep.
 
     Attributes:
-        share: of a step, that the sweep's cells take while there are no other requests.
+        share: the part of a step that the sweep's cells take while there are no other requests.
         elsewhere: True if the engine had requests of other front-ends when it last answered.
     """
 

@@ -61,7 +61,7 @@ def _add_variants(scheduler, num, size, first=0):
 
 
 def _step(scheduler):
-    """Tokens that a step has, and the outputs that leave EngineCore."""
+    """Make one step. Returns how many tokens it has, and the outputs that leave EngineCore."""
     taken = _schedule(type(scheduler).schedule, scheduler)
     names, requests = list(taken.num_scheduled_tokens), scheduler.requests
     whole = [requests[name].num_computed_tokens >= requests[name].num_tokens for name in names]
@@ -81,7 +81,7 @@ def _step(scheduler):
     [([6000], 16, 24), ([6000, 3000], 400, 24), ([50], 16, 1200), ([], 1200, 24), ([900], 9, 24)],
 )
 def test_all_requests_end(chunks, others, num, size):
-    """Also those that wait for a prompt that is longer than a bounded step could be."""
+    """A prompt that is longer than a part of the variants' tokens keeps none of them out."""
     scheduler = _scheduler(chunks)
     for i, length in enumerate(others):
         scheduler.add_request(_request(f"other {i}", length, max_tokens=40))

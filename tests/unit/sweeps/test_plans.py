@@ -690,11 +690,10 @@ def test_a_sweep_hears_of_requests_of_other_front_ends_with_its_answers(clock):
 class Answering:
     """An engine whose requests end at once, or never."""
 
-    def __init__(self, found, ends=True):
-        self.found, self.ends, self.num_begun, self.names = found, ends, 0, []
+    def __init__(self, ends=True):
+        self.ends = ends
 
     async def generate(self, prompt, params, name):
-        self.names.append(name)
         await asyncio.sleep(0 if self.ends else 1000)
         yield name
 
@@ -736,7 +735,7 @@ def test_following_sleeps_in_a_pause_and_ends_without_one(clock, monkeypatch):
             async for one in super().generate(*args):
                 yield one
 
-    told, slept = followed(found, Slow(found), monkeypatch)
+    told, slept = followed(found, Slow(), monkeypatch)
     assert len(told) == 200
     assert slept == [pytest.approx(9 * 0.1)], "two requests of 0.05 s, then 20 cells more"
 
@@ -745,7 +744,7 @@ def test_following_ends_its_requests_when_it_is_cancelled(clock, monkeypatch):
     found, _ = serving()
     before = heap.seldom._num
     with pytest.raises(TimeoutError):
-        followed(found, Answering(found, ends=False), monkeypatch, seconds=0.05)
+        followed(found, Answering(ends=False), monkeypatch, seconds=0.05)
     assert heap.seldom._num == before
 
 

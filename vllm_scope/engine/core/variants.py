@@ -39,7 +39,7 @@ from vllm_scope.sweeps.yielding import SWEPT
 #: The tokens of all variants in the scheduler are divided into so many steps: one is on the device,
 #: one is prepared, and one waits.
 _PARTS: Final = 3
-#: A step may always have so many: to launch a small one takes longer than to compute it.
+#: A step may always have so many tokens. To launch a smaller step takes longer than to compute it.
 _LEAST_TOKENS: Final = 1024
 
 
@@ -53,7 +53,7 @@ class _Group:
         num_tokens: of the vocabulary.
     """
 
-    #: Tokens of one of them that are computed, about: the others come from the prefix cache.
+    #: About how many tokens of one of them are computed. The prefix cache has the rest.
     num_tokens_each = 0
 
     def __init__(
@@ -82,8 +82,12 @@ class _Group:
         return not self.numbers
 
     def last(self, request_id: str, others: bool) -> EngineCoreOutput:
-        """The output of the request that stands for them. vLLM's metrics take from it the tokens of
-        all variants, and the times of the last one; `others` as in Answers."""
+        """The output of the request that stands for them. It has the tokens of all variants and the
+        times of the last one, which vLLM's metrics take.
+
+        Args:
+            others: as in Answers.
+        """
         from vllm.v1.engine import EngineCoreOutput as Output
         from vllm.v1.engine import FinishReason
 

@@ -37,6 +37,7 @@ from vllm_scope.engine.heap import frozen_heap, seldom
 from vllm_scope.engine.vllm_types import AsyncLLM, Engine, LLMEngine, RequestOutput
 from vllm_scope.errors import CapacityError, ScopeError, SpecError, naming, shown
 from vllm_scope.request.actions import Read
+from vllm_scope.request.actions.base import number
 from vllm_scope.request.answers import NO_LOGPROBS, Answers
 from vllm_scope.request.spec import scope
 from vllm_scope.results.budget import LABEL_BYTES
@@ -58,7 +59,7 @@ _Tasks = dict["asyncio.Task[RequestOutput | ScopeError]", "_Request"]
 #: them in one piece.
 CELLS_TOGETHER: Final = 16
 BYTES_TOGETHER: Final = 1 << 20
-#: What the ids of this process's sweeps begin with; no client can know it.
+#: The first characters of the request ids of this process's sweeps; no client can know them.
 _PREFIX: Final = f"{SWEPT}{secrets.token_hex(8)}-"
 #: Log-probabilities of all cells in the engine.
 MAX_LOGPROBS: Final = 1 << 22
@@ -83,8 +84,8 @@ class Sweeping:
     """One sweep on one engine, which is connected.
 
     Args:
-        share: the part of a step's sequences and tokens that cells may take. It also says how much
-            of the time they are in the engine while it has other requests (sweeps.yielding).
+        share: the part of a step's sequences and tokens that cells may take. While the engine has
+            other requests, cells are in it for `share / 5` of the time (sweeps.yielding).
         alone: the engine has no other requests, so none are looked for. Twice as many cells are in
             the engine then: it has those of the next step while this process works on the last
             step's.
@@ -101,8 +102,9 @@ class Sweeping:
                 f"after the prompts comes {shown(sweep)}; give the engine, the prompts and a "
                 "Sweep, in this order."
             )
-        if type(share) not in (int, float) or not 0 < share <= 1:
-            raise SpecError(f"share is {shown(share)}; it is a number above 0 and at most 1.")
+        share = number(share, "share")
+        if not 0 < share <= 1:
+            raise SpecError(f"share is {shown(share)}; it is above 0 and at most 1.")
         self._connection = _connection_of(engine)
         config = engine.vllm_config
         model = config.model_config
@@ -163,9 +165,10 @@ class Sweeping:
         """
         waits: bool | None = None
         while (job := self._sendable(tell)) is not None:
+            others = self._others()
             if waits is None:
-                waits = self._yielding.waits(num_running, self._others())
-            yields = self._yielding.look(self._others())
+                waits = self._yielding.waits(num_running, others)
+            yields = self._yielding.look(others)
             most = self._most_beside if yields else self._most
             if waits or num_running >= most:
                 return
@@ -243,10 +246,11 @@ class Sweeping:
         return (self.plan.take(job, None, None, error) for job in request.jobs)
 
     def _of_cells(self, jobs: tuple[Job, ...], answers: Answers) -> Iterator[Cell | None]:
-        logprobs, self._yielding.elsewhere = answers.logprobs.astype(np.float64), answers.others
-        for number, job in enumerate(jobs):
-            error = answers.errors.get(number)
-            yield self.plan.take(job, None if error else logprobs[number], None, error)
+        self._yielding.elsewhere = answers.others
+        logprobs = answers.logprobs.astype(np.float64)
+        for i, job in enumerate(jobs):
+            error = answers.errors.get(i)
+            yield self.plan.take(job, None if error else logprobs[i], None, error)
 
     def _rows(self, result: Any, job: Job) -> ReadRows:
         """Rows that were read. They count as rows of a request until the cells of their prompt
