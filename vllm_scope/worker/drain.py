@@ -8,8 +8,9 @@ From:  arena, plan.Labels.   To: transport.ring (copies), a BatchSink (sinks.rou
 Promise: rows reach the sink in the order of their steps, and a request's `finish`
 after all of its rows. If the sink is slow, the worker waits; nothing is lost.
 
-On a GPU, steps are copied on the worker's thread; but small ones with features or a lens on the
-drain thread, several at once, as these take about twenty launches and read large weights.
+On a GPU, steps are copied on the worker's thread. Small ones with probes on rows, features or a
+lens are copied on the drain thread, several at once: that takes fewer launches, and large weights
+are read once for all of them.
 
 The thread delivers several steps at a time. It looks again after LINGER_S, or sooner if a
 request has ended, whose caller waits. The thread shares the GIL with the thread that launches
@@ -39,8 +40,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from vllm_scope.batch.labels import Labels
-from vllm_scope.program.layout import SLOT_BYTES, Widths
-from vllm_scope.request.heads import Bank, Encoding, Strongest
+from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
+from vllm_scope.request.heads import Bank, Encoding, Told
 from vllm_scope.request.nets import Net
 from vllm_scope.request.resolved import ResolvedMoments
 from vllm_scope.sinks import BatchSink, RowBatch
@@ -307,13 +308,13 @@ class Drain:
         self._put(_Rows(labels, boundary, region, lease, copied, positions, tapped))
 
     def _may_put_off(self, region: Region, labels: Labels) -> bool:
-        """True if the drain thread shall copy a step on a GPU, with others: a small one, for which
-        large weights are read. Nobody waits for it in this step, and no sums are made of it."""
+        """True if the drain thread shall copy a step on a GPU, with others: a small one, of whose
+        rows products are made. Nobody waits for it in this step, and no sums are made of it."""
         return (
             self._joins
             and not self._watch
             and self._num_waiting + region.num_slots <= self._most_put_off
-            and any(isinstance(h, Strongest) for one in labels.layouts for h, _ in one.encoded)
+            and any(map(_multiplies, labels.layouts))
             and not labels.sums
         )
 
@@ -765,6 +766,11 @@ def _entered(stream: torch.cuda.Stream) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_stream(before)
+
+
+def _multiplies(layout: Layout) -> bool:
+    """True if products of rows are made when they leave the arena."""
+    return any(isinstance(head, Bank) and not isinstance(head, Told) for head, _ in layout.encoded)
 
 
 def _labels_of(item: _Stored) -> Labels | None:

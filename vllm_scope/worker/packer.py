@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,6 +51,48 @@ _Kind = tuple[Head | tuple[Bank, ...] | None, int, int]
 _Found = dict[_Kind, list[tuple[Ints, Ints]]]
 
 
+class _Grid(NamedTuple):
+    """First slots at regular distances, as those of tokens that all have one layout: of parts,
+    tokens and points, in this order.
+
+    Attributes:
+        first: of all.
+        shape, steps: how many there are along each axis, and the slots from one to the next.
+    """
+
+    first: int
+    shape: tuple[int, int, int]
+    steps: tuple[int, int, int]
+
+    @staticmethod
+    def of(first: int, num_tokens: int, step: int, places: Ints) -> _Grid | None:
+        """None if the places are not regular.
+
+        Args:
+            first: the first token's first slot.
+            step: slots of a token.
+            places: [num_parts, num_points], first slots from that of the token.
+        """
+        steps = []
+        for axis in (0, 1):
+            found = np.diff(places, axis=axis)
+            if found.size and (found != found[0, 0]).any():
+                return None
+            steps.append(int(found[0, 0]) if found.size else 0)
+        shape = len(places), num_tokens, places.shape[1]
+        return _Grid(first + int(places[0, 0]), shape, (steps[0], step, steps[1]))
+
+    def view(self, words: Tensor, num_slots: int) -> Tensor:
+        """[parts, tokens, points, words of a row]: `num_slots` slots from each of these on.
+
+        Args:
+            words: int64 [slots, WORDS], contiguous.
+        """
+        steps = (*(step * WORDS for step in self.steps), 1)
+        at = words.storage_offset() + self.first * WORDS
+        return words.as_strided((*self.shape, num_slots * WORDS), steps, at)
+
+
 @dataclass(frozen=True)
 class _Move:
     """Rows of one kind, from a region to a batch.
@@ -59,23 +102,41 @@ class _Move:
             parts of one length.
         num_slots: slots of one of them in the region.
         row_bytes: bytes of a row for the head, without padding.
-        sources: int64 [n], first slots, relative to the region.
-        targets: int64 [n], first slots, relative to the chunk.
+        sources: first slots, relative to the region; int64 [n] if they are not regular.
+        targets: the same, relative to the chunk.
     """
 
     head: Head | tuple[Bank, ...] | None
     num_slots: int
     row_bytes: int
-    sources: Tensor
-    targets: Tensor
+    sources: Tensor | _Grid
+    targets: Tensor | _Grid
 
-    def slots(self, count: int) -> Tensor:
+    def rows(self, words: Tensor) -> Tensor:
+        """int64 [n, words of a row], of a region. They may lie in it."""
+        if isinstance(self.sources, _Grid):
+            return self.sources.view(words, self.num_slots).flatten(0, 2)
+        # Row i of this view begins at slot i; the rows overlap.
+        size = self.num_slots * WORDS
+        places = (len(words) - self.num_slots + 1, size)
+        return words.as_strided(places, (WORDS, 1)).index_select(0, self.sources)
+
+    def put(self, found: Tensor, batch: Tensor) -> None:
+        """Write what was made, [n, words of each], to the batch."""
+        count = found.shape[1] // WORDS
+        if isinstance(self.targets, _Grid):
+            into = self.targets.view(batch, count)
+            into.copy_(found.reshape(into.shape))
+            return
+        batch.index_copy_(0, self._slots_of(self.targets, count), found.reshape(-1, WORDS))
+
+    def _slots_of(self, targets: Tensor, count: int) -> Tensor:
         """int64 [n * count], all slots of what is made, `count` of each row. Steps share a move,
         so it is made once."""
         known: Tensor | None = self.__dict__.get("_slots")
         if known is None:
-            within = torch.arange(count, device=self.targets.device)
-            known = self.__dict__["_slots"] = (self.targets[:, None] + within).view(-1)
+            within = torch.arange(count, device=targets.device)
+            known = self.__dict__["_slots"] = (targets[:, None] + within).view(-1)
         return known
 
 
@@ -84,7 +145,7 @@ class _Chunk:
     """Consecutive tokens: slots `start` to `stop` - 1 of the batch.
 
     Attributes:
-        in_order: the targets of the one move are ascending; not known if there are several.
+        in_order: there is one move, and its targets are ascending.
     """
 
     start: int
@@ -197,7 +258,7 @@ class Packer:
         """Slots of the batch that `pack` makes. On any thread."""
         sized = self._sized
         if sized is None or not sized.is_for(labels, boundary):
-            num_slots = int(_sizes(labels, boundary, self.widths)[1].sum())
+            num_slots = _num_slots(labels, boundary, self.widths)
             sized = self._sized = _Sized(labels, boundary, num_slots)
         return sized.num_slots
 
@@ -243,19 +304,16 @@ class Packer:
         whole = sum(found.numel() for found in made) == size
         # The rows of one layout come in the order of their targets.
         if len(made) == 1 and chunk.in_order and whole:
-            return made[0].view(-1, WORDS)
+            return made[0].reshape(-1, WORDS)
         empty = torch.empty if whole else torch.zeros
         batch = empty((size // WORDS, WORDS), dtype=torch.int64, device=self.device)
         for move, found in zip(chunk.moves, made, strict=True):
-            batch.index_copy_(0, move.slots(found.shape[1] // WORDS), found.view(-1, WORDS))
+            move.put(found, batch)
         return batch
 
     def _made(self, move: _Move, words: Tensor, failed: set[Head]) -> Tensor:
         """int64 [n, words of each]: raw rows, or what the head makes of them."""
-        # Row i of this view begins at slot i; the rows overlap.
-        size = move.num_slots * WORDS
-        places = (len(words) - move.num_slots + 1, size)
-        rows = words.as_strided(places, (WORDS, 1)).index_select(0, move.sources)
+        rows = move.rows(words)
         if move.head is None:
             return rows
         row_size = move.row_bytes // self.dtype.itemsize
@@ -293,6 +351,52 @@ class Packer:
         return self._banks[head].pack if isinstance(head, Bank) else packing_of(head).pack
 
     def _chunks(self, labels: Labels, boundary: int | None) -> Iterator[_Chunk]:
+        if len(labels.layouts) == 1:
+            return self._uniform_chunks(_local(labels.layouts, boundary)[0], len(labels.keys))
+        return self._mixed_chunks(labels, boundary)
+
+    def _uniform_chunks(self, layout: Layout, num_tokens: int) -> Iterator[_Chunk]:
+        """The chunks of tokens that all have one layout."""
+        widths = self.widths
+        before, after = layout.arena.slots(widths), layout.slots(widths)
+        at_once = max(1, CHUNK_BYTES // SLOT_BYTES // _weight(layout, widths))
+        found: _Found = {}
+        for kind, source, target in _places(layout, widths):
+            found.setdefault(kind, []).append((source, target))
+        found = self._stacked(found) if self.stacks else found
+        for first in range(0, num_tokens, at_once):
+            count = min(at_once, num_tokens - first)
+            moves = [
+                _Move(
+                    *kind,
+                    self._at(first * before, count, before, [source for source, _ in some]),
+                    self._at(0, count, after, [target for _, target in some]),
+                )
+                for kind, some in found.items()
+            ]
+            yield _Chunk(first * after, (first + count) * after, moves, _in_order(moves))
+
+    def _at(self, first: int, num_tokens: int, step: int, parts: list[Ints]) -> Tensor | _Grid:
+        """First slots of the rows of some tokens of one layout, part by part.
+
+        Args:
+            first, step: of the first token, and from a token to the next.
+            parts: first slots from that of a token.
+        """
+        if len({len(part) for part in parts}) == 1:
+            grid = _Grid.of(first, num_tokens, step, np.array(parts))
+            if grid is not None:
+                return grid
+        tokens = first + step * np.arange(num_tokens)[:, None]
+        return self._on_device(np.concatenate([(tokens + part).ravel() for part in parts]))
+
+    def _on_device(self, numbers: Ints) -> Tensor:
+        found = torch.from_numpy(numbers)
+        if self.device.type != "cuda":
+            return found
+        return found.pin_memory().to(self.device, non_blocking=True)
+
+    def _mixed_chunks(self, labels: Labels, boundary: int | None) -> Iterator[_Chunk]:
         before, after = _sizes(labels, boundary, self.widths)
         sources, targets = np.cumsum(before) - before, np.cumsum(after) - after
         local = _local(labels.layouts, boundary)
@@ -324,9 +428,7 @@ class Packer:
         found = self._stacked(found) if self.stacks else found
         sources = [np.concatenate([source for source, _ in some]) for some in found.values()]
         targets = [np.concatenate([target for _, target in some]) for some in found.values()]
-        both = torch.from_numpy(np.concatenate([*sources, *targets]))
-        if self.device.type == "cuda":
-            both = both.pin_memory().to(self.device, non_blocking=True)
+        both = self._on_device(np.concatenate([*sources, *targets]))
         counts = [len(source) for source in sources]
         parts = both.split([*counts, *counts])
         return [
@@ -351,6 +453,19 @@ class Packer:
                 kind = tuple(k[0] for k in kinds if isinstance(k[0], Bank)), *kind[1:]
             stacked[kind] = [pair for one in kinds for pair in found[one]]
         return stacked
+
+
+def _in_order(moves: Sequence[_Move]) -> bool:
+    """True if there is one move, whose targets are ascending."""
+    (one,) = moves if len(moves) == 1 else (None,)
+    return one is not None and isinstance(one.targets, _Grid) and one.targets.shape[0] == 1
+
+
+def _num_slots(labels: Labels, boundary: int | None, widths: Widths) -> int:
+    """Slots of all tokens in the batch."""
+    if len(labels.layouts) == 1:
+        return len(labels.keys) * _local(labels.layouts, boundary)[0].slots(widths)
+    return int(_sizes(labels, boundary, widths)[1].sum())
 
 
 def _local(layouts: Sequence[Layout], boundary: int | None) -> list[Layout]:

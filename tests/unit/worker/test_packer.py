@@ -24,7 +24,7 @@ from vllm_scope.worker.packer import Packer
 CPU = torch.device("cpu")
 #: Odd, so that a row does not fill its last slot.
 HIDDEN_SIZE = 33
-A, B, C = point_of(0, 0), point_of(2, 0), point_of(2, 1)
+A, B, C, D = point_of(0, 0), point_of(2, 0), point_of(2, 1), point_of(2, 2)
 
 
 def encoding(name: str, dtype: torch.dtype, **options: int) -> Encoding:
@@ -47,7 +47,10 @@ NETS = (
     Mlp([(weight(5, 3, HIDDEN_SIZE), weight(6, 3)), (weight(7, 1, 3), weight(8, 1))], "gelu").net,
 )
 SIX, ONE = bank_of(*NETS), bank_of(NETS[4])
-BANKS = {SIX: NETS, ONE: NETS[4:]}
+#: Linear, so that they may work together.
+THREE, OTHERS = NETS[:3], tuple(net_of(weight(seed, HIDDEN_SIZE)) for seed in (9, 10, 11))
+LINEAR, LIKE_LINEAR = bank_of(*THREE), bank_of(*OTHERS)
+BANKS = {SIX: NETS, ONE: NETS[4:], LINEAR: THREE, LIKE_LINEAR: OTHERS}
 
 
 def layouts_of(dtype: torch.dtype) -> tuple[Layout, ...]:
@@ -59,12 +62,20 @@ def layouts_of(dtype: torch.dtype) -> tuple[Layout, ...]:
         Layout((B,), ((SIX, (B, C)), (fp16, (C,)), (topk8, (B, C)))),
         Layout((), ((SIX, (B,)),)),
         Layout((A,), ((full8, (A,)),)),
+        # The rows for the first bank are not at regular distances.
+        Layout((), ((int8, (B,)), (SIX, (A, C, D)))),
+        # Two banks that are alike, and rows that both have.
+        Layout((A,), ((LINEAR, (A, B)), (LIKE_LINEAR, (B, C)))),
+        Layout((), ((LINEAR, (A, B)), (LIKE_LINEAR, (A, D)))),
     )
 
 
 def labels_of(layout_of: list[int], layouts: tuple[Layout, ...]) -> Labels:
+    """Of tokens with these layouts; as in a step, the labels have no others."""
     count = np.arange(len(layout_of))
-    return Labels(count, count, np.array(layout_of, np.int32), layouts, count)
+    used, index = np.unique(layout_of, return_inverse=True)
+    some = tuple(layouts[i] for i in used)
+    return Labels(count, count, index.astype(np.int32), some, count)
 
 
 def token_by_token(
@@ -113,7 +124,7 @@ def token_by_token(
 @pytest.mark.parametrize(
     "layout_of",
     [
-        pytest.param([1] * 7, id="one-layout"),
+        *(pytest.param([i] * 7, id=f"layout-{i}") for i in range(8)),
         pytest.param([1], id="one-token"),
         pytest.param([0, 1, 2, 3, 4] * 5, id="mixed"),
         pytest.param([4, 4, 4, 0, 0, 2, 2, 1, 3], id="in-runs"),
@@ -149,7 +160,7 @@ def test_a_token_that_is_larger_than_a_chunk_goes_alone(monkeypatch):
     labels = labels_of([1, 2, 1], layouts_of(dtype))
     packer = Packer(dtype, CPU, Widths((4 * HIDDEN_SIZE,)))
     assert [chunk.stop - chunk.start for chunk in packer._chunks(labels, None)] == [
-        labels.layouts[i].slots(Widths((16 * 9,))) for i in (1, 2, 1)
+        labels.layouts[i].slots(Widths((16 * 9,))) for i in (0, 1, 0)
     ]
 
 
@@ -164,6 +175,16 @@ def test_the_work_does_not_grow_with_the_rows():
     assert moves[0] == moves[1] == 7  # raw rows, two banks, four codecs
 
 
+@pytest.mark.parametrize("which", [1, 2, 3, 4, 6])
+def test_the_plan_of_tokens_of_one_layout_does_not_grow_with_them(which):
+    packer = Packer(torch.float32, CPU, Widths((4 * HIDDEN_SIZE,)), stacks=True)
+    packer.hold(1, (), BANKS)
+    labels = labels_of([which] * 1000, layouts_of(torch.float32))
+    (chunk,) = packer._chunks(labels, None)
+    places = [each for move in chunk.moves for each in (move.sources, move.targets)]
+    assert all(isinstance(each, packer_module._Grid) for each in places)
+
+
 def test_the_next_step_of_the_same_requests_needs_no_new_plan():
     packer = Packer(torch.float32, CPU, Widths((4 * HIDDEN_SIZE,)))
     labels = labels_of([1, 1], layouts_of(torch.float32))
@@ -174,7 +195,7 @@ def test_the_next_step_of_the_same_requests_needs_no_new_plan():
     later = Labels(labels.keys, labels.positions + 1, labels.layout_of, labels.layouts, labels.rows)
     packer.pack(region, later, None, into)
     assert packer._plan is plan
-    packer.pack(region, labels_of([1, 1], labels.layouts), None, into)
+    packer.pack(region, labels_of([1, 1], layouts_of(torch.float32)), None, into)
     assert packer._plan is not plan
 
 
