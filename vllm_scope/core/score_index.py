@@ -147,6 +147,11 @@ class ScoreIndex:
         for request_id in self._told:
             self.begin(request_id, 0)
 
+    @property
+    def has_forgotten(self) -> bool:
+        """True if there is something for `take_forgotten`."""
+        return bool(self._forgotten)
+
     def take_forgotten(self) -> list[ScoreKey]:
         """What workers must forget, once: not what was kept again meanwhile."""
         found, self._forgotten = self._forgotten, []

@@ -48,12 +48,13 @@ def register() -> None:
     wrapping.check_version(vllm.__version__)
     from vllm_scope import compat as faces
     from vllm_scope.engine import environment, monitors, refusals, rust_frontend
-    from vllm_scope.engine.core import clearing, scheduler, scores, variants, verdicts
+    from vllm_scope.engine.core import clearing, scheduler, scores
     from vllm_scope.engine.core import entry as core
+    from vllm_scope.engine.core import outputs as core_outputs
     from vllm_scope.engine.frontend import outputs
     from vllm_scope.engine.frontend import requests as frontend
     from vllm_scope.engine.http import serving as http
-    from vllm_scope.engine.worker import attach, faults
+    from vllm_scope.engine.worker import attach
 
     environment.wrap()
     wrap_engine_args()
@@ -63,9 +64,7 @@ def register() -> None:
     core.wrap()
     rust_frontend.wrap()
     scheduler.wrap()
-    faults.wrap()
-    verdicts.wrap()
-    variants.wrap()  # after the other wrappers of what it wraps
+    core_outputs.wrap()
     scores.wrap()
     clearing.wrap()
     refusals.wrap()

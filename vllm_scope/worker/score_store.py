@@ -311,6 +311,11 @@ class ScoreStore:
         np.concatenate(blocks, out=into)
         return True
 
+    @property
+    def has_missing(self) -> bool:
+        """True if there is something for `take_missing`. On any thread."""
+        return bool(self._missing)
+
     def take_missing(self) -> list[ScoreKey]:
         """The blocks that were not kept, or not found, since the last call. On any thread."""
         found, self._missing = self._missing, []

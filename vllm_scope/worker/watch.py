@@ -252,6 +252,11 @@ class Watch:
                 finally:
                     step.lease.release()
 
+    @property
+    def has_steps(self) -> bool:
+        """True if there is something for `take`."""
+        return bool(self._steps)
+
     def take(self) -> list[Step]:
         """The steps that were added since the last call, for `judge`."""
         found, self._steps = self._steps, []

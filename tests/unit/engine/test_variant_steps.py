@@ -69,7 +69,7 @@ def _step(scheduler):
         req_ids=names, req_id_to_index={name: i for i, name in enumerate(names)},
         sampled_token_ids=[[5] if one else [] for one in whole], prompt_logprobs_dict={},
     )  # fmt: skip
-    found = core._take(type(scheduler).update_from_output, scheduler, taken, output)
+    found = core.take_variants(type(scheduler).update_from_output, scheduler, taken, output)
     return taken.total_num_scheduled_tokens, [
         one for each in found.values() for one in each.outputs
     ]

@@ -5,6 +5,7 @@ entered.py    what EngineCore keeps about a request that reads, probes or edits
 scheduler.py  when the request may run, and the message that it is over
 scores.py     scores that are kept with KV blocks
 verdicts.py   requests that a probe or a policy stops, whose next stage begins, or with new scales
+outputs.py    what workers tell with a step's output
 variants.py   one request that stands for several, each with edits of its own
 clearing.py   KV blocks that must be zeroed before they are used again
 """

@@ -106,6 +106,12 @@ def _new_blocks(
     return blocks
 
 
+def is_due(scheduler: Scheduler) -> bool:
+    """True if blocks of a faulty request are in the pool, or wait for `due`."""
+    unfit = _unfit.of(scheduler.kv_cache_manager.block_pool)
+    return unfit is not None and bool(unfit.free or unfit.due)
+
+
 def due(scheduler: Scheduler) -> list[int]:
     """The blocks that workers must zero before the step that was just scheduled."""
     unfit = _unfit.of(scheduler.kv_cache_manager.block_pool)

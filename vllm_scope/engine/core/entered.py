@@ -66,5 +66,10 @@ def entered(request: object) -> Entered | None:
     return _entered.of(request)
 
 
+def any_entered() -> bool:
+    """False if all requests of this process are plain."""
+    return len(_entered) > 0
+
+
 def keep(request: object, found: Entered) -> None:
     _entered.put(request, found)

@@ -24,10 +24,10 @@ from vllm_scope.core.news import Entrant, StepNews, Told
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.core import clearing
-from vllm_scope.engine.core.entered import entered
+from vllm_scope.engine.core.entered import any_entered, entered
 from vllm_scope.engine.core.scores import fill_blocks, index_of, kept_of, new_index
 from vllm_scope.engine.core.variants import aborted, most_tokens, variants_of, with_variants
-from vllm_scope.engine.core.verdicts import take_due
+from vllm_scope.engine.core.verdicts import has_due, take_due
 from vllm_scope.engine.model import sites_of, worker_is_here
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import (
@@ -207,6 +207,8 @@ def _schedule(
 ) -> SchedulerOutput:
     """Scheduler.schedule: add the step's news to the output, as an attribute of ours. vLLM sends
     the output to every worker."""
+    if _is_quiet(self):
+        return original(self, *args, **kwargs)
     with _bounded(self):
         output = original(self, *args, **kwargs)
     due = take_due(self)
@@ -244,6 +246,19 @@ def _schedule(
     if news:
         output.scope_news = news
     return output
+
+
+def _is_quiet(scheduler: Scheduler) -> bool:
+    """True if all requests are plain, and nothing is left to tell the workers."""
+    if any_entered():
+        return False
+    state, index = _states.of(scheduler), index_of(scheduler.kv_cache_manager)
+    return not (
+        (state is not None and (state.ended or state.accepted))
+        or (index is not None and index.has_forgotten)
+        or clearing.is_due(scheduler)
+        or has_due(scheduler)
+    )
 
 
 @contextmanager

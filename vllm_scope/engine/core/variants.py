@@ -25,7 +25,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.core.entered import entered
 from vllm_scope.engine.heap import seldom
@@ -308,18 +307,13 @@ def aborted(scheduler: Scheduler, ended: list[Request]) -> list[Request]:
     return others + standing
 
 
-def _take(
+def take_variants(
     original: Callable[..., dict[int, Outputs]], self: Scheduler, *args: object, **kwargs: object
 ) -> dict[int, Outputs]:
-    """Scheduler.update_from_output: the last wrapper, which sees what the others added."""
+    """Join the answers of variants to one of their request."""
     outputs = original(self, *args, **kwargs)
     running = _running.of(self)
     if running is not None and running.groups:
         for each in outputs.values():
             running.take(each)
     return outputs
-
-
-def wrap() -> None:
-    """Call it after the other wrappers of Scheduler.update_from_output."""
-    wrapping.wrap("Scheduler.update_from_output", _take)

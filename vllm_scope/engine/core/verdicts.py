@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 from vllm_scope.control.policy import Changes
-from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.core.scores import freeze, lose
 from vllm_scope.engine.refusals import refused
@@ -71,7 +70,7 @@ def stop_judged(
     scheduler_output: object,
     model_runner_output: object,
 ) -> dict[int, Outputs]:
-    """Scheduler.update_from_output: end requests with a verdict after their tokens are taken."""
+    """End requests with a verdict after their tokens are taken."""
     outputs = original(self, scheduler_output, model_runner_output)
     lose(self, carried(model_runner_output, _LOST).get("keys", ()))
     judged: Mapping[str, Judged] = carried(model_runner_output, _NAME)
@@ -118,6 +117,10 @@ def tell_workers(scheduler: Scheduler, judged: Mapping[str, Judged]) -> set[str]
     return late
 
 
+def has_due(scheduler: Scheduler) -> bool:
+    return _due.of(scheduler) is not None
+
+
 def take_due(scheduler: Scheduler) -> Due:
     """What has become due since the last call, of requests that still run."""
     due, running = _due.pop(scheduler), scheduler.requests
@@ -127,7 +130,3 @@ def take_due(scheduler: Scheduler) -> Due:
         {req_id: firsts for req_id, firsts in due.begun.items() if req_id in running},
         {req_id: scales for req_id, scales in due.scales.items() if req_id in running},
     )
-
-
-def wrap() -> None:
-    wrapping.wrap("Scheduler.update_from_output", stop_judged)

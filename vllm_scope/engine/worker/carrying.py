@@ -1,8 +1,8 @@
 """What travels with a step's output from a worker to EngineCore, as an attribute of ours.
 
-Owns:  `is_output`, `carrying`, `carried`.
-Runs:  `carrying` in the worker, where an output is made; `carried` in EngineCore.
-To:    faults, verdicts.
+Owns:  `is_output`, `carrying`, `carried`, `carries`.
+Runs:  `carrying` in the worker, where an output is made; `carried` and `carries` in EngineCore.
+To:    faults, verdicts; core.outputs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ def carrying(output: Any, name: str, find: Callable[[], dict[str, Any]]) -> Any:
     if found:
         output = copy(output)  # vLLM has one object for all steps without tokens
         setattr(output, name, found)
+        output.scope_carries = True
     return output
+
+
+def carries(output: object) -> bool:
+    """True if an output carries anything."""
+    return getattr(output, "scope_carries", False)
 
 
 def carried(output: object, name: str) -> Mapping[str, Any]:

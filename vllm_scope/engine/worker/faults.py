@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from vllm_scope.engine import wrapping
 from vllm_scope.engine.core import clearing
 from vllm_scope.engine.refusals import refused
 from vllm_scope.engine.vllm_types import EngineCoreOutputs as Outputs
@@ -41,6 +40,10 @@ class Faults:
         """End a request whose edits cannot be done: its plain KV has the keys of edited KV."""
         self._failed[req_id] = reason
 
+    def __bool__(self) -> bool:
+        """True if some request may have a fault, or if an output must carry one."""
+        return bool(self._planner.owners or self._failed)
+
     def with_faults(self, output: object) -> object:
         """A step's output, with the faults so far as `scope_faults`.
 
@@ -48,7 +51,7 @@ class Faults:
             output: of `execute_model` or `sample_tokens`. An asynchronous output gets the faults
                 when its `get_output` is called.
         """
-        if not self._planner.owners and not self._failed:
+        if not self:
             return output
         return carrying(output, "scope_faults", self._take)
 
@@ -99,7 +102,7 @@ def end_faulty(
     scheduler_output: object,
     model_runner_output: object,
 ) -> dict[int, Outputs]:
-    """Scheduler.update_from_output: end requests with a fault before their tokens are taken."""
+    """End requests with a fault before their tokens are taken."""
     faults = carried(model_runner_output, "scope_faults")
     if not faults:
         return original(self, scheduler_output, model_runner_output)
@@ -114,7 +117,3 @@ def end_faulty(
         error = SpecError(faults[request.request_id])
         mine.outputs.append(refused(request.request_id, error))
     return outputs
-
-
-def wrap() -> None:
-    wrapping.wrap("Scheduler.update_from_output", end_faulty)

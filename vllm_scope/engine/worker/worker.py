@@ -272,6 +272,19 @@ class ScopeWorker:
     def has_requests(self) -> bool:
         return bool(self._planner)
 
+    @property
+    def is_quiet(self) -> bool:
+        """True if no request has taps, and nothing is left to tell of earlier ones."""
+        if self._entered or self._planner or self._faults:
+            return False
+        delivery = self._delivery
+        return delivery is None or not (delivery.watch.has_steps or delivery.store.has_missing)
+
+    def pass_step(self) -> None:
+        """A step begins in which no request has taps."""
+        if self.steps is not None:
+            self.steps.pass_by()
+
     def add_requests(self, new_requests: Sequence[NewRequestData], news: StepNews) -> None:
         """Plan the requests among the new ones that have taps.
 

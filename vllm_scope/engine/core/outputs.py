@@ -1,0 +1,40 @@
+"""Steps' outputs in the scheduler: what workers tell with them, and answers for several requests.
+
+Owns:  the seam on Scheduler.update_from_output.
+Runs:  in EngineCore, on the scheduler's thread.
+From:  engine.worker.faults, verdicts, variants (what is done with an output).
+
+Promise: an output of plain requests costs two tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from vllm_scope.engine import wrapping
+from vllm_scope.engine.core.entered import any_entered
+from vllm_scope.engine.core.variants import take_variants
+from vllm_scope.engine.core.verdicts import stop_judged
+from vllm_scope.engine.vllm_types import EngineCoreOutputs as Outputs
+from vllm_scope.engine.vllm_types import Scheduler
+from vllm_scope.engine.worker.carrying import carries
+from vllm_scope.engine.worker.faults import end_faulty
+
+
+def _update(
+    original: Callable[..., dict[int, Outputs]],
+    self: Scheduler,
+    scheduler_output: object,
+    model_runner_output: object,
+) -> dict[int, Outputs]:
+    if not any_entered() and not carries(model_runner_output):
+        return original(self, scheduler_output, model_runner_output)
+    faulty = partial(end_faulty, original)
+    judged = partial(stop_judged, faulty)
+    # The last one: it sees what the others add.
+    return take_variants(judged, self, scheduler_output, model_runner_output)
+
+
+def wrap() -> None:
+    wrapping.wrap("Scheduler.update_from_output", _update)
