@@ -187,8 +187,9 @@ class Registry:
         with self._lock:
             before = set(self.ahead.arrays)
             held = self.ahead.replace(frontend, arrays)
-            if before - self.ahead.arrays.keys():
-                self._meanings.clear()  # resolved specs have the vectors too
+            gone = before - self.ahead.arrays.keys()
+            if gone:
+                self._meanings.forget_arrays(gone)
         return held
 
     def resolve(self, ticket: Ticket | None) -> tuple[Resolved, Resolved]:

@@ -88,8 +88,8 @@ class Remembered(Generic[Key, Value]):
                 if key in self._values:
                     self._num_bytes -= self._values.pop(key)[1]
 
-    def drop(self, which: Callable[[Key], bool]) -> None:
-        """Drop the values of some keys."""
+    def drop(self, which: Callable[[Key, Value], bool]) -> None:
+        """Drop some values, by their keys or by what they are."""
         with self._lock:
-            for key in [key for key in self._values if which(key)]:
+            for key in [key for key, (value, _) in self._values.items() if which(key, value)]:
                 self._num_bytes -= self._values.pop(key)[1]

@@ -12,7 +12,7 @@ engine: its layers, its hidden size, its steering modules.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any, TypeVar
@@ -311,12 +311,16 @@ _expanded: Remembered[bytes, _Expanded] = Remembered(REMEMBERED_BYTES)
 class Meanings:
     """A cache of resolved specs, for one engine. Bounded in bytes.
 
-    The owner of the modules calls `forget` when a name changes, which frees the old vectors.
+    The owner of the modules calls `forget` when a name changes, and `forget_arrays` when it drops
+    vectors. Both free the vectors.
     """
 
     def __init__(self, sites: Sites) -> None:
         self._sites = sites
-        self._known: Remembered[tuple[bytes, tuple[Hashable, ...]], Resolved]
+        #: Each with the digests of its vectors.
+        self._known: Remembered[
+            tuple[bytes, tuple[Hashable, ...]], tuple[Resolved, Sequence[bytes]]
+        ]
         self._known = Remembered(REMEMBERED_BYTES)
         #: By the body of a Packed. None of them names a module.
         self._outlines: Remembered[bytes, Outline] = Remembered(OUTLINE_BYTES)
@@ -327,12 +331,12 @@ class Meanings:
 
     def forget(self) -> None:
         """Drop the specs that name modules."""
-        self._known.drop(lambda key: bool(key[1]))
+        self._known.drop(lambda key, _: bool(key[1]))
 
-    def clear(self) -> None:
-        """Drop all specs."""
-        self._known.clear()
-        self._outlines.clear()
+    def forget_arrays(self, digests: Set[bytes]) -> None:
+        """Drop the specs that have one of these vectors, which frees it."""
+        self._known.drop(lambda _, known: not digests.isdisjoint(known[1]))
+        self._outlines.drop(lambda _, outline: not digests.isdisjoint(outline.packed.arrays))
 
     def of(
         self, packed: Packed, arrays: Mapping[bytes, Array], modules: Mapping[str, Vectors],
@@ -351,20 +355,18 @@ class Meanings:
         """
         key = (packed.digest, version)
         known = self._known.get(key)
-        if known is None:
-            outline = self._outlines.get(packed.body)
-            known = None if outline is None else outline.fitted(packed, arrays)
-            if known is None:
-                known = (spec or Spec.unpack(packed, arrays)).resolve(self._sites, modules)
-                outline = None if version else Outline.of(packed, known, self._sites)
-                if outline is not None:
-                    self._outlines.put(packed.body, outline, outline.num_bytes)
-            self._keep(key, known)
-        return known
-
-    def _keep(self, key: tuple[bytes, tuple[Hashable, ...]], found: Resolved) -> None:
+        if known is not None:
+            return known[0]
+        outline = self._outlines.get(packed.body)
+        found = None if outline is None else outline.fitted(packed, arrays)
+        if found is None:
+            found = (spec or Spec.unpack(packed, arrays)).resolve(self._sites, modules)
+            outline = None if version else Outline.of(packed, found, self._sites)
+            if outline is not None:
+                self._outlines.put(packed.body, outline, outline.num_bytes)
         if found.num_bytes <= LARGEST_REMEMBERED:
-            self._known.put(key, found, found.num_bytes)
+            self._known.put(key, (found, packed.arrays), found.num_bytes)
+        return found
 
 
 def check_stopping(probes: Sequence[Probe]) -> None:

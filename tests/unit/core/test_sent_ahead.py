@@ -121,3 +121,12 @@ def test_what_is_unset_is_freed_with_the_specs_that_were_resolved_with_it():
     assert registry.ahead.num_bytes == 0
     # It comes again, as from a front-end that has not sent it ahead.
     assert registry.resolve(ticket(spec, whole=True))[1] == spec.resolve(SITES)
+
+
+def test_what_is_unset_leaves_other_specs_their_meaning():
+    registry, spec, other = Registry(SITES), probe(1.0), probe(3.0)
+    registry.hold("f", encode_arrays(spec.arrays.values()))
+    kept, dropped = (registry.resolve(ticket(one, whole=True))[1] for one in (other, spec))
+    registry.hold("f", encode_arrays([]))
+    assert registry.resolve(ticket(other, whole=True))[1] is kept
+    assert registry.resolve(ticket(spec, whole=True))[1] is not dropped

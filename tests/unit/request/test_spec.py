@@ -485,6 +485,20 @@ def test_meanings_with_modules_are_remembered_until_a_name_changes_and_bounded(m
     assert not any(one() for one in kept)
 
 
+def test_meanings_are_remembered_until_one_of_their_vectors_is_dropped():
+    meanings = Meanings(Sites(2, 8, "float32", (0, 2, 4)))
+    vectors = [np.full(8, i + 1.0, np.float32) for i in range(3)]
+    probes = [Probe(vectors[i], layer=0, name="p") for i in (0, 1)]
+    edits = [Add(vectors[i], layer=0) for i in (2, 0)]
+    came = [_as_engine_core_gets_it(scope(*some)["scope"]) for some in (*zip(probes), *zip(edits))]
+    found = [meanings.of(*one, {}) for one in came]
+    gone = frozenset(came[0][0].arrays)
+    assert gone == frozenset(came[3][0].arrays), "the first probe and the last edit share a vector"
+    meanings.forget_arrays(gone)
+    stayed = [meanings.of(*one, {}) is each for one, each in zip(came, found, strict=True)]
+    assert stayed == [False, True, True, False]
+
+
 def test_a_spec_of_very_many_vectors_has_no_meaning_that_stays(monkeypatch):
     monkeypatch.setattr(spec, "LARGEST_REMEMBERED", 1 << 20)
     meanings = Meanings(Sites(128, 2048, "float32", tuple(range(257))))

@@ -152,12 +152,14 @@ class Connection:
             num_doubts: the attribute, when the engine was asked.
         """
         self.num_asked, self._known = num_doubts, None
+        places = {
+            name: [tuple(place) for place in module["streams"]] for name, module in modules.items()
+        }
+        if places == {name: list(module) for name, module in self.modules.items()}:
+            return
         self._meanings.forget()
         ones = Array.parse(np.ones(self.sites.hidden_size, np.float32), "")
-        self.modules = {
-            name: {tuple(place): ones for place in module["streams"]}
-            for name, module in modules.items()
-        }
+        self.modules = {name: dict.fromkeys(some, ones) for name, some in places.items()}
 
     def resolve(self, spec: Spec) -> Resolved:
         """What a spec means here; stand-ins take the place of modules' vectors."""
