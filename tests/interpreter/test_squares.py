@@ -1,5 +1,5 @@
-"""The kernel that adds x x^T equals float64. The interpreter multiplies no bfloat16; a GPU does in
-tests/gpu/test_moments.py."""
+"""The kernels that add x x^T and x equal float64. The interpreter multiplies no bfloat16; a GPU
+does, in tests/gpu/test_moments.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_scope.worker.squares import add_squares
+from vllm_scope.worker.squares import add_squares, column_sums
 
 
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 8), (70, 200), (600, 136), (5, 1100)])
@@ -26,3 +26,13 @@ def test_no_rows_change_nothing():
     sums = torch.ones(16, 16, dtype=torch.float64)
     add_squares(torch.zeros(0, 16, dtype=torch.float16), sums)
     assert (sums == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("num_rows", "width"), [(0, 16), (1, 8), (70, 200), (1300, 136)])
+def test_columns_are_summed_in_float64(num_rows, width, dtype):
+    generator = torch.Generator().manual_seed(num_rows)
+    # A view of wider rows.
+    rows = (1e3 * torch.randn(num_rows, width + 8, generator=generator)).to(dtype)[:, 4:-4]
+    expected = rows.double().sum(0)
+    torch.testing.assert_close(column_sums(rows), expected, rtol=1e-13, atol=1e-9)

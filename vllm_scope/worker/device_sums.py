@@ -29,9 +29,6 @@ logger = logging.getLogger("vllm.vllm_scope")
 COPY_BYTES = 32 << 20
 #: Most rows whose products are added in float32, if their numbers have 16 bits and are on a GPU.
 MOST_AT_ONCE = 8192
-#: Rows that a GPU adds in one column of a group. Columns of all rows would keep few of its threads
-#: busy.
-GROUP = 32
 
 
 def on_device(device: torch.device, numbers: NDArray[Any]) -> Tensor:
@@ -173,9 +170,9 @@ class DeviceSums:
 
 def _sum_of(rows: Tensor) -> Tensor:
     """float64 [width], the sum of [n, width]."""
-    num = len(rows) - len(rows) % GROUP if rows.is_cuda else 0
-    found = rows[num:].sum(0, dtype=torch.float64)
-    if num:
-        groups = rows[:num].unflatten(0, (-1, GROUP)).sum(1, dtype=torch.float64)
-        found += groups.sum(0)
-    return found
+    if not rows.is_cuda:
+        return rows.sum(0, dtype=torch.float64)
+    # torch would write a float64 copy of the rows first.
+    from vllm_scope.worker.squares import column_sums  # needs Triton
+
+    return column_sums(rows)

@@ -48,7 +48,7 @@ class KeptSums:
         self._end = self._num_bytes = 0
         #: Rows that could not be added to any sums.
         self._missing: Counter[Key] = Counter()
-        if most_bytes and device.type == "cuda" and dtype.itemsize == 2:
+        if most_bytes and device.type == "cuda":
             from vllm_scope.worker import squares  # needs Triton
 
             for size in set(widths.row_bytes) - {0}:

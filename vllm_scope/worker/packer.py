@@ -486,8 +486,9 @@ def _weight(layout: Layout, widths: Widths) -> int:
     """Slots of a token's rows for the head that works on most of them, and of what all make."""
     counts: Counter[object] = Counter()
     for (head, num_slots, _), sources, _ in _places(layout, widths):
-        # Banks may work together.
-        counts[Bank if isinstance(head, Bank) else head] += num_slots * len(sources)
+        # Banks may work together; an SAE works alone.
+        together = isinstance(head, Bank) and not isinstance(head, Strongest)
+        counts[Bank if together else head] += num_slots * len(sources)
     return max(layout.slots(widths), *counts.values(), 1)
 
 

@@ -1,6 +1,6 @@
-"""Sums of x x^T of 16-bit rows, added to float64 sums in one pass.
+"""Sums over rows in one pass: of x x^T of 16-bit rows, added to float64 sums, and of x.
 
-Owns:  `add_squares`, a Triton kernel, and `load`.
+Owns:  `add_squares` and `column_sums`, Triton kernels, and `load`.
 Runs:  as worker.device_sums, on GPUs.
 
 Promise: products of 16-bit numbers are exact in float32. A matrix unit adds the products of at most
@@ -22,9 +22,12 @@ from torch import Tensor
 CHAIN = 512
 #: Sums that one program makes on each side, and rows that it takes at once.
 TILE, DEPTH = 128, 64
+#: Rows that one program sums.
+ROWS = 512
 _OPTIONS: dict[str, Any] = {
     "chain": CHAIN, "depth": DEPTH, "tile": TILE, "num_warps": 8, "num_stages": 4,
 }  # fmt: skip
+_SUMMED: dict[str, Any] = {"count": ROWS, "depth": DEPTH, "tile": TILE}
 
 
 def add_squares(rows: Tensor, sums: Tensor) -> None:
@@ -40,9 +43,26 @@ def add_squares(rows: Tensor, sums: Tensor) -> None:
         _kernel[tiles, tiles](rows, sums, num_rows, width, rows.stride(0), **_OPTIONS)
 
 
+def column_sums(rows: Tensor) -> Tensor:
+    """float64 [width], the sum of [num_rows, width]. Each number becomes a float64 first.
+
+    Args:
+        rows: floats, on a GPU. Its columns lie side by side.
+    """
+    num_rows, width = rows.shape
+    num_parts = triton.cdiv(num_rows, ROWS)
+    parts = torch.empty((num_parts, width), dtype=torch.float64, device=rows.device)
+    if num_rows:
+        grid = triton.cdiv(width, TILE), num_parts
+        _sums[grid](rows, parts, num_rows, width, rows.stride(0), **_SUMMED)
+    return parts.sum(0)
+
+
 def load(dtype: torch.dtype, width: int) -> None:
-    """Compile the kernel for rows of `width` numbers, so that no step waits for it."""
-    _kernel.warmup(dtype, torch.float64, 1, width, width, grid=(1,), **_OPTIONS)
+    """Compile the kernels for rows of `width` numbers, so that no step waits for them."""
+    if dtype.itemsize == 2:
+        _kernel.warmup(dtype, torch.float64, 1, width, width, grid=(1,), **_OPTIONS)
+    _sums.warmup(dtype, torch.float64, 1, width, width, grid=(1,), **_SUMMED)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -71,3 +91,21 @@ def _kernel(  # type: ignore[no-untyped-def]
     into = sums + left.to(tl.int64)[:, None] * width + right[None, :]
     written = is_left[:, None] & is_right[None, :]
     tl.store(into, tl.load(into, written, 0.0) + total.to(tl.float64), written)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _sums(  # type: ignore[no-untyped-def]
+    rows, parts, num_rows, width, row_stride,
+    count: tl.constexpr, depth: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * tile + tl.arange(0, tile)
+    some = tl.arange(0, depth)
+    part = tl.program_id(1)
+    first, here = part * count, column < width
+    total = tl.zeros((tile,), dtype=tl.float64)
+    for at in range(first, min(first + count, num_rows), depth):
+        row = at + some
+        there = (row < num_rows)[:, None] & here[None, :]
+        start = rows + row.to(tl.int64)[:, None] * row_stride
+        total += tl.sum(tl.load(start + column[None, :], there, 0.0).to(tl.float64), 0)
+    tl.store(parts + part * width + column, total, here)

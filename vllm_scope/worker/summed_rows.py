@@ -135,8 +135,22 @@ class StepRows:
         return found
 
     def rows_at(self, some: Ints, slot: int, row_bytes: int, dtype: torch.dtype) -> Tensor:
-        """[n, width], of some of the tokens, at this slot of each."""
-        return self._gathered(self.firsts[some] + slot, row_bytes, dtype)
+        """[n, width], of some of the tokens, at this slot of each. They may lie in the region."""
+        at = self.firsts[some] + slot
+        steps = np.diff(at)
+        if len(steps) and (steps == steps[0]).all():
+            return self._spaced(int(at[0]), int(steps[0]), len(at), row_bytes, dtype)
+        return self._gathered(at, row_bytes, dtype)
+
+    def _spaced(
+        self, first: int, step: int, count: int, row_bytes: int, dtype: torch.dtype
+    ) -> Tensor:
+        """Rows at regular distances, where they lie."""
+        words, size = self.words, slots_of_row(row_bytes) * SLOT_BYTES // 8
+        slot = words.shape[1]
+        at = words.storage_offset() + first * slot
+        rows = words.as_strided((count, size), (step * slot, 1), at).view(dtype)
+        return rows[:, : row_bytes // dtype.itemsize]
 
     def rows_of(self, slots: Sequence[int], row_bytes: int, dtype: torch.dtype) -> Tensor:
         """[num_slots, n, width], of all of the tokens, at these slots of each."""
