@@ -305,7 +305,8 @@ def test_rows_for_which_the_device_has_no_room_are_counted_as_missing(monkeypatc
     for chunk, fails in ((3, True), (3, False), (3, False), (3, True), *[(3, False)] * 6):
         with monkeypatch.context() as patch:
             if fails:
-                patch.setattr("vllm_scope.worker.summed_rows.StepRows._gathered", full)
+                for name in ("rows_at", "rows_of"):
+                    patch.setattr(f"vllm_scope.worker.summed_rows.StepRows.{name}", full)
             engine.step(chunk)
     assert engine.runs[0].over
     for layer, place in enumerate(PLACES):
