@@ -4,12 +4,13 @@ equal, and however its programs are made: one by one, or as rows of the tables."
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_scope import Add, Replace
-from vllm_scope.graph.tap.tables import Tables
+from vllm_scope.graph.tap.tables import MOST_IDLE_SETS, Tables
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.held import Held
 from vllm_scope.program.layout import Widths
@@ -19,6 +20,16 @@ from vllm_scope.request.spec import Spec
 HIDDEN_SIZE = 8
 BOUNDARIES = tuple(range(5))
 SITES = Sites(2, HIDDEN_SIZE, "float32", BOUNDARIES)
+
+
+def _tables(*every: Held) -> Tables:
+    """With room for all of these, as EngineCore counts it."""
+    vectors = {key for held in every for key in held.vectors}
+    return Tables(
+        BOUNDARIES, 1, HIDDEN_SIZE, Widths((4 * HIDDEN_SIZE,)), torch.device("cpu"),
+        len(vectors) * HIDDEN_SIZE * 4 / 2**20, sum(h.num_programs for h in every),
+        sum(held.num_ops for held in every),
+    )  # fmt: skip
 
 
 def _held(numbers: list[int], num_adds: int) -> Held:
@@ -40,15 +51,45 @@ def _held(numbers: list[int], num_adds: int) -> Held:
 )  # fmt: skip
 def test_the_tables_take_what_engine_core_counts(requests):
     every = [_held(*one) for one in requests]
-    vectors = {key for held in every for key in held.vectors}
-    most = Tables(
-        BOUNDARIES, 1, HIDDEN_SIZE, Widths((4 * HIDDEN_SIZE,)), torch.device("cpu"),
-        len(vectors) * HIDDEN_SIZE * 4 / 2**20, sum(held.num_programs for held in every),
-        sum(held.num_ops for held in every),
-    )  # fmt: skip
+    most = _tables(*every)
     for _ in range(2):  # the second time, in what was released
         most.begin_step()
         for held in every:
             most.hold(held)  # raises CapacityError if there is no room
         for held in every:
             most.release_set(held)
+
+
+@pytest.mark.parametrize("numbers", [[0], list(range(12))], ids=["few", "many"])
+def test_programs_that_a_request_has_left_travel_to_the_device_once(numbers):
+    held, other = _held(numbers, 1), _held([3], 2)
+    tables = _tables(held, other)
+    tables.hold(held)
+    tables._flush()
+    before = tables.num_uploads
+    for _ in range(3):
+        tables.release_set(held)
+        ids = tables.hold(held)
+        tables._flush()
+    assert tables.num_uploads == before
+    assert (tables.programs[ids[ids >= 0].tolist()] >= 0).any()
+
+
+@pytest.mark.parametrize("numbers", [[0], list(range(12))], ids=["few", "many"])
+def test_programs_that_no_request_holds_make_room(numbers):
+    one, other = _held(numbers, 1), _held([n + 20 for n in numbers], 2)
+    tables = _tables(other)
+    for held in (one, other, one, other):
+        tables.begin_step()
+        tables.hold(held)  # raises CapacityError if there is no room
+        tables.release_set(held)
+
+
+def test_few_sets_stay_that_no_request_holds():
+    every = [_held([i], 1) for i in range(MOST_IDLE_SETS + 5)]
+    tables = _tables(*every)
+    for held in every:
+        tables.hold(held)
+    for held in every:
+        tables.release_set(held)
+    assert list(tables._sets) == every[5:]

@@ -106,7 +106,8 @@ def _program_at(engine, position: int, count: int = 1):
 
 
 def _scales_held(engine) -> set[float]:
-    """Of adds, in the programs that the tables keep."""
+    """Of adds, in the programs that requests hold."""
+    engine.tables._drop_idle_sets()
     programs = (program_of(engine.tables, i) for i in engine.tables._ops_of)
     return {op.a for one in programs for _, ops in one.taps for op in ops if op.vector is not None}
 

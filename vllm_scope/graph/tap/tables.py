@@ -67,6 +67,9 @@ from vllm_scope.request.sites import STREAM, boundary_of_point
 
 #: Places for programs with vectors, which requests hold, and for programs that only read.
 HELD_PROGRAMS, FREE_PROGRAMS = 8192, 4096
+#: Sets of programs that stay although no request holds them: an operator's monitor is in every
+#: request, and its programs travel to the device once.
+MOST_IDLE_SETS = 16
 #: Owners: number of requests whose faults have a word each.
 MOST_OWNERS = 1 << 16
 #: Ops of held programs. Programs that only read have one more per tap each.
@@ -236,6 +239,8 @@ class Tables:
         #: By Array.digest, or by the keys of TableRows.
         self._vector_places = Places[bytes](num_vectors)
         self._sets: dict[Held, _HeldSet] = {}
+        #: Those that nobody holds. The one that was held longest ago comes first.
+        self._idle_sets: dict[Held, None] = {}
         #: Program id -> the set that it is of, and its index there.
         self._set_at: dict[int, tuple[Held, int]] = {}
         self._free_ops = FreePlaces(num_ops)
@@ -312,6 +317,7 @@ class Tables:
         if known is None:
             known = self._hold_few(held) if held.few else self._hold_new_set(held)
             self._sets[held] = known
+        self._idle_sets.pop(held, None)
         known.holders += 1
         return known.ids
 
@@ -371,12 +377,25 @@ class Tables:
         self.num_delivered[numbers] = rows.num_delivered[rows.exists]
 
     def release_set(self, held: Held) -> None:
-        """Undo one `hold`. Programs that nobody holds are dropped at once."""
+        """Undo one `hold`. A set that nobody holds stays for the next request, until its places are
+        needed or others have stayed since."""
         known = self._sets[held]
         known.holders -= 1
-        if known.holders:
-            return
-        del self._sets[held]
+        if not known.holders:
+            self._idle_sets[held] = None
+            if len(self._idle_sets) > MOST_IDLE_SETS:
+                self._drop_set(next(iter(self._idle_sets)))
+
+    def _drop_idle_sets(self) -> bool:
+        """False if there are none."""
+        found = list(self._idle_sets)
+        for held in found:
+            self._drop_set(held)
+        return bool(found)
+
+    def _drop_set(self, held: Held) -> None:
+        del self._idle_sets[held]
+        known = self._sets.pop(held)
         for number in known.single:
             self.release(number)
         for number in known.numbers:
@@ -408,6 +427,8 @@ class Tables:
 
     def _hold_vectors(self, keys: list[bytes], vectors: Sequence[NDArray[np.float32]]) -> list[int]:
         found = self._vector_places.hold_all(keys)
+        if found is None and self._drop_idle_sets():
+            found = self._vector_places.hold_all(keys)
         if found is None:
             raise CapacityError(
                 f"all {len(self.vectors)} vectors of additional_config['scope'].vectors_mib "
@@ -427,6 +448,8 @@ class Tables:
         programs = self._programs
         while programs.num_free < num_programs or self._free_ops.count < num_ops:
             idle = next((i for i in programs.idle() if self._last_used[i] != self._step), None)
+            if idle is None and self._drop_idle_sets():
+                continue
             if idle is None:
                 raise CapacityError(
                     "all tap programs are in use; send the request again when others have "
