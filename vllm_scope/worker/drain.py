@@ -193,6 +193,8 @@ class Drain:
         self._num_put_off, self._num_caught_up, self._most_put_off = 0, 0, arena.num_slots // 4
         self._cuda = arena.slots.is_cuda
         self._joins = self._cuda if joins is None else joins
+        #: Stored scores were submitted since the last `nudge`.
+        self._unseen_scores = False
         #: On a CPU: steps may wait that the drain thread fills.
         self._unfilled = False
         self._packer = Packer(arena.slots.dtype, arena.slots.device, widths, saes)
@@ -365,28 +367,49 @@ class Drain:
     def submit_stored(self, labels: Labels, write: Callable[[Lease], bool]) -> None:
         """Deliver scores that were kept.
 
+        Without a watch the thread does not wake up for them before `nudge`: it would hold up the
+        thread that is about to launch the model.
+
         Args:
             labels: of one layout.
             write: called on the drain thread, see _Stored.
         """
         num_slots = len(labels.keys) * labels.layouts[0].slots(self._widths)
         item = _Stored(labels, self._ring.acquire(num_slots), write, threading.Event())
-        if self._watch:
-            found = partial(_labels_of, item)
-            self._watch.add(found, partial(_wait_for, item.written), item.lease, None)
+        if not self._watch:
+            self._items.append(item)
+            self._unseen_scores = True
+            return
+        found = partial(_labels_of, item)
+        self._watch.add(found, partial(_wait_for, item.written), item.lease, None)
         self._put(item)
-        # While the prompt's other tokens are computed: at its end the caller would wait for them.
+        self.hurry()  # the watch waits for them
+
+    def nudge(self) -> None:
+        """Let the thread look soon. Called once the step is launched whose requests have stored
+        scores: it then works while the prompts' other tokens are computed. At their end the callers
+        would wait for it."""
+        if not self._unseen_scores:
+            return
+        self._unseen_scores = False
         self._soon.set()
-        if self._watch:  # it waits for them
-            self.hurry()
+        if self._sleeping:
+            self._wake.set()
 
     def keep(self, filled: Sequence[Filled]) -> None:
         """Keep scores of the rows that were submitted so far."""
         self._put(_Keep(filled))
 
-    def later(self, call: Callable[[], None]) -> None:
-        """Call something on the drain thread, after the rows that were submitted so far."""
-        self._put(call)
+    def later(self, call: Callable[[], None], wake: bool = True) -> None:
+        """Call something on the drain thread, after the rows that were submitted so far.
+
+        Args:
+            wake: False if it may wait for the next rows.
+        """
+        if wake:
+            self._put(call)
+        else:
+            self._items.append(call)
 
     def settle(self) -> None:
         """Wait until heads have worked on all rows that were submitted so far: what they read on

@@ -503,7 +503,31 @@ def test_kept_scores_do_not_wait_for_the_end_of_their_request(monkeypatch):
         _until(lambda: len(sink.events) == 1)
         labels = labels_of([2], [0], layouts=(reads_at(0),))
         drain.submit_stored(labels, lambda lease: bool(lease.slots.fill_(0).numel()))
+        drain.nudge()
         _until(lambda: len(sink.events) == 2, PATIENCE_S / 2)
+
+
+def test_kept_scores_wait_for_the_launch_of_their_step():
+    with _drain(64) as (_, drain, sink):
+        _until(lambda: drain._sleeping)
+        labels = labels_of([2], [0], layouts=(reads_at(0),))
+        drain.later(lambda: None, wake=False)
+        drain.submit_stored(labels, lambda lease: bool(lease.slots.fill_(0).numel()))
+        time.sleep(0.05)
+        assert drain._sleeping
+        assert not sink.events
+        drain.nudge()
+        _until(lambda: len(sink.events) == 1)
+
+
+def test_kept_scores_that_need_room_of_others_before_them_wake_the_thread():
+    with _drain(64, host_slots=8) as (_, drain, sink):
+        drain._ring.reclaim = drain.nudge
+        for key in range(20):
+            labels = labels_of([key] * 3, range(3), layouts=(reads_at(0),))
+            drain.submit_stored(labels, lambda lease: bool(lease.slots.fill_(0).numel()))
+        drain.nudge()
+        _until(lambda: len(sink.events) == 60)
 
 
 def test_kept_scores_that_lie_side_by_side_come_as_one_batch_and_those_missing_are_left_out():

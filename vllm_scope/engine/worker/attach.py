@@ -130,6 +130,8 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
             scope.steps.fail()
             raise
         scope.steps.end()
+        if news is not None and news.entrants:
+            scope.deliver_soon()
         if news is not None and (news.filled or news.forgotten_scores):
             scope.keep_blocks(news)
         return scope.with_endings(output)

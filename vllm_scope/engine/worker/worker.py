@@ -467,6 +467,11 @@ class ScopeWorker:
             # No step waits for the drain thread, and the callers of these do.
             self._delivery.drain.hurry()
 
+    def deliver_soon(self) -> None:
+        """A forward with new requests was just enqueued: send what was kept of their prompts."""
+        if self._delivery is not None:
+            self._delivery.drain.nudge()
+
     def keep_blocks(self, news: StepNews) -> None:
         """Keep the scores of blocks that were filled by the forward that was just enqueued."""
         if self._delivery is None:
