@@ -49,3 +49,24 @@ def test_features_equal_float64_and_the_host_does_not_wait(architecture, dtype, 
     assert ((values[:, :count] - found).abs() <= near)[active].all()
     assert ((values[:, :count] - best).abs() <= near).all()
     assert not words[:, COUNT + count :].any()
+
+
+@pytest.mark.parametrize(("num_groups", "count"), [(40, 32), (1024, 32), (70, 64), (5, 3)])
+def test_kernels_find_the_features_that_torch_finds(num_groups, count):
+    from vllm_scope.worker.maxima import maxima
+    from vllm_scope.worker.topk import put_pairs
+
+    generator = torch.Generator("cuda").manual_seed(1)
+    width = num_groups * held_saes.GROUP
+    products = torch.randn(50, width, generator=generator, device="cuda")
+    products[1], products[2, 7], products[3] = products[1].round(), torch.nan, products[3] - 10
+    bias = torch.randn(width, generator=generator, device="cuda") / 4
+    packed = torch.zeros(50, 2 * count, dtype=torch.int32, device="cuda")
+    values = packed[:, count:].view(torch.float32)
+    largest = maxima(products, bias, None, held_saes.GROUP)
+    put_pairs(largest, products, bias, None, count, packed, values)
+    features = products + bias
+    expected = features.topk(count).values.relu()
+    torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
+    found = features.gather(1, packed[:, :count].long()).relu()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

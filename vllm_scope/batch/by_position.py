@@ -159,7 +159,9 @@ def choose(parts: Sequence[Part], wanted: Ints) -> Chosen:
         parts: at least one.
         wanted: ascending.
     """
-    positions = np.concatenate([p.positions for p in parts])
+    positions = parts[0].positions
+    if len(parts) > 1:
+        positions = np.concatenate([p.positions for p in parts])
     # The usual cases pick no rows: computed once and in order, up to or past the last wanted.
     n = min(len(positions), len(wanted))
     if np.array_equal(positions[:n], wanted[:n]) and (

@@ -154,7 +154,10 @@ class _Max:
         self._last = -np.inf
 
     def add(self, scores: Floats) -> Floats:
-        found = np.maximum.accumulate(np.append(self._last, scores))[1:]
+        if self._last == -np.inf:  # it changes nothing
+            found: Floats = np.maximum.accumulate(scores)
+        else:
+            found = np.maximum.accumulate(np.append(self._last, scores))[1:]
         self._last = found[-1]
         return found
 

@@ -61,7 +61,7 @@ class Judge:
             if monitor.probe.after is not None and called not in result.begun:
                 continue  # a later stage counts the requests for which it began
             found = result.scores if monitor.probe.aggregate is None else result.aggregates
-            values, verdict = found[called], verdicts.get(called)
+            values, verdict = found[called].numpy(), verdicts.get(called)
             largest = float(values.max()) if len(values) else None
             # Of an aborted request, scores of its last tokens may not have been made.
             num_lost = 0 if completion.finish_reason == "abort" else result.num_lost(called)

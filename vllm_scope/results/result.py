@@ -216,8 +216,7 @@ class ScopeResult(OverStreams):
 
     def num_lost(self, probe: str) -> int:
         """The scores of a probe that have not arrived, also of an operator's monitor."""
-        wanted, arrived = self._score_table.account_of(probe, self)
-        return len(wanted) - _num_in(wanted, arrived)
+        return self._score_table.num_lost(probe, self)
 
     @property
     def dropped(self) -> int:

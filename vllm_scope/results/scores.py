@@ -252,6 +252,8 @@ class ScoreTable:
 
     def _wanted(self, one: ResolvedProbe | ResolvedFeatures, of: Snapshot) -> Ints:
         wanted, first = of.wanted_by((one.tokens,)), self.begins(one, of)
+        if first == 0:
+            return wanted
         return wanted[:0] if first is None else wanted[wanted.searchsorted(first) :]
 
     def _of(
@@ -286,10 +288,10 @@ class ScoreTable:
         for keys, first, count in self._asked.alike:
             yield self._wanted(first, of), self._arrived(keys, first.name, of), count
 
-    def account_of(self, name: str, of: Snapshot) -> tuple[Ints, Ints]:
-        """(positions that are wanted, those that arrived) of one probe, also of a monitor."""
-        probe = self.probes[name]
-        return self._wanted(probe, of), self._arrived(tuple(cells_of(probe)), name, of)
+    def num_lost(self, name: str, of: Snapshot) -> int:
+        """The scores of a probe that have not arrived, also of a monitor: those that have are at
+        wanted positions."""
+        return len(self._wanted(self.probes[name], of)) - len(self.score(name, of).positions)
 
     def _arrived(self, keys: Sequence[CellKey], name: str, of: Snapshot) -> Ints:
         known, sparse = self._found.get(name), self._sparse.get(name)

@@ -31,6 +31,8 @@ MOST_BYTES = 256 << 20
 #: float8 weights that are unpacked at once, in bytes of what they become.
 UNPACKED_BYTES = 32 << 20
 FP8 = torch.float8_e4m3fn
+#: How many features requests mostly ask for.
+TOP_K = 32
 #: Features whose maximum is looked at first. The k strongest features are in the k groups with the
 #: largest maxima, so that the whole width is read once and not sorted.
 GROUP = 64
@@ -65,7 +67,11 @@ def hold_saes(
             f"device. Name fewer{'' if fp8 else ', set saes_dtype to fp8'}, or raise it; with 0 "
             "requests can name single features alone."
         )
-    return {sae.name: DeviceSae(sae, dtype, device, fp8) for sae in every}
+    held = {sae.name: DeviceSae(sae, dtype, device, fp8) for sae in every}
+    if device.type == "cuda":
+        for sae in every:  # kernels are compiled now, so that no step waits for it
+            held[sae.name].pack(torch.zeros(1, sae.d_model, dtype=dtype, device=device), TOP_K)
+    return held
 
 
 class PairMaker(Protocol):
@@ -128,12 +134,33 @@ class DeviceSae:
             count: at most this many features of each row.
         """
         num_active = min(count, self._k)
+        if rows.is_cuda and _grouped(len(self._bias), num_active):
+            from vllm_scope.worker import topk  # Triton is there where there is a GPU
+
+            if topk.fits(len(self._bias) // GROUP, num_active):
+                return self._pack_in_kernels(rows, count, num_active)
 
         def found(some: Tensor) -> tuple[Tensor, Tensor]:
             values, indices = self._strongest(some, num_active)
             return values.relu(), indices
 
         return packed_pairs(rows, count, self._most_rows, found)
+
+    def _pack_in_kernels(self, rows: Tensor, count: int, num_active: int) -> Tensor:
+        """`pack`, of few features, on a GPU: in few launches."""
+        from vllm_scope.worker.maxima import maxima
+        from vllm_scope.worker.topk import put_pairs
+
+        packed = empty_pairs(rows, count)
+        for some, into in zip(
+            rows.split(self._most_rows), packed.split(self._most_rows), strict=True
+        ):
+            products = self._products(some)
+            put_pairs(
+                maxima(products, self._bias, self._threshold, GROUP), products, self._bias,
+                self._threshold, num_active, into, into[:, count:].view(torch.float32),
+            )  # fmt: skip
+        return packed.view(torch.uint8)
 
     def _strongest(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The largest features of each row, of an SAE without thresholds before the ReLU."""
@@ -196,8 +223,7 @@ def packed_pairs(
         found: rows -> values and indices, [n, at most count].
         absent: the index of a pair that `found` does not make; its value is 0.
     """
-    words = slots_of_row(8 * count) * SLOT_BYTES // 4
-    packed = torch.zeros((len(rows), words), dtype=torch.int32, device=rows.device)
+    packed = empty_pairs(rows, count)
     if absent:
         packed[:, :count] = absent
     for some, into in zip(rows.split(most_rows), packed.split(most_rows), strict=True):
@@ -205,6 +231,12 @@ def packed_pairs(
         into[:, : indices.shape[1]] = indices
         into[:, count : count + indices.shape[1]] = values.view(torch.int32)
     return packed.view(torch.uint8)
+
+
+def empty_pairs(rows: Tensor, count: int) -> Tensor:
+    """int32 [num_rows, words in whole slots], zeros."""
+    words = slots_of_row(8 * count) * SLOT_BYTES // 4
+    return torch.zeros((len(rows), words), dtype=torch.int32, device=rows.device)
 
 
 def strongest(features: Tensor, count: int) -> tuple[Tensor, Tensor]:

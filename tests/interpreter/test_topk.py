@@ -1,0 +1,47 @@
+"""The strongest features, as torch finds them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_scope.worker.held_saes import GROUP
+from vllm_scope.worker.maxima import maxima
+from vllm_scope.worker.topk import fits, put_pairs
+
+
+@pytest.mark.parametrize(("num_groups", "count"), [(40, 17), (5, 3)])
+@pytest.mark.parametrize("thresholds", [True, False])
+def test_the_strongest_of_each_row(thresholds, num_groups, count):
+    assert fits(num_groups, count)
+    generator = torch.Generator().manual_seed(num_groups)
+    width = num_groups * GROUP
+    products = torch.randn(4, width, generator=generator)
+    bias, threshold = torch.randn(2, width, generator=generator) / 4
+    products[1] = products[1].round()  # many are equal
+    products[2, 7] = torch.nan
+    products[3] -= 10  # none is active
+    given = threshold if thresholds else None
+    packed = torch.full((4, 2 * count + 5), -7, dtype=torch.int32)
+    indices, values = packed[:, 1:], packed[:, count + 2 :].view(torch.float32)
+    put_pairs(maxima(products, bias, given, GROUP), products, bias, given, count, indices, values)
+    features = products + bias
+    if thresholds:
+        features = features.masked_fill(features <= threshold, 0)
+    expected = features.topk(count).values.relu()
+    found = values[:, :count]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    at = indices[:, :count].long()
+    assert all(len(set(row)) == count for row in at.tolist())
+    torch.testing.assert_close(features.gather(1, at).relu(), found, rtol=0, atol=0, equal_nan=True)
+    if not thresholds:
+        order = torch.sort(features, dim=1, descending=True, stable=True).indices[:, :count]
+        assert torch.equal(at[:2], order[:2]), "of equal ones, the lowest number comes first"
+    assert (packed[:, [0, count + 1]] == -7).all()
+    assert (packed[:, 2 * count + 2 :] == -7).all()
+
+
+def test_no_rows_change_nothing():
+    empty = torch.zeros(0, 2 * GROUP)
+    none = torch.zeros(0, 8, dtype=torch.int32)
+    put_pairs(torch.zeros(0, 2), empty, empty[0:0].sum(0), None, 2, none, none.view(torch.float32))

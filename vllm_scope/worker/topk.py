@@ -1,0 +1,99 @@
+"""The strongest features of rows, out of the largest feature of each group, in two launches.
+
+Owns:  `put_pairs` and `fits`, with two Triton kernels.
+Runs:  as worker.held_saes, on GPUs.
+From:  maxima (the largest of each group).   To: what request.heads.Strongest describes.
+
+Promise: a feature is computed as held_saes computes it. The strongest comes first; of equal ones,
+that with the lowest number. A feature that is not a number counts as larger than all numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Most features of a row, and most groups: one program sorts them in its registers.
+MOST, MOST_GROUPS = 64, 4096
+#: Below the key of every number.
+_LEAST = tl.constexpr(-(2**63))
+
+
+def fits(num_groups: int, count: int) -> bool:
+    return count <= MOST and num_groups <= MOST_GROUPS
+
+
+def put_pairs(
+    largest: Tensor, products: Tensor, bias: Tensor, threshold: Tensor | None, count: int,
+    indices: Tensor, values: Tensor,
+) -> None:  # fmt: skip
+    """Write the `count` strongest features of each row; a negative one as 0.
+
+    Args:
+        largest: float32 [num_rows, num_groups], as `maxima` makes it.
+        products, bias, threshold: as for `maxima`.
+        indices, values: int32 and float32 [num_rows, count or more], views of one tensor's rows.
+            Written in place.
+    """
+    num_rows, num_groups = largest.shape
+    if not num_rows:
+        return
+    width = products.shape[1]
+    some = max(16, triton.next_power_of_2(count))
+    best = torch.empty((num_rows, some), dtype=torch.int32, device=largest.device)
+    _groups[num_rows,](
+        largest, best, num_groups, max(some, triton.next_power_of_2(num_groups)), some,
+        num_warps=8,
+    )  # fmt: skip
+    _pairs[num_rows,](
+        products, bias, bias if threshold is None else threshold, best, indices, values,
+        indices.stride(0), width, count, some, width // num_groups, threshold is not None,
+        num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _key(value, index):  # type: ignore[no-untyped-def]
+    """int64: larger for a larger value, and of equal ones for a lower index."""
+    bits = value.to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    order = tl.where(value == value, order, 0x7FFFFFFF)
+    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["num_groups"])
+def _groups(  # type: ignore[no-untyped-def]
+    largest, best, num_groups, size: tl.constexpr, count: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, size)
+    there = at < num_groups
+    key = _key(tl.load(largest + row * num_groups + at, there, 0.0), at)
+    key = tl.sort(tl.where(there, key, _LEAST), descending=True)
+    index = 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32)
+    tl.store(best + row * count + at, index, at < count)
+
+
+@triton.jit(do_not_specialize=["stride", "count"])
+def _pairs(  # type: ignore[no-untyped-def]
+    products, bias, threshold, best, indices, values, stride, width, count,
+    num_groups: tl.constexpr, group: tl.constexpr, thresholds: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.load(best + row * num_groups + tl.arange(0, num_groups))
+    at = tl.reshape(groups[:, None] * group + tl.arange(0, group)[None, :], num_groups * group)
+    # Where there are fewer groups than asked for, the others have no such number.
+    there = (at >= 0) & (at < width)
+    feature = tl.load(products + row * width + at, there, 0.0) + tl.load(bias + at, there, 0.0)
+    if thresholds:
+        feature = tl.where(feature <= tl.load(threshold + at, there, 0.0), 0.0, feature)
+    key = tl.sort(tl.where(there, _key(feature, at), _LEAST), descending=True)
+    order = (key >> 32).to(tl.int32)
+    value = tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
+    value = tl.where(value <= 0, 0.0, value)
+    place = tl.arange(0, num_groups * group)
+    into = row * stride + place
+    tl.store(indices + into, 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32), place < count)
+    tl.store(values + into, value, place < count)
