@@ -12,8 +12,8 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
+import torch
 
 from tests.unit.engine.test_connection import SITES
 from vllm_scope.core.registry import Registry
@@ -214,7 +214,7 @@ def test_what_became_of_a_verdict_is_told_to_the_other_processes(file, address):
         theirs = monitors._peers_of(other.vllm_config)
     result = SimpleNamespace(
         verdicts={monitor.probe.name: SimpleNamespace(position=2, value=0.5)}, begun=(),
-        scores={monitor.probe.name: np.array([0.5])}, aggregates={}, num_lost=lambda name: 0,
+        scores={monitor.probe.name: torch.tensor([0.5])}, aggregates={}, num_lost=lambda name: 0,
     )  # fmt: skip
     ended = SimpleNamespace(finish_reason="stop", index=0, scope=result)
     Judge((monitor,), None, theirs).told(SimpleNamespace(request_id="r"), ended)
@@ -344,7 +344,7 @@ def test_lost_scores_are_the_operators_to_know(reason, told, monkeypatch):
     engine.vllm_config.additional_config = {"scope": {"monitors": {"one": FLAG}}}
     (monitor,) = monitors.monitors_of(engine.vllm_config)
     result = SimpleNamespace(
-        verdicts={}, begun=(), scores={monitor.probe.name: np.array([0.5])}, aggregates={},
+        verdicts={}, begun=(), scores={monitor.probe.name: torch.tensor([0.5])}, aggregates={},
         num_lost={monitor.probe.name: 2}.get,
     )  # fmt: skip
     counted = []

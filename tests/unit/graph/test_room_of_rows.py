@@ -85,6 +85,16 @@ def test_programs_that_no_request_holds_make_room(numbers):
         tables.release_set(held)
 
 
+def test_a_large_set_that_no_request_holds_does_not_stay(monkeypatch):
+    held = _held(list(range(12)), 1)
+    tables = _tables(held)
+    for most, stays in ((4 * HIDDEN_SIZE * len(held.vectors), True), (4 * HIDDEN_SIZE, False)):
+        monkeypatch.setattr("vllm_scope.graph.tap.tables.MOST_IDLE_BYTES", most)
+        tables.hold(held)
+        tables.release_set(held)
+        assert (held in tables._sets) is stays
+
+
 def test_few_sets_stay_that_no_request_holds():
     every = [_held([i], 1) for i in range(MOST_IDLE_SETS + 5)]
     tables = _tables(*every)

@@ -159,4 +159,5 @@ def test_a_weight_with_the_numbers_of_a_replacement_takes_what_is_counted(
     tables.hold(held)
     assert all_places - places.num_free == held.cost.vectors
     tables.release_set(held)
+    assert tables._drop_idle_sets()
     assert places.num_free + len(list(places.idle())) == all_places

@@ -68,8 +68,8 @@ from vllm_scope.request.sites import STREAM, boundary_of_point
 #: Places for programs with vectors, which requests hold, and for programs that only read.
 HELD_PROGRAMS, FREE_PROGRAMS = 8192, 4096
 #: Sets of programs that stay although no request holds them: an operator's monitor is in every
-#: request, and its programs travel to the device once.
-MOST_IDLE_SETS = 16
+#: request, and its programs travel to the device once. None of them has more bytes of vectors.
+MOST_IDLE_SETS, MOST_IDLE_BYTES = 16, 1 << 20
 #: Owners: number of requests whose faults have a word each.
 MOST_OWNERS = 1 << 16
 #: Ops of held programs. Programs that only read have one more per tap each.
@@ -377,13 +377,15 @@ class Tables:
         self.num_delivered[numbers] = rows.num_delivered[rows.exists]
 
     def release_set(self, held: Held) -> None:
-        """Undo one `hold`. A set that nobody holds stays for the next request, until its places are
-        needed or others have stayed since."""
+        """Undo one `hold`. A small set that nobody holds stays for the next request, until its
+        places are needed or others have stayed since."""
         known = self._sets[held]
         known.holders -= 1
         if not known.holders:
             self._idle_sets[held] = None
-            if len(self._idle_sets) > MOST_IDLE_SETS:
+            if len(known.vectors) * 4 * self.vectors.shape[1] > MOST_IDLE_BYTES:
+                self._drop_set(held)
+            elif len(self._idle_sets) > MOST_IDLE_SETS:
                 self._drop_set(next(iter(self._idle_sets)))
 
     def _drop_idle_sets(self) -> bool:
