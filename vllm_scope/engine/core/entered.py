@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from vllm_scope.core.sums_room import SumsRoom
 from vllm_scope.engine.beside import Beside
+from vllm_scope.engine.vllm_types import Request
 from vllm_scope.program.block_keys import BlockKeys
 from vllm_scope.program.held import Held
 from vllm_scope.program.operations import NO_LOG, Cost, LogRange
@@ -56,9 +57,11 @@ class Entered:
 
 #: vLLM's Request -> its Entered.
 _entered: Beside[Entered] = Beside()
-#: Request id -> Entered, while vLLM makes the Request. vLLM hashes the request's blocks then,
-#: before `_entered` can have the Request.
-entering: dict[str, Entered] = {}
+#: vLLM's Request -> the keys of its blocks, of requests with edits.
+_keys: Beside[BlockKeys] = Beside()
+#: Request id -> the same, while vLLM makes the Request. vLLM hashes the request's blocks then,
+#: before `_keys` can have the Request.
+entering: dict[str, BlockKeys] = {}
 
 
 def entered(request: object) -> Entered | None:
@@ -71,5 +74,14 @@ def any_entered() -> bool:
     return len(_entered) > 0
 
 
+def keys_of(request: Request) -> BlockKeys | None:
+    """The keys of a request's KV blocks; None without edits. vLLM asks for each block."""
+    if not (entering or _keys):
+        return None
+    return _keys.of(request) or entering.get(request.request_id)
+
+
 def keep(request: object, found: Entered) -> None:
     _entered.put(request, found)
+    if found.keys is not None:
+        _keys.put(request, found.keys)

@@ -23,7 +23,7 @@ from vllm_scope.core.registry import Registry
 from vllm_scope.core.sums_room import SumsRoom
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
-from vllm_scope.engine.core.entered import Entered, entered, entering, keep
+from vllm_scope.engine.core.entered import Entered, entering, keep, keys_of
 from vllm_scope.engine.core.variants import expand
 from vllm_scope.engine.model import (
     CONNECTORS_BY_HASH,
@@ -256,7 +256,8 @@ def _entered_as(
     found = _scope_of(self).enter(request, ticket)
     if found is None:
         return original(self, request)
-    entering[request.request_id] = found
+    if found.keys is not None:
+        entering[request.request_id] = found.keys
     try:
         made = original(self, request)
         # Last: if the request is refused, it must not have taken room. Only a drop gives it back.
@@ -265,7 +266,7 @@ def _entered_as(
         keep(made[0], found)
         return made
     finally:
-        del entering[request.request_id]
+        entering.pop(request.request_id, None)
 
 
 def _concerns(engine: EngineCore, request: EngineCoreRequest) -> bool:
@@ -294,8 +295,8 @@ def _extra_keys(
     *rest: object,
 ) -> tuple[tuple[object, ...] | None, T]:
     found, following = original(request, start, stop, *rest)
-    known = entered(request) or entering.get(request.request_id)
-    key = known.keys.key(start, stop) if known is not None and known.keys is not None else None
+    keys = keys_of(request)
+    key = None if keys is None else keys.key(start, stop)
     return (found if key is None else (*(found or ()), ("scope", key))), following
 
 
