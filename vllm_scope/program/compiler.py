@@ -323,10 +323,10 @@ class RequestProgram:
         `generated_is_uniform`."""
         if self.later:
             return self.later[-1][0]
-        alike = self.generated_is_uniform and np.array_equal(
-            self._phase_column(False), self._phase_column(True)
-        )
-        return 0 if alike else self.num_prompt
+        if not self.generated_is_uniform:
+            return self.num_prompt
+        prompt, generated = (self._phase_column(phase).tobytes() for phase in (False, True))
+        return 0 if prompt == generated else self.num_prompt
 
     def after(self, firsts: Iterable[str]) -> RequestProgram:
         """The same once these probes have their verdicts."""

@@ -186,6 +186,8 @@ class WorkerDelivery:
             layout: of all of its tokens, at this stage.
         """
         self.drain.later(partial(self.store.begin, key, layout, entrant.block_size), wake=False)
+        if not entrant.cached:
+            return
         block_slots = layout.slots(self.widths) * entrant.block_size
         # A quarter of the ring at once leaves room for the step's rows.
         at_once = max(1, len(self.ring.slots) // 4 // block_slots)
