@@ -64,7 +64,7 @@ def test_kernels_find_the_features_that_torch_finds(num_groups, count):
     packed = torch.zeros(50, 2 * count, dtype=torch.int32, device="cuda")
     values = packed[:, count:].view(torch.float32)
     largest = maxima(products, bias, None, held_saes.GROUP)
-    put_pairs(largest, products, bias, None, count, packed, values)
+    put_pairs(largest, products, bias, None, count, packed, count)
     features = products + bias
     expected = features.topk(count).values.relu()
     torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)

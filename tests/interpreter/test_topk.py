@@ -23,8 +23,9 @@ def test_the_strongest_of_each_row(thresholds, num_groups, count):
     products[3] -= 10  # none is active
     given = threshold if thresholds else None
     packed = torch.full((4, 2 * count + 5), -7, dtype=torch.int32)
-    indices, values = packed[:, 1:], packed[:, count + 2 :].view(torch.float32)
-    put_pairs(maxima(products, bias, given, GROUP), products, bias, given, count, indices, values)
+    into, first = packed[:, 1:], count + 1
+    indices, values = into[:, :count], into[:, first:].view(torch.float32)
+    put_pairs(maxima(products, bias, given, GROUP), products, bias, given, count, into, first)
     features = products + bias
     if thresholds:
         features = features.masked_fill(features <= threshold, 0)
@@ -44,4 +45,4 @@ def test_the_strongest_of_each_row(thresholds, num_groups, count):
 def test_no_rows_change_nothing():
     empty = torch.zeros(0, 2 * GROUP)
     none = torch.zeros(0, 8, dtype=torch.int32)
-    put_pairs(torch.zeros(0, 2), empty, empty[0:0].sum(0), None, 2, none, none.view(torch.float32))
+    put_pairs(torch.zeros(0, 2), empty, empty.sum(0), None, 2, none, 4)

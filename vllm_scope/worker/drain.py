@@ -193,6 +193,8 @@ class Drain:
         self._num_put_off, self._num_caught_up, self._most_put_off = 0, 0, arena.num_slots // 4
         self._cuda = arena.slots.is_cuda
         self._joins = self._cuda if joins is None else joins
+        #: Stored scores wait for `nudge`.
+        self._defers = self._cuda
         #: Stored scores were submitted since the last `nudge`.
         self._unseen_scores = False
         #: On a CPU: steps may wait that the drain thread fills.
@@ -367,8 +369,8 @@ class Drain:
     def submit_stored(self, labels: Labels, write: Callable[[Lease], bool]) -> None:
         """Deliver scores that were kept.
 
-        Without a watch the thread does not wake up for them before `nudge`: it would hold up the
-        thread that is about to launch the model.
+        On a GPU, without a watch, the thread does not wake up for them before `nudge`: it would
+        hold up the thread that is about to launch the model. A CPU computes the model then.
 
         Args:
             labels: of one layout.
@@ -376,14 +378,16 @@ class Drain:
         """
         num_slots = len(labels.keys) * labels.layouts[0].slots(self._widths)
         item = _Stored(labels, self._ring.acquire(num_slots), write, threading.Event())
-        if not self._watch:
-            self._items.append(item)
-            self._unseen_scores = True
+        if self._watch:
+            found = partial(_labels_of, item)
+            self._watch.add(found, partial(_wait_for, item.written), item.lease, None)
+            self._put(item)
+            self.hurry()  # the watch waits for them
             return
-        found = partial(_labels_of, item)
-        self._watch.add(found, partial(_wait_for, item.written), item.lease, None)
-        self._put(item)
-        self.hurry()  # the watch waits for them
+        self._items.append(item)
+        self._unseen_scores = True
+        if not self._defers:
+            self.nudge()
 
     def nudge(self) -> None:
         """Let the thread look soon. Called once the step is launched whose requests have stored

@@ -2,8 +2,8 @@
 
 Owns:  DeviceSae (the encoder of one SAE on the device), `hold_saes`; PairMaker, of which DeviceLens
        is another kind.
-Runs:  in workers that drain: loaded at start; computed on a GPU on the worker's thread, enqueued on
-       the drain's stream, else on the drain thread.
+Runs:  in workers that drain: loaded at start; computed on the drain thread, of large steps on a GPU
+       on the worker's, enqueued on the drain's stream.
 From:  saes.sae.   To: packer.
 
 Promise: the host never waits for the device. Memory beside the rows is bounded by MOST_BYTES of
@@ -31,8 +31,6 @@ MOST_BYTES = 256 << 20
 #: float8 weights that are unpacked at once, in bytes of what they become.
 UNPACKED_BYTES = 32 << 20
 FP8 = torch.float8_e4m3fn
-#: How many features requests mostly ask for.
-TOP_K = 32
 #: Features whose maximum is looked at first. The k strongest features are in the k groups with the
 #: largest maxima, so that the whole width is read once and not sorted.
 GROUP = 64
@@ -69,8 +67,12 @@ def hold_saes(
         )
     held = {sae.name: DeviceSae(sae, dtype, device, fp8) for sae in every}
     if device.type == "cuda":
+        from vllm_scope.worker import topk  # Triton is there where there is a GPU
+
         for sae in every:  # kernels are compiled now, so that no step waits for it
-            held[sae.name].pack(torch.zeros(1, sae.d_model, dtype=dtype, device=device), TOP_K)
+            row = torch.zeros(1, sae.d_model, dtype=dtype, device=device)
+            for count in (topk.LEAST, topk.MOST):
+                held[sae.name].pack(row, count)
     return held
 
 
@@ -158,7 +160,7 @@ class DeviceSae:
             products = self._products(some)
             put_pairs(
                 maxima(products, self._bias, self._threshold, GROUP), products, self._bias,
-                self._threshold, num_active, into, into[:, count:].view(torch.float32),
+                self._threshold, num_active, into, count,
             )  # fmt: skip
         return packed.view(torch.uint8)
 

@@ -66,7 +66,7 @@ class _Grid(NamedTuple):
 
     @staticmethod
     def of(first: int, num_tokens: int, step: int, places: Ints) -> _Grid | None:
-        """None if the places are not regular.
+        """None if the places are not regular, or descend, as torch has no such views.
 
         Args:
             first: the first token's first slot.
@@ -79,6 +79,8 @@ class _Grid(NamedTuple):
             if found.size and (found != found[0, 0]).any():
                 return None
             steps.append(int(found[0, 0]) if found.size else 0)
+        if min(steps) < 0:
+            return None
         shape = len(places), num_tokens, places.shape[1]
         return _Grid(first + int(places[0, 0]), shape, (steps[0], step, steps[1]))
 

@@ -2,8 +2,8 @@
 
 Owns:  DeviceBank (the weights of one bank), DeviceStack (of several banks that are alike), Banks
        (those that requests hold).
-Runs:  in workers that drain: weights are loaded on the worker's thread; computed on a GPU there
-       too, on the drain's stream, else on the drain thread.
+Runs:  in workers that drain: weights are loaded on the worker's thread; computed on the drain
+       thread, of large steps on a GPU on the worker's, on the drain's stream.
 From:  request.nets (weights).   To: packer.
 
 Promise: all nets' first layers are one matrix product, in float32. The weights of a request's banks

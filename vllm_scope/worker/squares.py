@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_scope.program.layout import SLOT_BYTES
+
 #: Rows whose products a matrix unit adds.
 CHAIN = 512
 #: Sums that one program makes on each side, and rows that it takes at once.
@@ -40,7 +42,7 @@ def add_squares(rows: Tensor, sums: Tensor) -> None:
     num_rows, width = rows.shape
     tiles = triton.cdiv(width, TILE)
     if num_rows:
-        _kernel[tiles, tiles](rows, sums, num_rows, width, rows.stride(0), **_OPTIONS)
+        _kernel[tiles, tiles](rows, sums, num_rows, width, *_steps(rows), **_OPTIONS)
 
 
 def column_sums(rows: Tensor) -> Tensor:
@@ -54,20 +56,30 @@ def column_sums(rows: Tensor) -> Tensor:
     parts = torch.empty((num_parts, width), dtype=torch.float64, device=rows.device)
     if num_rows:
         grid = triton.cdiv(width, TILE), num_parts
-        _sums[grid](rows, parts, num_rows, width, rows.stride(0), **_SUMMED)
+        _sums[grid](rows, parts, num_rows, width, *_steps(rows), **_SUMMED)
     return parts.sum(0)
 
 
 def load(dtype: torch.dtype, width: int) -> None:
-    """Compile the kernels for rows of `width` numbers, so that no step waits for them."""
+    """Compile the kernels for rows of `width` numbers that begin at slots, so that no step waits
+    for them."""
+    unit = SLOT_BYTES // dtype.itemsize
     if dtype.itemsize == 2:
-        _kernel.warmup(dtype, torch.float64, 1, width, width, grid=(1,), **_OPTIONS)
-    _sums.warmup(dtype, torch.float64, 1, width, width, grid=(1,), **_SUMMED)
+        _kernel.warmup(dtype, torch.float64, 1, width, 1, unit, grid=(1,), **_OPTIONS)
+    _sums.warmup(dtype, torch.float64, 1, width, 1, unit, grid=(1,), **_SUMMED)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+def _steps(rows: Tensor) -> tuple[int, int]:
+    """From a row to the next: how many units, and the numbers of a unit. Rows that begin at slots
+    have the same unit wherever they lie, so that one kernel reads them."""
+    unit = SLOT_BYTES // rows.element_size()
+    step = rows.stride(0)
+    return (step // unit, unit) if step % unit == 0 else (step, 1)
+
+
+@triton.jit(do_not_specialize=["num_rows", "row_step"])
 def _kernel(  # type: ignore[no-untyped-def]
-    rows, sums, num_rows, width, row_stride,
+    rows, sums, num_rows, width, row_step, unit: tl.constexpr,
     chain: tl.constexpr, depth: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     above, beside = tl.program_id(1), tl.program_id(0)
@@ -83,7 +95,7 @@ def _kernel(  # type: ignore[no-untyped-def]
         for at in range(first, min(first + chain, num_rows), depth):
             row = at + some
             there = (row < num_rows)[:, None]
-            start = rows + row.to(tl.int64)[:, None] * row_stride
+            start = rows + row.to(tl.int64)[:, None] * row_step * unit
             x = tl.load(start + left[None, :], there & is_left[None, :], 0.0)
             y = tl.load(start + right[None, :], there & is_right[None, :], 0.0)
             part = tl.dot(tl.trans(x), y, part)
@@ -93,9 +105,9 @@ def _kernel(  # type: ignore[no-untyped-def]
     tl.store(into, tl.load(into, written, 0.0) + total.to(tl.float64), written)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "row_step"])
 def _sums(  # type: ignore[no-untyped-def]
-    rows, parts, num_rows, width, row_stride,
+    rows, parts, num_rows, width, row_step, unit: tl.constexpr,
     count: tl.constexpr, depth: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * tile + tl.arange(0, tile)
@@ -106,6 +118,6 @@ def _sums(  # type: ignore[no-untyped-def]
     for at in range(first, min(first + count, num_rows), depth):
         row = at + some
         there = (row < num_rows)[:, None] & here[None, :]
-        start = rows + row.to(tl.int64)[:, None] * row_stride
+        start = rows + row.to(tl.int64)[:, None] * row_step * unit
         total += tl.sum(tl.load(start + column[None, :], there, 0.0).to(tl.float64), 0)
     tl.store(parts + part * width + column, total, here)

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Most features of a row, and most groups: one program sorts them in its registers.
-MOST, MOST_GROUPS = 64, 4096
+#: Most features of a row, and most groups: one program sorts them in its registers. So many
+#: groups are looked through for each count, so that there are two kernels of each kind.
+LEAST, MOST, MOST_GROUPS = 32, 64, 4096
 #: Below the key of every number.
 _LEAST = tl.constexpr(-(2**63))
 
@@ -27,30 +28,30 @@ def fits(num_groups: int, count: int) -> bool:
 
 def put_pairs(
     largest: Tensor, products: Tensor, bias: Tensor, threshold: Tensor | None, count: int,
-    indices: Tensor, values: Tensor,
+    packed: Tensor, first_value: int,
 ) -> None:  # fmt: skip
     """Write the `count` strongest features of each row; a negative one as 0.
 
     Args:
         largest: float32 [num_rows, num_groups], as `maxima` makes it.
         products, bias, threshold: as for `maxima`.
-        indices, values: int32 and float32 [num_rows, count or more], views of one tensor's rows.
-            Written in place.
+        packed: int32 [num_rows, ...]. The indices are written to its first columns, the float32
+            values to those from `first_value` on.
     """
     num_rows, num_groups = largest.shape
     if not num_rows:
         return
     width = products.shape[1]
-    some = max(16, triton.next_power_of_2(count))
+    some = LEAST if count <= LEAST else MOST
     best = torch.empty((num_rows, some), dtype=torch.int32, device=largest.device)
     _groups[num_rows,](
         largest, best, num_groups, max(some, triton.next_power_of_2(num_groups)), some,
         num_warps=8,
     )  # fmt: skip
     _pairs[num_rows,](
-        products, bias, bias if threshold is None else threshold, best, indices, values,
-        indices.stride(0), width, count, some, width // num_groups, threshold is not None,
-        num_warps=8,
+        products, bias, bias if threshold is None else threshold, best, packed,
+        packed.stride(0), width, count, first_value, some, width // num_groups,
+        threshold is not None, num_warps=8,
     )  # fmt: skip
 
 
@@ -76,9 +77,9 @@ def _groups(  # type: ignore[no-untyped-def]
     tl.store(best + row * count + at, index, at < count)
 
 
-@triton.jit(do_not_specialize=["stride", "count"])
+@triton.jit(do_not_specialize=["stride", "count", "first_value"])
 def _pairs(  # type: ignore[no-untyped-def]
-    products, bias, threshold, best, indices, values, stride, width, count,
+    products, bias, threshold, best, packed, stride, width, count, first_value,
     num_groups: tl.constexpr, group: tl.constexpr, thresholds: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -91,9 +92,8 @@ def _pairs(  # type: ignore[no-untyped-def]
         feature = tl.where(feature <= tl.load(threshold + at, there, 0.0), 0.0, feature)
     key = tl.sort(tl.where(there, _key(feature, at), _LEAST), descending=True)
     order = (key >> 32).to(tl.int32)
-    value = tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
-    value = tl.where(value <= 0, 0.0, value)
+    bits = tl.where(order <= 0, 0, order)  # of a value that is not negative, the order itself
     place = tl.arange(0, num_groups * group)
-    into = row * stride + place
-    tl.store(indices + into, 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32), place < count)
-    tl.store(values + into, value, place < count)
+    into = packed + row * stride + place
+    tl.store(into, 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32), place < count)
+    tl.store(into + first_value, bits, place < count)

@@ -503,12 +503,12 @@ def test_kept_scores_do_not_wait_for_the_end_of_their_request(monkeypatch):
         _until(lambda: len(sink.events) == 1)
         labels = labels_of([2], [0], layouts=(reads_at(0),))
         drain.submit_stored(labels, lambda lease: bool(lease.slots.fill_(0).numel()))
-        drain.nudge()
         _until(lambda: len(sink.events) == 2, PATIENCE_S / 2)
 
 
 def test_kept_scores_wait_for_the_launch_of_their_step():
     with _drain(64) as (_, drain, sink):
+        drain._defers = True  # as on a GPU
         _until(lambda: drain._sleeping)
         labels = labels_of([2], [0], layouts=(reads_at(0),))
         drain.later(lambda: None, wake=False)
@@ -522,7 +522,7 @@ def test_kept_scores_wait_for_the_launch_of_their_step():
 
 def test_kept_scores_that_need_room_of_others_before_them_wake_the_thread():
     with _drain(64, host_slots=8) as (_, drain, sink):
-        drain._ring.reclaim = drain.nudge
+        drain._defers, drain._ring.reclaim = True, drain.nudge
         for key in range(20):
             labels = labels_of([key] * 3, range(3), layouts=(reads_at(0),))
             drain.submit_stored(labels, lambda lease: bool(lease.slots.fill_(0).numel()))

@@ -67,6 +67,8 @@ def layouts_of(dtype: torch.dtype) -> tuple[Layout, ...]:
         # Two banks that are alike, and rows that both have.
         Layout((A,), ((LINEAR, (A, B)), (LIKE_LINEAR, (B, C)))),
         Layout((), ((LINEAR, (A, B)), (LIKE_LINEAR, (A, D)))),
+        # Rows of the second one come first.
+        Layout((), ((LINEAR, (B,)), (LIKE_LINEAR, (A,)))),
     )
 
 
@@ -124,7 +126,7 @@ def token_by_token(
 @pytest.mark.parametrize(
     "layout_of",
     [
-        *(pytest.param([i] * 7, id=f"layout-{i}") for i in range(8)),
+        *(pytest.param([i] * 7, id=f"layout-{i}") for i in range(9)),
         pytest.param([1], id="one-token"),
         pytest.param([0, 1, 2, 3, 4] * 5, id="mixed"),
         pytest.param([4, 4, 4, 0, 0, 2, 2, 1, 3], id="in-runs"),

@@ -4,7 +4,7 @@ Owns:  the seam on Scheduler.update_from_output.
 Runs:  in EngineCore, on the scheduler's thread.
 From:  engine.worker.faults, verdicts, variants (what is done with an output).
 
-Promise: an output of plain requests costs two tests.
+Promise: an output of plain requests costs three tests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.core.entered import any_entered
-from vllm_scope.engine.core.variants import take_variants
+from vllm_scope.engine.core.variants import stands_for_some, take_variants
 from vllm_scope.engine.core.verdicts import stop_judged
 from vllm_scope.engine.vllm_types import EngineCoreOutputs as Outputs
 from vllm_scope.engine.vllm_types import Scheduler
@@ -28,7 +28,8 @@ def _update(
     scheduler_output: object,
     model_runner_output: object,
 ) -> dict[int, Outputs]:
-    if not any_entered() and not carries(model_runner_output):
+    plain = not any_entered() and not stands_for_some(self)
+    if plain and not carries(model_runner_output):
         return original(self, scheduler_output, model_runner_output)
     faulty = partial(end_faulty, original)
     judged = partial(stop_judged, faulty)

@@ -307,6 +307,12 @@ def aborted(scheduler: Scheduler, ended: list[Request]) -> list[Request]:
     return others + standing
 
 
+def stands_for_some(scheduler: Scheduler) -> bool:
+    """True if some request stands for variants that have not all ended."""
+    running = _running.of(scheduler)
+    return running is not None and bool(running.groups)
+
+
 def take_variants(
     original: Callable[..., dict[int, Outputs]], self: Scheduler, *args: object, **kwargs: object
 ) -> dict[int, Outputs]:

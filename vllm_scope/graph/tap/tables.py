@@ -68,7 +68,8 @@ from vllm_scope.request.sites import STREAM, boundary_of_point
 #: Places for programs with vectors, which requests hold, and for programs that only read.
 HELD_PROGRAMS, FREE_PROGRAMS = 8192, 4096
 #: Sets of programs that stay although no request holds them: an operator's monitor is in every
-#: request, and its programs travel to the device once. None of them has more bytes of vectors.
+#: request, and its programs travel to the device once. None of more than a few operations has more
+#: bytes of vectors.
 MOST_IDLE_SETS, MOST_IDLE_BYTES = 16, 1 << 20
 #: Owners: number of requests whose faults have a word each.
 MOST_OWNERS = 1 << 16
