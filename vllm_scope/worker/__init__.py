@@ -8,7 +8,7 @@ drain.py       from the arena to host memory and labelled batches, on its own th
 packer.py      rows gathered, and worked on by heads, on their way out of the arena
 probe_bank.py  the probes of one place, computed for many rows at once
 held_saes.py   the encoders of SAEs, and the strongest features of many rows at once
-maxima.py, topk.py   the kernels of held_saes: the largest feature of each group, the strongest of all
+maxima.py      kernels of held_saes: the largest feature of each group, and in topk.py the strongest
 summing.py     rows that are added to sums on the device; squares.py has its kernels
 lens.py        the model's norm and unembedding, and the likeliest tokens of many rows at once
 score_store.py scores of KV blocks, for requests that use the prefix cache
