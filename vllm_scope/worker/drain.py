@@ -317,6 +317,7 @@ class Drain:
         return (
             self._joins
             and not self._watch
+            and region.num_slots <= self._most_put_off // 8
             and self._num_waiting + region.num_slots <= self._most_put_off
             and any(map(_multiplies, labels.layouts))
             and not labels.sums
