@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
-#: The first characters of the id of each request of a sweep.
+#: The ids of all requests of sweeps begin with this.
 SWEPT: Final = "sweep-"
 #: While there are other requests, cells are in the engine for `TIME * share` of the time.
 TIME: Final = 0.2

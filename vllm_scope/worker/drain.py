@@ -312,8 +312,8 @@ class Drain:
         self._put(_Rows(labels, boundary, region, lease, copied, positions, tapped))
 
     def _may_put_off(self, region: Region, labels: Labels) -> bool:
-        """True if the drain thread shall copy a step on a GPU, with others: a small one, of whose
-        rows products are made. Nobody waits for it in this step, and no sums are made of it."""
+        """True if the drain thread shall copy a step on a GPU, together with others. The step is
+        small, its rows are multiplied, nobody waits for them in this step, and no sums are made."""
         return (
             self._joins
             and not self._watch
@@ -370,8 +370,9 @@ class Drain:
     def submit_stored(self, labels: Labels, write: Callable[[Lease], bool]) -> None:
         """Deliver scores that were kept.
 
-        On a GPU, without a watch, the thread does not wake up for them before `nudge`: it would
-        hold up the thread that is about to launch the model. A CPU computes the model then.
+        On a GPU, without a watch, the drain thread does not wake up for them before `nudge`. It
+        would delay the worker's thread, which is about to launch the model. On a CPU it wakes up at
+        once.
 
         Args:
             labels: of one layout.
@@ -391,9 +392,8 @@ class Drain:
             self.nudge()
 
     def nudge(self) -> None:
-        """Let the thread look soon. Called once the step is launched whose requests have stored
-        scores: it then works while the prompts' other tokens are computed. At their end the callers
-        would wait for it."""
+        """Let the drain thread deliver stored scores soon. Call it once the step of their requests
+        is launched: the thread then works while the device computes the prompts' other tokens."""
         if not self._unseen_scores:
             return
         self._unseen_scores = False

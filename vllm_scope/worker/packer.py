@@ -34,6 +34,7 @@ from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, slots_of_row
 from vllm_scope.request.heads import Bank, Encoding, Head, Strongest, Summed, Told
 from vllm_scope.request.nets import Net
 from vllm_scope.request.sites import kind_of_point
+from vllm_scope.worker.device_sums import on_device
 from vllm_scope.worker.held_saes import NONE, PairMakers
 from vllm_scope.worker.probe_bank import Banks
 
@@ -390,13 +391,8 @@ class Packer:
             if grid is not None:
                 return grid
         tokens = first + step * np.arange(num_tokens)[:, None]
-        return self._on_device(np.concatenate([(tokens + part).ravel() for part in parts]))
-
-    def _on_device(self, numbers: Ints) -> Tensor:
-        found = torch.from_numpy(numbers)
-        if self.device.type != "cuda":
-            return found
-        return found.pin_memory().to(self.device, non_blocking=True)
+        places = np.concatenate([(tokens + part).ravel() for part in parts])
+        return on_device(self.device, places)
 
     def _mixed_chunks(self, labels: Labels, boundary: int | None) -> Iterator[_Chunk]:
         before, after = _sizes(labels, boundary, self.widths)
@@ -430,7 +426,7 @@ class Packer:
         found = self._stacked(found) if self.stacks else found
         sources = [np.concatenate([source for source, _ in some]) for some in found.values()]
         targets = [np.concatenate([target for _, target in some]) for some in found.values()]
-        both = self._on_device(np.concatenate([*sources, *targets]))
+        both = on_device(self.device, np.concatenate([*sources, *targets]))
         counts = [len(source) for source in sources]
         parts = both.split([*counts, *counts])
         return [

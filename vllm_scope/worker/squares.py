@@ -70,8 +70,8 @@ def load(dtype: torch.dtype, width: int) -> None:
 
 
 def _steps(rows: Tensor) -> tuple[int, int]:
-    """From a row to the next: how many units, and the numbers of a unit. Rows that begin at slots
-    have the same unit wherever they lie, so that one kernel reads them."""
+    """(units from one row to the next, numbers of a unit). The kernels are compiled for each unit.
+    Rows that begin at slots all have one unit, whatever the distance between them."""
     unit = SLOT_BYTES // rows.element_size()
     step = rows.stride(0)
     return (step // unit, unit) if step % unit == 0 else (step, 1)

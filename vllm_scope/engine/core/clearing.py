@@ -107,7 +107,8 @@ def _new_blocks(
 
 
 def is_due(scheduler: Scheduler) -> bool:
-    """True if blocks of a faulty request are in the pool, or wait for `due`."""
+    """True if `due` may return blocks after the next step is scheduled: some that are not zeroed
+    are free, or have a new owner."""
     unfit = _unfit.of(scheduler.kv_cache_manager.block_pool)
     return unfit is not None and bool(unfit.free or unfit.due)
 

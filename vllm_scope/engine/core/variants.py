@@ -38,7 +38,7 @@ from vllm_scope.sweeps.yielding import SWEPT
 #: The tokens of all variants in the scheduler are divided into so many steps: one is on the device,
 #: one is prepared, and one waits.
 _PARTS: Final = 3
-#: A step may always have so many tokens. To launch a smaller step takes longer than to compute it.
+#: A step may always have this many tokens. A smaller step takes longer to launch than to compute.
 _LEAST_TOKENS: Final = 1024
 
 
@@ -52,7 +52,7 @@ class _Group:
         num_tokens: of the vocabulary.
     """
 
-    #: About how many tokens of one of them are computed. The prefix cache has the rest.
+    #: About how many tokens of one variant are computed. The prefix cache has the rest.
     num_tokens_each = 0
 
     def __init__(
@@ -81,8 +81,8 @@ class _Group:
         return not self.numbers
 
     def last(self, request_id: str, others: bool) -> EngineCoreOutput:
-        """The output of the request that stands for them. It has the tokens of all variants and the
-        times of the last one, which vLLM's metrics take.
+        """The output of the request that stands for the variants. It has the tokens of all of them
+        and the times of the last one, which vLLM's metrics take.
 
         Args:
             others: as in Answers.

@@ -103,9 +103,6 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
         if kwargs.get("dummy_run"):  # Model Runner V2 calls itself for these
             return execute_model(scheduler_output, *args, **kwargs)
         news = news_in(scheduler_output)
-        if news is None and scope.is_quiet:
-            scope.pass_step()
-            return execute_model(scheduler_output, *args, **kwargs)
         if news is not None and news.zeroed:
             clearing.zero(runner, news.zeroed)
         if news is not None and news.accepted:
@@ -139,8 +136,7 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
     sample_tokens = runner.sample_tokens
 
     def sample(*args: object, **kwargs: object) -> object:
-        output = sample_tokens(*args, **kwargs)
-        return output if scope.is_quiet else scope.with_endings(output)
+        return scope.with_endings(sample_tokens(*args, **kwargs))
 
     runner.execute_model, runner.sample_tokens = execute, sample
 

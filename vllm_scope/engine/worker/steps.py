@@ -166,11 +166,6 @@ class Steps:
         """Forget the last plan, before a forward that is not planned."""
         self._tables.clear_step()
 
-    def pass_by(self) -> None:
-        """`clear`, before a step of the model that nothing is delivered of."""
-        self.num_steps += 1
-        self._tables.clear_step()
-
     def fail(self) -> None:
         """Deliver nothing of this forward: it raised, or cannot be planned."""
         self._step = self._positions = None

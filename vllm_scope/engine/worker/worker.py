@@ -273,17 +273,12 @@ class ScopeWorker:
         return bool(self._planner)
 
     @property
-    def is_quiet(self) -> bool:
-        """True if no request has taps, and nothing is left to tell of earlier ones."""
+    def _is_quiet(self) -> bool:
+        """True if no request has taps, and no output has to tell of earlier ones."""
         if self._entered or self._planner or self._faults:
             return False
         delivery = self._delivery
         return delivery is None or not (delivery.watch.has_steps or delivery.store.has_missing)
-
-    def pass_step(self) -> None:
-        """A step begins in which no request has taps."""
-        if self.steps is not None:
-            self.steps.pass_by()
 
     def add_requests(self, new_requests: Sequence[NewRequestData], news: StepNews) -> None:
         """Plan the requests among the new ones that have taps.
@@ -489,6 +484,8 @@ class ScopeWorker:
     def with_endings(self, output: object) -> object:
         """A step's output, with the requests that end by it: whose edits made rows that are not
         finite, or that a probe stops."""
+        if self._is_quiet:
+            return output
         if self._faults is None:  # EngineCore does not see the outputs of this stage
             if self._delivery is not None:
                 self._delivery.store.take_missing()

@@ -67,9 +67,9 @@ from vllm_scope.request.sites import STREAM, boundary_of_point
 
 #: Places for programs with vectors, which requests hold, and for programs that only read.
 HELD_PROGRAMS, FREE_PROGRAMS = 8192, 4096
-#: Sets of programs that stay although no request holds them: an operator's monitor is in every
-#: request, and its programs travel to the device once. None of more than a few operations has more
-#: bytes of vectors.
+#: How many sets of programs stay on the device when no request holds them. The next request with
+#: the same monitor then uploads nothing. A set with more bytes of vectors does not stay; the bytes
+#: of a set of few operations are not counted.
 MOST_IDLE_SETS, MOST_IDLE_BYTES = 16, 1 << 20
 #: Owners: number of requests whose faults have a word each.
 MOST_OWNERS = 1 << 16
