@@ -32,7 +32,12 @@ def run(path: Path) -> NotebookNode:
     notebook = nbformat.read(path, as_version=4)
     folder = {"metadata": {"path": str(ROOT)}}
     client = NotebookClient(
-        notebook, timeout=SECONDS, kernel_name="python3", resources=folder, record_timing=False
+        notebook,
+        timeout=SECONDS,
+        kernel_name="python3",
+        resources=folder,
+        record_timing=False,
+        coalesce_streams=True,  # what a slow cell prints comes in several messages
     )
     client.execute()
     # The kernel's version, and warnings with their times and paths, are of this machine.

@@ -77,6 +77,12 @@ def test_warnings_and_times_are_not_kept(tmp_path):
     assert not cell.metadata
 
 
+def test_what_a_cell_prints_is_one_output_however_slowly_it_is_printed(tmp_path):
+    path = write(tmp_path / "slow.ipynb", "import time\nprint('a')\ntime.sleep(1)\nprint('b')")
+    (cell,) = run(path).cells
+    assert [out.text for out in cell.outputs] == ["a\nb\n"]
+
+
 def test_notebooks_run_in_the_root_with_this_checkout(tmp_path):
     path = write(tmp_path / "where.ipynb", "import vllm_scope\nprint(vllm_scope.__file__)")
     (cell,) = run(path).cells
