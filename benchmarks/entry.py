@@ -10,8 +10,8 @@ request, median; of a step, for all requests together.
 
 The drain thread and the front-end's receiver thread run beside the steps, as in an engine. A step
 takes `--step-ms` more, in which this thread sleeps. The last table has the CPU time of both threads
-for one request, from its first row to its end. The time in which heads work on rows is left out of
-it: on a GPU that work is the device's.
+for one request, from its first row to its end, and of the thread that counts verdicts. The time in
+which heads work on rows is left out of it: on a GPU that work is the device's.
 """
 
 from __future__ import annotations
@@ -313,6 +313,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2048, help="of a step of prompts")
     parser.add_argument("--step-ms", type=float, default=8.0)
     args = parser.parse_args()
+
+    from vllm_scope.engine import judge
+
     with tempfile.TemporaryDirectory() as folder:
         road = Road(Path(folder), args.layers, args.probes, args.rows)
         heads = HeadTimes(road.worker)
@@ -353,14 +356,17 @@ def main() -> None:
         for _, pending, _ in opened:
             pending.done.result(60)
         waited = time.perf_counter() - started
-        timed("front-end: result and verdict", road.settle, opened)
+        timed("front-end: result", road.settle, opened)
         timed("the caller: asks whether it is complete", whole, opened)
+        while judge.backlog.waiting:
+            time.sleep(0.01)
         in_heads = 1e6 * heads.total / len(names)
         for called, name, less in (
             ("drain thread, all of its rows", "vllm-scope-drain", in_heads),
             ("receiver thread, all of its rows", "vllm-scope-inbox", 0.0),
+            *([] if args.probes else [("verdicts' thread", judge.NAME, 0.0)]),
         ):
-            spent = 1e6 * (cpu_of(name) - begun[name]) / len(names)
+            spent = 1e6 * (cpu_of(name) - begun.get(name, 0.0)) / len(names)
             print(f"{called:44} {spent - less:9.1f}")
         print(f"{'milliseconds from the first end to the last':44} {1e3 * waited:9.1f}")
         road.worker.close()

@@ -123,6 +123,7 @@ def test_a_cascade_is_told_whole_and_streamed(http, server):
     assert values == pytest.approx(whole["scores"]["later"]["values"], abs=1e-3)
     assert "begun" in chunks[-2]["scope"], "while it is streamed"
     assert chunks[-1]["scope"]["begun"] == whole["begun"]
+    activity(http)  # all that has ended is counted
     text = http.get("/metrics").text
     counts = {
         name: float(re.findall(rf'monitor_score_count{{monitor="{name}"}} (\S+)', text)[0])
@@ -177,6 +178,7 @@ def test_only_the_operator_sees_and_sets_them(http):
 def test_metrics_count_them_and_the_command_shows_them(http, server):
     put(http, {"low": FLAG})
     http.post("/v1/completions", json=BODY)
+    activity(http)  # all that has ended is counted
     text = http.get("/metrics").text
     assert 'vllm_scope_monitor_verdicts_total{monitor="low"}' in text
     assert 'vllm_scope_monitor_score_count{monitor="low"}' in text

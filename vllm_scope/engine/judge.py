@@ -1,16 +1,25 @@
 """What monitors found in one request: counted, and told to webhooks and the controller.
 
-Owns:  Judge, and `tallied`.
-Runs:  in the front-end, when a completion ends.
+Owns:  Judge, Backlog, and `tallied`.
+Runs:  in the front-end: `Judge.told` when a completion ends, the counting on a thread.
 From:  monitors.   To: control.activity, sinks.metrics, webhook, controller, server.peers.
+
+Promise: no caller waits for counts. Who asks for them is told of all completions that have ended;
+Prometheus counts them LATER_S later, or as soon as somebody asks.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_scope.control.activity import OUTCOMES, Found
+from vllm_scope.control.background import Background
 from vllm_scope.control.controller import Observation
 from vllm_scope.engine.vllm_types import CompletionOutput, RequestOutput
 from vllm_scope.request.actions.probing import MONITOR
@@ -21,9 +30,72 @@ if TYPE_CHECKING:
     from vllm_scope.engine.monitors import Monitor
     from vllm_scope.server.peers import Peers
 
+logger = logging.getLogger("vllm.vllm_scope")
+#: The thread's.
+NAME = "vllm-scope-verdicts"
+#: Seconds after which a completion that has ended is counted. Requests that end together have
+#: their answers by then.
+LATER_S = 0.02
+#: Completions that wait to be counted; their results stay in memory as long.
+MOST_WAITING = 1024
+
+
+class Backlog(Background):
+    """Completions that have ended and are not counted yet."""
+
+    def __init__(self) -> None:
+        super().__init__(NAME)
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._came, self._counting = threading.Event(), threading.Lock()
+
+    @property
+    def waiting(self) -> int:
+        """How many."""
+        return len(self._waiting)
+
+    def add(self, count: Callable[[], None]) -> None:
+        """Have something counted later. Any thread; if MOST_WAITING wait, it counts one of them."""
+        self._start()
+        self._waiting.append(count)
+        if not self._came.is_set():
+            self._came.set()
+        if len(self._waiting) > MOST_WAITING:
+            self._count_one()
+
+    def work_off(self) -> None:
+        """Count all that wait. Any thread."""
+        while self._waiting:
+            self._count_one()
+            time.sleep(0)  # other threads may have Python's lock between two counts
+        with self._counting:  # what another thread has taken is counted, too
+            pass
+
+    def _count_one(self) -> None:
+        with self._counting:
+            try:
+                count = self._waiting.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                count()
+            except Exception:
+                logger.exception("vllm-scope: what monitors found in a completion is not counted")
+
+    def _run(self) -> None:
+        while True:
+            self._came.wait()
+            time.sleep(LATER_S)
+            self._came.clear()
+            self.work_off()
+
+
+#: Of this process.
+backlog = Backlog()
+
 
 def tallied(monitors: Sequence[Monitor]) -> dict[str, Found]:
     """Name -> what a monitor has found in this process."""
+    backlog.work_off()
     none = dict.fromkeys(OUTCOMES, 0)
     found = {}
     for monitor in monitors:
@@ -51,10 +123,16 @@ class Judge:
     def told(self, output: RequestOutput, completion: CompletionOutput) -> None:
         """Called with each snapshot. A score of a running request is looked at when it ends, so
         that a step's cost does not grow with the tokens so far."""
-        if completion.finish_reason is None or completion.index in self._counted:
+        reason = completion.finish_reason
+        if reason is None or completion.index in self._counted:
             return
         self._counted.add(completion.index)
-        result: Any = completion.scope
+        ended = output.request_id, completion.index, reason == "abort", time.time()
+        backlog.add(partial(self._count, completion.scope, *ended))
+
+    def _count(
+        self, result: Any, request_id: str, completion: int, aborted: bool, time_s: float
+    ) -> None:
         verdicts = result.verdicts
         for monitor in self._monitors:
             name, called = monitor.name, monitor.probe.name
@@ -64,27 +142,26 @@ class Judge:
             values, verdict = found[called].numpy(), verdicts.get(called)
             largest = float(values.max()) if len(values) else None
             # Of an aborted request, scores of its last tokens may not have been made.
-            num_lost = 0 if completion.finish_reason == "abort" else result.num_lost(called)
+            num_lost = 0 if aborted else result.num_lost(called)
             count_verdict(name, largest, verdict is not None, num_lost)
             monitor.tally.add(
-                largest, output.request_id, completion.index,
+                largest, request_id, completion,
                 None if verdict is None else (verdict.position, verdict.value),
             )  # fmt: skip
             if self._tell is not None and len(values):
                 at = int(values.argmax()) if monitor.probe.aggregate is None else -1
                 self._tell(
                     Observation(
-                        output.request_id, name, float(values[at]),
+                        request_id, name, float(values[at]),
                         int(result.scores.positions(called)[at]), verdict is not None,
-                        completion.index,
+                        completion, time_s,
                     )
                 )  # fmt: skip
             if verdict is not None and monitor.webhook is not None:
                 monitor.webhook.tell(
                     {
-                        "monitor": name, "request_id": output.request_id,
-                        "completion": completion.index, "position": verdict.position,
-                        "value": verdict.value,
+                        "monitor": name, "request_id": request_id, "completion": completion,
+                        "position": verdict.position, "value": verdict.value,
                     },
                     None if self._peers is None else self._peers.changed,
                 )  # fmt: skip

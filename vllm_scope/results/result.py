@@ -299,7 +299,9 @@ class ScopeResult(OverStreams):
 
     def __getstate__(self) -> dict[str, object]:
         streams, scores = self._stream_table.own(self), self._score_table.own(self)
-        state = {**self.__dict__, "_token_ids": list(self._token_ids), "_parts": {}}
+        # Another thread may ask for positions meanwhile, so its dict is not pickled.
+        empty: dict[str, object] = {"_parts": {}, "_wanted_by": {}}
+        state = {**self.__dict__, "_token_ids": list(self._token_ids), **empty}
         return state | {"_stream_table": streams, "_score_table": scores}
 
     def wanted_by(self, selectors: Sequence[Selector]) -> np.ndarray:

@@ -351,4 +351,5 @@ def test_lost_scores_are_the_operators_to_know(reason, told, monkeypatch):
     monkeypatch.setattr(judge, "count_verdict", lambda *came: counted.append(came))
     ended = SimpleNamespace(finish_reason=reason, index=0, scope=result)
     Judge((monitor,), None, None).told(SimpleNamespace(request_id="r"), ended)
+    judge.backlog.work_off()
     assert counted == [("one", 0.5, False, told)]

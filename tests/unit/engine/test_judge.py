@@ -1,0 +1,149 @@
+"""What monitors found is counted behind the callers' backs, all of it and soon."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_scope.control.tally import Tally
+from vllm_scope.engine import judge
+from vllm_scope.engine.judge import MOST_WAITING, Backlog, Judge
+from vllm_scope.engine.monitors import Monitor
+from vllm_scope.request.actions import Probe
+
+NAME = "monitor/one"
+
+
+class Scores(dict):
+    def positions(self, name):
+        return torch.arange(len(self[name]))
+
+
+class Result:
+    """What a Judge reads of a ScopeResult."""
+
+    def __init__(self, scores):
+        self.scores = Scores({NAME: torch.tensor(scores)})
+        self.verdicts, self.begun, self.aggregates = {}, {}, {}
+
+    def num_lost(self, name):
+        return 0
+
+
+@pytest.fixture
+def monitor():
+    probe = Probe([1.0, 0.0], layer=1, name=NAME, threshold=0.0)
+    return Monitor("one", probe, Tally(0.0))
+
+
+def ended(result, reason="stop"):
+    return SimpleNamespace(finish_reason=reason, index=0, scope=result)
+
+
+def tell(monitor, result, name="r", **more):
+    Judge((monitor,), None, None).told(SimpleNamespace(request_id=name), ended(result, **more))
+
+
+def until(holds):
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def idle(monkeypatch):
+    """A backlog whose thread does not wake."""
+    monkeypatch.setattr(Backlog, "_run", lambda self: None)
+    found = Backlog()
+    monkeypatch.setattr(judge, "backlog", found)
+    return found
+
+
+def test_nothing_is_counted_before_the_answer_and_everything_for_who_asks(idle, monitor):
+    for value in (0.5, 1.5, 2.5):
+        tell(monitor, Result([value]))
+    assert not monitor.tally._requests
+    assert judge.tallied([monitor])["one"].requests == 3
+
+
+def test_the_thread_counts_without_being_asked(monitor):
+    for _ in range(5):
+        tell(monitor, Result([0.5]))
+    until(lambda: monitor.tally._requests == 5)
+
+
+def test_a_running_completion_is_not_counted_and_an_ended_one_once(idle, monitor):
+    one, output = Judge((monitor,), None, None), SimpleNamespace(request_id="r")
+    for reason in (None, None, "stop", "stop"):
+        one.told(output, ended(Result([0.5]), reason))
+    assert judge.tallied([monitor])["one"].requests == 1
+
+
+def test_a_counted_result_is_not_held(monitor):
+    result = Result([0.5])
+    seen = weakref.ref(result)
+    tell(monitor, result)
+    del result
+    judge.backlog.work_off()
+    assert seen() is None
+
+
+def test_a_flood_is_counted_as_it_comes_and_holds_few_results(idle, monitor):
+    for _ in range(MOST_WAITING + 10):
+        tell(monitor, Result([0.5]))
+    assert idle.waiting == MOST_WAITING
+    assert monitor.tally._requests == 10
+    assert judge.tallied([monitor])["one"].requests == MOST_WAITING + 10
+
+
+def test_who_asks_waits_for_what_another_thread_is_counting(idle):
+    counting, may_end = threading.Event(), threading.Event()
+    counted = []
+
+    def slow():
+        counting.set()
+        may_end.wait(60)
+        counted.append("slow")
+
+    idle.add(slow)
+    other = threading.Thread(target=idle.work_off)
+    other.start()
+    counting.wait(60)
+    threading.Timer(0.05, may_end.set).start()
+    idle.work_off()
+    assert counted == ["slow"]
+    other.join()
+
+
+def test_an_error_is_logged_and_the_others_are_counted(idle, monitor, caplog):
+    broken = Result([0.5])
+    del broken.scores[NAME]
+    tell(monitor, broken)
+    tell(monitor, Result([0.5]))
+    with caplog.at_level(logging.ERROR):
+        logging.getLogger("vllm.vllm_scope").addHandler(caplog.handler)
+        try:
+            assert judge.tallied([monitor])["one"].requests == 1
+        finally:
+            logging.getLogger("vllm.vllm_scope").removeHandler(caplog.handler)
+    assert "is not counted" in caplog.text
+
+
+def test_an_observation_has_the_time_of_the_end(idle, monitor):
+    seen = []
+    output = SimpleNamespace(request_id="r")
+    before = time.time()
+    Judge((monitor,), seen.append, None).told(output, ended(Result([0.5, 2.0, 1.0])))
+    after = time.time()
+    time.sleep(0.05)
+    judge.tallied([monitor])
+    (one,) = seen
+    assert before <= one.time_s <= after
+    assert (one.request_id, one.name, one.value, one.position) == ("r", "one", 2.0, 1)
