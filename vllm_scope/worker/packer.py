@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +36,7 @@ from vllm_scope.request.sites import kind_of_point
 from vllm_scope.worker.device_sums import on_device
 from vllm_scope.worker.held_saes import NONE, PairMakers
 from vllm_scope.worker.probe_bank import Banks
+from vllm_scope.worker.slot_views import WORDS, Grid, gathered
 
 logger = logging.getLogger("vllm.vllm_scope")
 
@@ -44,56 +44,10 @@ logger = logging.getLogger("vllm.vllm_scope")
 CHUNK_BYTES = 16 << 20
 #: Distinct projections of rp8 that running requests may need together.
 MOST_PROJECTIONS = 8
-#: int64 words of a slot; all rows are moved as int64.
-WORDS = SLOT_BYTES // 8
 #: The first three fields of a _Move.
 _Kind = tuple[Head | tuple[Bank, ...] | None, int, int]
 #: Kind -> first slots in the region, and in the chunk.
 _Found = dict[_Kind, list[tuple[Ints, Ints]]]
-
-
-class _Grid(NamedTuple):
-    """First slots at regular distances, as those of tokens that all have one layout: of parts,
-    tokens and points, in this order.
-
-    Attributes:
-        first: of all.
-        shape, steps: how many there are along each axis, and the slots from one to the next.
-    """
-
-    first: int
-    shape: tuple[int, int, int]
-    steps: tuple[int, int, int]
-
-    @staticmethod
-    def of(first: int, num_tokens: int, step: int, places: Ints) -> _Grid | None:
-        """None if the places are not regular, or descend, as torch has no such views.
-
-        Args:
-            first: the first token's first slot.
-            step: slots of a token.
-            places: [num_parts, num_points], first slots from that of the token.
-        """
-        steps = []
-        for axis in (0, 1):
-            found = np.diff(places, axis=axis)
-            if found.size and (found != found[0, 0]).any():
-                return None
-            steps.append(int(found[0, 0]) if found.size else 0)
-        if min(steps) < 0:
-            return None
-        shape = len(places), num_tokens, places.shape[1]
-        return _Grid(first + int(places[0, 0]), shape, (steps[0], step, steps[1]))
-
-    def view(self, words: Tensor, num_slots: int) -> Tensor:
-        """[parts, tokens, points, words of a row]: `num_slots` slots from each of these on.
-
-        Args:
-            words: int64 [slots, WORDS], contiguous.
-        """
-        steps = (*(step * WORDS for step in self.steps), 1)
-        at = words.storage_offset() + self.first * WORDS
-        return words.as_strided((*self.shape, num_slots * WORDS), steps, at)
 
 
 @dataclass(frozen=True)
@@ -112,22 +66,19 @@ class _Move:
     head: Head | tuple[Bank, ...] | None
     num_slots: int
     row_bytes: int
-    sources: Tensor | _Grid
-    targets: Tensor | _Grid
+    sources: Tensor | Grid
+    targets: Tensor | Grid
 
     def rows(self, words: Tensor) -> Tensor:
         """int64 [n, words of a row], of a region. They may lie in it."""
-        if isinstance(self.sources, _Grid):
-            return self.sources.view(words, self.num_slots).flatten(0, 2)
-        # Row i of this view begins at slot i; the rows overlap.
-        size = self.num_slots * WORDS
-        places = (len(words) - self.num_slots + 1, size)
-        return words.as_strided(places, (WORDS, 1)).index_select(0, self.sources)
+        if isinstance(self.sources, Grid):
+            return self.sources.rows(words, self.num_slots)
+        return gathered(words, self.sources, self.num_slots)
 
     def put(self, found: Tensor, batch: Tensor) -> None:
         """Write what was made, [n, words of each], to the batch."""
         count = found.shape[1] // WORDS
-        if isinstance(self.targets, _Grid):
+        if isinstance(self.targets, Grid):
             into = self.targets.view(batch, count)
             into.copy_(found.reshape(into.shape))
             return
@@ -379,7 +330,7 @@ class Packer:
             ]
             yield _Chunk(first * after, (first + count) * after, moves, _in_order(moves))
 
-    def _at(self, first: int, num_tokens: int, step: int, parts: list[Ints]) -> Tensor | _Grid:
+    def _at(self, first: int, num_tokens: int, step: int, parts: list[Ints]) -> Tensor | Grid:
         """First slots of the rows of some tokens of one layout, part by part.
 
         Args:
@@ -387,7 +338,7 @@ class Packer:
             parts: first slots from that of a token.
         """
         if len({len(part) for part in parts}) == 1:
-            grid = _Grid.of(first, num_tokens, step, np.array(parts))
+            grid = Grid.of(first, num_tokens, step, np.array(parts))
             if grid is not None:
                 return grid
         tokens = first + step * np.arange(num_tokens)[:, None]
@@ -456,7 +407,7 @@ class Packer:
 def _in_order(moves: Sequence[_Move]) -> bool:
     """True if there is one move, whose targets are ascending."""
     (one,) = moves if len(moves) == 1 else (None,)
-    return one is not None and isinstance(one.targets, _Grid) and one.targets.shape[0] == 1
+    return one is not None and isinstance(one.targets, Grid) and one.targets.shape[0] == 1
 
 
 def _num_slots(labels: Labels, boundary: int | None, widths: Widths) -> int:

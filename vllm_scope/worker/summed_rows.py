@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_scope.batch.by_position import Ints
-from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
+from vllm_scope.program.layout import slots_of_row
 from vllm_scope.request.resolved import ResolvedMoments
 from vllm_scope.request.sites import Place
 from vllm_scope.worker.device_sums import on_device
+from vllm_scope.worker.slot_views import Grid, gathered
 
 #: (name, place, label)
 Key = tuple[str, Place, str]
@@ -137,20 +138,11 @@ class StepRows:
     def rows_at(self, some: Ints, slot: int, row_bytes: int, dtype: torch.dtype) -> Tensor:
         """[n, width], of some of the tokens, at this slot of each. They may lie in the region."""
         at = self.firsts[some] + slot
-        steps = np.diff(at)
-        if len(steps) and (steps == steps[0]).all():
-            return self._spaced(int(at[0]), int(steps[0]), len(at), row_bytes, dtype)
-        return self._gathered(at, row_bytes, dtype)
-
-    def _spaced(
-        self, first: int, step: int, count: int, row_bytes: int, dtype: torch.dtype
-    ) -> Tensor:
-        """Rows at regular distances, where they lie."""
-        words, size = self.words, slots_of_row(row_bytes) * SLOT_BYTES // 8
-        slot = words.shape[1]
-        at = words.storage_offset() + first * slot
-        rows = words.as_strided((count, size), (step * slot, 1), at).view(dtype)
-        return rows[:, : row_bytes // dtype.itemsize]
+        grid = Grid.of_tokens(at) if len(at) else None
+        if grid is None:
+            return self._gathered(at, row_bytes, dtype)
+        rows = grid.rows(self.words, slots_of_row(row_bytes))
+        return rows.view(dtype)[:, : row_bytes // dtype.itemsize]
 
     def rows_of(self, slots: Sequence[int], row_bytes: int, dtype: torch.dtype) -> Tensor:
         """[num_slots, n, width], of all of the tokens, at these slots of each."""
@@ -158,12 +150,8 @@ class StepRows:
         return self._gathered(at, row_bytes, dtype).view(len(slots), len(self.firsts), -1)
 
     def _gathered(self, at: Ints, row_bytes: int, dtype: torch.dtype) -> Tensor:
-        words, size = self.words, slots_of_row(row_bytes) * SLOT_BYTES // 8
-        # Row i of this view begins at slot i; the rows overlap.
-        places = (words.numel() - size) // words.shape[1] + 1, size
-        rows = words.as_strided(places, (words.shape[1], 1))
-        found = rows.index_select(0, on_device(words.device, at)).view(dtype)
-        return found[:, : row_bytes // dtype.itemsize]
+        found = gathered(self.words, on_device(self.words.device, at), slots_of_row(row_bytes))
+        return found.view(dtype)[:, : row_bytes // dtype.itemsize]
 
 
 @dataclass(eq=False)

@@ -20,6 +20,7 @@ from vllm_scope.request.sites import point_of
 from vllm_scope.worker import packer as packer_module
 from vllm_scope.worker import probe_bank
 from vllm_scope.worker.packer import Packer
+from vllm_scope.worker.slot_views import Grid
 
 CPU = torch.device("cpu")
 #: Odd, so that a row does not fill its last slot.
@@ -184,7 +185,7 @@ def test_the_plan_of_tokens_of_one_layout_does_not_grow_with_them(which):
     labels = labels_of([which] * 1000, layouts_of(torch.float32))
     (chunk,) = packer._chunks(labels, None)
     places = [each for move in chunk.moves for each in (move.sources, move.targets)]
-    assert all(isinstance(each, packer_module._Grid) for each in places)
+    assert all(isinstance(each, Grid) for each in places)
 
 
 def test_the_next_step_of_the_same_requests_needs_no_new_plan():

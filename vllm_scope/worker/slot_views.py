@@ -1,0 +1,93 @@
+"""Rows in slots of the arena or of a batch, as views of these.
+
+Owns:  Grid (slots at regular distances), `gathered` (slots anywhere), WORDS.
+Runs:  as packer and summing, which use them.
+
+All rows are moved as int64; a slot has WORDS of them, and a row begins with a slot.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from vllm_scope.batch.by_position import Ints
+from vllm_scope.program.layout import SLOT_BYTES
+
+#: int64 words of a slot.
+WORDS = SLOT_BYTES // 8
+
+
+class Grid(NamedTuple):
+    """First slots at regular distances, as those of tokens that all have one layout: of parts,
+    tokens and points, in this order.
+
+    Attributes:
+        first: of all.
+        shape, steps: how many there are along each axis, and the slots from one to the next.
+    """
+
+    first: int
+    shape: tuple[int, int, int]
+    steps: tuple[int, int, int]
+
+    @staticmethod
+    def of(first: int, num_tokens: int, step: int, places: Ints) -> Grid | None:
+        """None if the places are not regular, or descend, as torch has no such views.
+
+        Args:
+            first: the first token's first slot.
+            step: slots of a token.
+            places: [num_parts, num_points], first slots from that of the token.
+        """
+        steps = []
+        for axis in (0, 1):
+            found = np.diff(places, axis=axis)
+            if found.size and (found != found[0, 0]).any():
+                return None
+            steps.append(int(found[0, 0]) if found.size else 0)
+        if min(steps) < 0:
+            return None
+        shape = len(places), num_tokens, places.shape[1]
+        return Grid(first + int(places[0, 0]), shape, (steps[0], step, steps[1]))
+
+    @staticmethod
+    def of_tokens(firsts: Ints) -> Grid | None:
+        """Of one slot of each token; None if they are not at regular distances, or descend.
+
+        Args:
+            firsts: [n], n > 0.
+        """
+        steps = np.diff(firsts)
+        if len(steps) and (steps[0] < 0 or (steps != steps[0]).any()):
+            return None
+        step = int(steps[0]) if len(steps) else 0
+        return Grid(int(firsts[0]), (1, len(firsts), 1), (0, step, 0))
+
+    def view(self, words: Tensor, num_slots: int) -> Tensor:
+        """[parts, tokens, points, words of a row]: `num_slots` slots from each of these on.
+
+        Args:
+            words: int64 [slots, WORDS], contiguous.
+        """
+        steps = (*(step * WORDS for step in self.steps), 1)
+        at = words.storage_offset() + self.first * WORDS
+        return words.as_strided((*self.shape, num_slots * WORDS), steps, at)
+
+    def rows(self, words: Tensor, num_slots: int) -> Tensor:
+        """int64 [n, words of a row], in the order of `view`. They may lie in `words`."""
+        return self.view(words, num_slots).flatten(0, 2)
+
+
+def gathered(words: Tensor, firsts: Tensor, num_slots: int) -> Tensor:
+    """int64 [n, words of a row], a copy: `num_slots` slots from each of these on.
+
+    Args:
+        words: int64 [slots, WORDS], contiguous.
+        firsts: int64 [n], on the device of `words`.
+    """
+    # Row i of this view begins at slot i; the rows overlap.
+    places = (len(words) - num_slots + 1, num_slots * WORDS)
+    return words.as_strided(places, (WORDS, 1)).index_select(0, firsts)
