@@ -35,7 +35,7 @@ PARTS = [
     ("vllm_scope.engine.worker.steps.Steps", "end", "after the forward"),
     ("vllm_scope.worker.drain.Drain", "submit_written", "  event"),
     ("vllm_scope.worker.drain.Drain", "submit", "  copy"),
-    ("vllm_scope.worker.drain.Drain", "_deliver", "drain thread"),
+    ("vllm_scope.worker.deliverer.Deliverer", "deliver", "drain thread"),
 ]
 
 

@@ -293,7 +293,7 @@ class HeadTimes:
 
     def __init__(self, worker: Any) -> None:
         self.total = 0.0
-        packer = worker._delivery.drain._packer
+        packer = worker._delivery.drain.filler.packer
         original = packer._packed
 
         def packed(*args: Any) -> Any:

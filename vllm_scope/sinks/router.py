@@ -3,7 +3,7 @@
 Owns:  Router, and the sink threads of one worker.
 Runs:  `add_request`, `expect_end` and `counters` on the worker's thread; `write` and
        `finish` on the drain thread; a thread of its own looks for stalled sinks.
-From:  worker.drain.   To: sinks.memory, sinks.sink_thread.
+From:  worker.deliverer.   To: sinks.memory, sinks.sink_thread.
 
 Promise: a request's end is sent to its caller when every sink that it named has ended it, or
 has stalled. Global sinks are not waited for.

@@ -3,7 +3,7 @@
 Owns:  HostRing (the worker's side) and RingReader (a front-end's side).
 Runs:  `acquire` on the worker's main thread; leases are released on the drain thread;
        `RingReader` on the front-end's receiving thread.
-From:  worker.drain (writes).   To: messages (name spans), receiver (reads them).
+From:  worker.filler (writes).   To: messages (name spans), receiver (reads them).
 
 The memory is a memfd: it has no name in any file system, only processes of this user can open
 it (through /proc), and it is gone when they are. For a GPU it is registered with CUDA, so

@@ -4,7 +4,11 @@ plan.py        from a batch to the program of each token
 planned.py     the requests with taps, as columns
 step_plan.py   the programs of a step's rows and their slots in the arena
 arena.py       a ring of rows in device memory
-drain.py       from the arena to host memory and labelled batches, on its own thread and stream
+drain.py       takes what leaves the arena, and has a thread that delivers it
+pace.py        when this thread looks, sleeps and rests
+drain_items.py what waits for it, and which steps go on their way together
+filler.py      from the arena to the ring; side_stream.py is the GPU's stream for that
+deliverer.py   from the ring to the sink, as labelled batches
 packer.py      rows gathered, and worked on by heads, on their way out of the arena
 slot_views.py  views of the arena's slots, for packer and summing
 probe_bank.py  the probes of one place, computed for many rows at once

@@ -2,9 +2,9 @@
 
 Owns:  Packer: which rows of a region go where in the batch, and what their heads need.
 Runs:  `hold` and `num_slots` on the worker's thread, `release` on the drain thread; `pack` on
-       either: on a GPU on the worker's, but for the small steps that the drain puts off. What it
+       either: on a GPU on the worker's, but for the small steps that are put off. What it
        does on a GPU is enqueued on the drain's stream.
-From:  drain.   To: codecs.packed, probe_bank, held_saes, lens.
+From:  filler.   To: codecs.packed, probe_bank, held_saes, lens.
 
 Promise: work and kernel launches grow with (layout, head) pairs and with bytes, not with rows,
 and the host never waits for the device. Memory beside the region is bounded: a head works on at

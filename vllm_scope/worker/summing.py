@@ -3,7 +3,7 @@
 Owns:  Summing: the sums, and which rows of running requests are in them.
 Runs:  in workers that drain. `add` on a GPU on the worker's thread, enqueued on the drain's stream,
        else on the drain thread; the others on either.
-From:  drain.   To: kept_sums.
+From:  filler, drain.   To: kept_sums.
 
 Promise: each position of a request is added once for each action, and only if its token was
 accepted. Rows of the prompt are added when they are computed. Rows of generated tokens wait on the

@@ -320,7 +320,7 @@ def test_a_request_whose_front_end_is_gone_keeps_its_edits(monkeypatch):
 
 def test_the_drain_thread_does_not_rest_once_no_request_runs(monkeypatch):
     for name, value in {"REST": 1e12, "MOST_REST_S": 1e3, "MOST_OWED_S": 0.0}.items():
-        monkeypatch.setattr(f"vllm_scope.worker.drain.{name}", value)
+        monkeypatch.setattr(f"vllm_scope.worker.pace.{name}", value)
     with running_worker(EVERYWHERE, 64) as (worker, sink):
         for key in (7, 8, 9):
             add(worker, Request("r", key, Spec((Read("embed"),)), 2, [1, 2, 3]).sent())

@@ -24,7 +24,8 @@ from vllm_scope.request.sites import Place, point_of
 from vllm_scope.sinks import RowBatch
 from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
-from vllm_scope.worker.drain import Drain, _may_join, _Rows
+from vllm_scope.worker.drain import Drain
+from vllm_scope.worker.drain_items import Rows, may_join
 from vllm_scope.worker.score_store import MOST_STEPS_KEPT, Filled
 from vllm_scope.worker.watch import Watch
 
@@ -80,11 +81,11 @@ class RecordingSink:
 
 @contextmanager
 def _drain(
-    num_slots: int, host_slots: int = 64, watch: Watch | None = None
+    num_slots: int, host_slots: int = 64, watch: Watch | None = None, store: Any = None
 ) -> Iterator[tuple[Arena, Drain, RecordingSink]]:
     arena, sink = Arena(num_slots, torch.float32, CPU), RecordingSink()
     ring = HostRing(host_slots, cuda=False)
-    drain = Drain(arena, ring, sink, Widths((ROW_BYTES,)), watch, moments_bytes=1 << 20)
+    drain = Drain(arena, ring, sink, Widths((ROW_BYTES,)), watch, store, moments_bytes=1 << 20)
     try:
         yield arena, drain, sink
     finally:
@@ -270,14 +271,14 @@ def test_a_step_that_cannot_be_copied_loses_its_own_rows_only(num_slots, caplog)
     """Others of the same look are delivered, and their regions are free again: of 10 slots, the
     first steps fill the arena to its end."""
     with of_pairs(CPU, num_slots) as (submit, drain, sink, found, _):
-        fill = drain._fill
+        fill = drain.filler._fill
 
         def fail(region, labels, *more):
             if 9 in labels.keys:
                 raise torch.OutOfMemoryError
             fill(region, labels, *more)
 
-        drain._fill = fail
+        drain.filler._fill = fail
         sink.gate.clear()
         submit(1, 0, 1)
         until = time.monotonic() + PATIENCE_S
@@ -341,9 +342,8 @@ class Store:
 
 
 def test_scores_are_kept_after_their_steps_and_soon_and_do_not_part_joined_steps():
-    with _drain(400, 400) as (arena, drain, sink):
-        store: Any = Store()
-        drain._store = store
+    store: Any = Store()
+    with _drain(400, 400, store=store) as (arena, drain, sink):
         sink.gate.clear()
         _submit(arena, drain, 9, 99, 1)  # the thread waits here
         for step in range(3 * MOST_STEPS_KEPT):
@@ -434,7 +434,7 @@ def test_true_positions_replace_guessed_ones_by_batch_row():
 
 def test_a_finished_request_does_not_wait_for_further_steps(monkeypatch):
     """While a request runs its rows are handed on a few steps at a time; its end is not."""
-    monkeypatch.setattr("vllm_scope.worker.drain.LINGER_S", PATIENCE_S)
+    monkeypatch.setattr("vllm_scope.worker.pace.LINGER_S", PATIENCE_S)
     with _drain(8) as (arena, drain, sink):
         _submit(arena, drain, 1, 0, 2)  # at once: nothing was handed on before
         _until(lambda: len(sink.events) == 2)
@@ -457,7 +457,7 @@ def test_a_finished_request_does_not_wait_for_further_steps(monkeypatch):
     ],
 )
 def test_a_few_rows_that_no_caller_follows_wait_longer(monkeypatch, followed, count, waits):
-    monkeypatch.setattr("vllm_scope.worker.drain.LINGER_UNSEEN_S", PATIENCE_S)
+    monkeypatch.setattr("vllm_scope.worker.pace.LINGER_UNSEEN_S", PATIENCE_S)
     with _drain(64) as (arena, drain, sink):
         _submit(arena, drain, 1, 0, 2)
         _until(lambda: len(sink.events) == 2)
@@ -487,7 +487,7 @@ def test_requests_that_end_together_are_told_in_one_call_after_their_rows():
 
 def test_a_thread_that_owes_much_rest_looks_at_once_if_nothing_else_runs(monkeypatch):
     for name, value in {"REST": 1e12, "MOST_REST_S": 10 * PATIENCE_S, "MOST_OWED_S": 0.0}.items():
-        monkeypatch.setattr(f"vllm_scope.worker.drain.{name}", value)
+        monkeypatch.setattr(f"vllm_scope.worker.pace.{name}", value)
     with _drain(64) as (arena, drain, sink):
         for key in range(3):
             _submit(arena, drain, key, 0, 1)
@@ -497,7 +497,7 @@ def test_a_thread_that_owes_much_rest_looks_at_once_if_nothing_else_runs(monkeyp
 
 
 def test_kept_scores_do_not_wait_for_the_end_of_their_request(monkeypatch):
-    monkeypatch.setattr("vllm_scope.worker.drain.LINGER_UNSEEN_S", PATIENCE_S)
+    monkeypatch.setattr("vllm_scope.worker.pace.LINGER_UNSEEN_S", PATIENCE_S)
     with _drain(64) as (arena, drain, sink):
         _submit(arena, drain, 1, 0, 1)
         _until(lambda: len(sink.events) == 1)
@@ -508,13 +508,13 @@ def test_kept_scores_do_not_wait_for_the_end_of_their_request(monkeypatch):
 
 def test_kept_scores_wait_for_the_launch_of_their_step():
     with _drain(64) as (_, drain, sink):
-        drain._defers = True  # as on a GPU
-        _until(lambda: drain._sleeping)
+        drain.defers = True  # as on a GPU
+        _until(lambda: drain._pace.sleeping)
         labels = labels_of([2], [0], layouts=(reads_at(0),))
         drain.later(lambda: None, wake=False)
         drain.submit_stored(labels, lambda lease: bool(lease.slots.fill_(0).numel()))
         time.sleep(0.05)
-        assert drain._sleeping
+        assert drain._pace.sleeping
         assert not sink.events
         drain.nudge()
         _until(lambda: len(sink.events) == 1)
@@ -522,7 +522,7 @@ def test_kept_scores_wait_for_the_launch_of_their_step():
 
 def test_kept_scores_that_need_room_of_others_before_them_wake_the_thread():
     with _drain(64, host_slots=8) as (_, drain, sink):
-        drain._defers, drain._ring.reclaim = True, drain.nudge
+        drain.defers, drain._ring.reclaim = True, drain.nudge
         for key in range(20):
             labels = labels_of([key] * 3, range(3), layouts=(reads_at(0),))
             drain.submit_stored(labels, lambda lease: bool(lease.slots.fill_(0).numel()))
@@ -580,15 +580,15 @@ def test_joined_steps_wait_for_copies_and_for_taps_that_wrote_themselves(order):
     for i, event in enumerate(events):
         copies = (i == 0) is (order == "copied-then-written")
         region = arena.acquire(1) if copies else None
-        steps.append(_Rows(labels_of([1], [i]), None, region, ring.acquire(1), event, None))
-    assert _may_join(steps[:1], steps[1])
+        steps.append(Rows(labels_of([1], [i]), None, region, ring.acquire(1), event, None))
+    assert may_join(steps[:1], steps[1])
 
     class Sink(RecordingSink):
         def write(self, batch: RowBatch) -> None:
             seen.extend(event.waited for event in events)
 
     drain = Drain(arena, ring, Sink(), Widths((ROW_BYTES,)))
-    drain._write(steps)
+    drain._deliverer.write(steps)
     assert seen == [True, True]
     drain.close()
 
@@ -605,14 +605,14 @@ def test_only_rows_that_hold_their_part_of_the_arena_count_as_held_there(copied,
         # Eight slots of rows in the arena, of which a head has made one slot in the ring.
         lease, labels = drain._ring.acquire(1), labels_of([1], [0], layouts=(reads_at(0),))
         drain._num_unseen = 0
-        drain._put(_Rows(labels, None, region, lease, copied, None))
+        drain._put(Rows(labels, None, region, lease, copied, None))
         assert drain._num_unseen == held
         drain._items.clear()
         sink.gate.set()
 
 
 def test_a_thread_that_worked_long_rests_no_longer_than_rows_may_wait(monkeypatch):
-    monkeypatch.setattr("vllm_scope.worker.drain.REST", 1e6)
+    monkeypatch.setattr("vllm_scope.worker.pace.REST", 1e6)
     with _drain(64) as (arena, drain, sink):
         for position in range(3):
             _submit(arena, drain, 1, position, 1)
@@ -626,7 +626,7 @@ def test_the_end_of_a_request_waits_only_for_a_thread_that_owes_much_rest(owes_l
     for name, value in {
         "REST": 1e12, "MOST_REST_S": rest_s, "MOST_OWED_S": 1e18 if owes_little else 0.0,
     }.items():  # fmt: skip
-        monkeypatch.setattr(f"vllm_scope.worker.drain.{name}", value)
+        monkeypatch.setattr(f"vllm_scope.worker.pace.{name}", value)
     took = []
     with _drain(64) as (arena, drain, sink):
         for key in range(3):  # the thread has something to rest from, then a request that is short

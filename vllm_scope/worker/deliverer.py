@@ -1,0 +1,183 @@
+"""From the drain thread to the sink: items in their order, adjacent steps as one batch.
+
+Owns:  Deliverer.
+Runs:  on the drain thread.
+From:  drain (the items), filler.   To: a BatchSink (sinks.router), the score store.
+
+Promise: rows reach the sink in the order of their steps, and a request's `finish` after all of its
+rows. What fails is logged, and its requests report these rows as dropped; the engine and later
+steps go on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby
+
+from vllm_scope.program.layout import Widths
+from vllm_scope.sinks import BatchSink, RowBatch
+from vllm_scope.transport.ring import HostRing, JoinedLease
+from vllm_scope.worker.drain_items import (
+    Finish,
+    Item,
+    Keep,
+    Rows,
+    Stored,
+    joined,
+    may_join,
+    stored_may_join,
+    true_labels,
+)
+from vllm_scope.worker.filler import Filler
+from vllm_scope.worker.score_store import MOST_STEPS_KEPT, Filled, ScoreStore
+
+logger = logging.getLogger("vllm.vllm_scope")
+
+
+class Deliverer:
+    """Gives what waits to a sink, and what the store keeps to the store."""
+
+    def __init__(
+        self, filler: Filler, ring: HostRing, sink: BatchSink, widths: Widths,
+        store: ScoreStore | None,
+    ) -> None:  # fmt: skip
+        self._filler, self._ring, self._sink = filler, ring, sink
+        self._widths, self._store = widths, store
+
+    def deliver(self, items: Sequence[Item]) -> None:
+        """Do what the items say, in their order."""
+        steps: list[Rows] = []
+        stored: list[Stored] = []
+        kept: list[Filled] = []
+        for kind, same in groupby(items, type):
+            some = list(same)
+            if kind is Keep:  # later, so that more steps may be joined with those before it
+                kept += [one for item in some if isinstance(item, Keep) for one in item.filled]
+                continue
+            # The steps so far are sent before anything else is done, and their scores are kept.
+            if kind is not Rows:
+                self._write_and_keep(steps, kept)
+                steps, kept = [], []
+            # Calls that come between stored scores do not concern those that are in the ring.
+            if stored and kind in (Rows, Finish):
+                self._write_all_stored(stored)
+                stored = []
+            if kind is Finish:
+                self._end([item for item in some if isinstance(item, Finish)])
+                continue
+            for item in some:
+                if isinstance(item, Stored):
+                    # Now: a later call may forget what it takes.
+                    self._guard(partial(self._fill_stored, item))
+                    stored.append(item)
+                elif isinstance(item, Rows):
+                    late = bool(kept) and len(steps) >= MOST_STEPS_KEPT
+                    if steps and (late or not may_join(steps, item)):
+                        self._write_and_keep(steps, kept)
+                        steps, kept = [], []
+                    steps.append(item)
+                elif not isinstance(item, Finish | Keep):  # as the kind says
+                    self._guard(item)
+        self._write_and_keep(steps, kept)
+        if stored:
+            self._write_all_stored(stored)
+
+    def _write_and_keep(self, steps: list[Rows], kept: Sequence[Filled]) -> None:
+        if steps:
+            self._guard(partial(self.write, steps))
+        if kept and self._store is not None:
+            self._guard(partial(self._store.keep, kept))
+
+    def _end(self, items: Sequence[Finish]) -> None:
+        """End requests whose rows were written."""
+        failed = self._filler.failed
+        ends = [(item.key, failed.pop(item.key, None) or item.error) for item in items]
+        self._filler.packer.release_all([key for key, _ in ends])
+        if self._store is not None:
+            for key, _ in ends:
+                self._guard(partial(self._store.end, key))
+        if len(ends) == 1:
+            self._guard(partial(self._sink.finish, *ends[0]))
+        else:
+            self._guard(partial(self._sink.finish_all, ends))
+
+    @staticmethod
+    def _guard(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:
+            logger.exception("vllm-scope: rows could not be delivered")
+
+    def write(self, steps: Sequence[Rows]) -> None:
+        """Give steps to the sink that `may_join`, once their rows are in the ring."""
+        try:
+            waiting = [step for step in steps if step.waits]
+            lost = {id(step) for step in waiting} - set(map(id, self._filler.fill_waiting(waiting)))
+            # Copies are on one stream, taps that write into the ring on another. On each, the
+            # last event follows all earlier ones.
+            for written in (True, False):
+                events = [s.copied for s in steps if (s.region is None) is written and s.copied]
+                if events:
+                    events[-1].synchronize()
+            run: list[Rows] = []
+            for step in steps:
+                if id(step) in lost or (run and not may_join(run, step)):
+                    self._write_joined(run)
+                    run = []
+                if id(step) not in lost:
+                    run.append(step)
+            self._write_joined(run)
+        finally:
+            for step in steps:
+                step.lease.release()
+                for used in (step.tapped, None if step.watched else step.copied):
+                    if used is not None:
+                        self._filler.stream.give_back(used)
+
+    def _write_joined(self, steps: Sequence[Rows]) -> None:
+        """Give steps that may be joined to the sink. Their rows are there."""
+        if not steps:
+            return
+        labels = [true_labels(step) for step in steps]
+        if self._store:
+            for one, step in zip(labels, steps, strict=True):
+                self._store.collect(one, step.lease, step.boundary)
+        first = steps[0]
+        lease = first.lease
+        if len(steps) > 1:
+            lease = JoinedLease([step.lease for step in steps], self._ring)
+        if lease.start < lease.stop:  # else all went into sums
+            whole = labels[0] if len(steps) == 1 else joined(labels)
+            self._sink.write(RowBatch(whole, lease, self._widths, first.boundary))
+
+    def _write_all_stored(self, items: Sequence[Stored]) -> None:
+        """Give scores that were kept to the sink: those that lie side by side in the ring as one
+        batch, as when several requests come at once."""
+        run: list[Stored] = []
+        try:
+            for item in items:
+                if not item.whole:
+                    continue
+                if run and not stored_may_join(run, item):
+                    self._guard(partial(self._write_stored, run))
+                    run = []
+                run.append(item)
+            if run:
+                self._guard(partial(self._write_stored, run))
+        finally:
+            for item in items:
+                item.written.set()
+                item.lease.release()
+
+    @staticmethod
+    def _fill_stored(item: Stored) -> None:
+        item.whole = item.write(item.lease)
+
+    def _write_stored(self, run: Sequence[Stored]) -> None:
+        labels, lease = run[0].labels, run[0].lease
+        if len(run) > 1:
+            labels = joined([item.labels for item in run])
+            lease = JoinedLease([item.lease for item in run], self._ring)
+        self._sink.write(RowBatch(labels, lease, self._widths))

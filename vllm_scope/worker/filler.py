@@ -1,0 +1,213 @@
+"""From the arena to the ring: copies of regions, with heads and sums on the way.
+
+Owns:  Filler, with the Packer, the Summing and the side stream; which steps on a GPU are put off.
+Runs:  `copy` and `put_off` on the worker's thread, `fill_waiting` on the drain thread (and on the
+       worker's, for a step that a watch looks at on a CPU).
+From:  drain, deliverer.   To: packer, summing, the leases.
+
+On a GPU, steps are copied on the worker's thread. Small ones with probes on rows, features or a
+lens are copied on the drain thread, several at once: that takes fewer launches, and large weights
+are read once for all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from vllm_scope.batch.labels import Labels
+from vllm_scope.program.layout import Layout, Widths
+from vllm_scope.request.heads import Bank, Told
+from vllm_scope.transport.ring import HostRing, JoinedLease, Lease
+from vllm_scope.worker.arena import Arena, Region, StreamFence
+from vllm_scope.worker.drain_items import Rows, adjacent, joined
+from vllm_scope.worker.held_saes import NONE, PairMakers
+from vllm_scope.worker.packer import Packer, first_slots
+from vllm_scope.worker.side_stream import SideStream, to_host
+from vllm_scope.worker.summing import Summing
+
+logger = logging.getLogger("vllm.vllm_scope")
+
+HEAD_FAILED = (
+    "scores, features, tokens of a lens or encoded rows of some tokens could not be computed on "
+    "the device; the worker's log says why. Send the request again when others have finished, or "
+    "start with a smaller gpu_memory_utilization."
+)
+
+
+class Filler:
+    """Fills leases of the ring with what regions of the arena hold, or what heads make of it.
+
+    Args:
+        saes: that the worker holds, by name.
+        moments_bytes: of the device, for the sums of Moments.
+        joins: True if heads work on the rows of several steps at once; None on a GPU alone.
+        forget: called with the keys of requests that lost rows, of which no scores may be kept.
+
+    Attributes:
+        failed: running requests for which something could not be computed -> what to tell them.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        ring: HostRing,
+        widths: Widths,
+        forget: Callable[[Collection[int]], None],
+        saes: PairMakers = NONE,
+        moments_bytes: int = 0,
+        joins: bool | None = None,
+    ) -> None:
+        self._arena, self._ring, self._widths, self._forget = arena, ring, widths, forget
+        dtype, device = arena.slots.dtype, arena.slots.device
+        self.stream = SideStream(device)
+        self._joins = self.stream.is_cuda if joins is None else joins
+        self.failed: dict[int, str] = {}
+        #: Slots of the arena that were left to the drain thread on a GPU, that it has copied, and
+        #: that may wait for it.
+        self._num_put_off, self._num_caught_up, self._most_put_off = 0, 0, arena.num_slots // 4
+        self.packer = Packer(dtype, device, widths, saes)
+        with self.stream.entered():
+            self.summing = Summing(dtype, device, widths, moments_bytes)
+
+    def num_slots(self, region: Region, labels: Labels, boundary: int | None) -> int:
+        """Slots of the ring that a region takes."""
+        return self.packer.num_slots(labels, boundary) if labels.encodes else region.num_slots
+
+    # Later, on the drain thread
+
+    def may_put_off(self, region: Region, labels: Labels) -> bool:
+        """True if the drain thread shall copy a step on a GPU, together with others. The step is
+        small, its rows are multiplied, and no sums are made."""
+        return (
+            self._joins
+            and region.num_slots <= self._most_put_off // 8
+            and self._num_waiting + region.num_slots <= self._most_put_off
+            and any(map(_multiplies, labels.layouts))
+            and not labels.sums
+        )
+
+    def put_off(self, region: Region, hurry: Callable[[], None]) -> torch.cuda.Event:
+        """Leave a region to the drain thread, which `hurry` wakes. Returns the event after which
+        its rows are there."""
+        assert isinstance(region.fence, StreamFence)
+        region.fence.put_off(hurry)
+        self._num_put_off += region.num_slots
+        return self.stream.after_taps()
+
+    @property
+    def _num_waiting(self) -> int:
+        return self._num_put_off - self._num_caught_up
+
+    @property
+    def much_waits(self) -> bool:
+        """Half of what may be put off is."""
+        return 2 * self._num_waiting > self._most_put_off
+
+    def fill_waiting(self, steps: Sequence[Rows]) -> list[Rows]:
+        """Copy the regions of steps to their leases, and wait until they are there. Returns the
+        steps of which they are; the rows of the others are lost."""
+        filled: list[Rows] = []
+        for some in adjacent(steps, self._joins):
+            regions = [step.region for step in some if step.region is not None]
+            try:
+                filled += self._filled(some)
+            finally:
+                with self.stream.entered():
+                    for region in regions:
+                        region.fence.set()
+                self._num_caught_up += sum(r.num_slots for r in regions if some[0].tapped)
+        if self.stream.is_cuda and steps:
+            self.stream.wait_here()
+        return filled
+
+    def _filled(self, steps: Sequence[Rows]) -> Sequence[Rows]:
+        """Those that could be filled: together, or else each by itself."""
+        try:
+            # On a GPU vLLM's thread, which works on other rows, is in this mode too.
+            with self.stream.entered(), torch.inference_mode(self.stream.is_cuda):
+                self._fill_together(steps)
+            return steps
+        except Exception:
+            if len(steps) == 1:
+                # The engine and later steps go on; requests report these rows as dropped.
+                logger.exception("vllm-scope: rows could not be delivered")
+                self._lost(steps[0].labels)
+                return ()
+        return [one for step in steps for one in self._filled([step])]
+
+    def _fill_together(self, steps: Sequence[Rows]) -> None:
+        first, regions = steps[0], [step.region for step in steps if step.region is not None]
+        for step in steps:
+            if step.tapped is not None:
+                self.stream.wait_for(step.tapped)
+        if len(steps) == 1:
+            self._fill(regions[0], first.labels, first.boundary, first.lease, first.positions)
+            return
+        start, stop = regions[0].start, regions[-1].stop
+        whole = Region(start, stop - start, regions[-1].fence)
+        lease = JoinedLease([step.lease for step in steps], self._ring)
+        self._fill(whole, joined([step.labels for step in steps]), None, lease, None)
+
+    # At once, on a GPU
+
+    def copy(
+        self,
+        region: Region,
+        labels: Labels,
+        boundary: int | None,
+        lease: Lease,
+        positions: Tensor | None,
+    ) -> tuple[torch.cuda.Event | None, Tensor | None]:
+        """The event after the copy, None if these rows are lost; and the positions' copy."""
+        if positions is not None:
+            positions = to_host(positions)
+        # Sums look at the event later.
+        written = self.stream.wait_for_taps(lasting=labels.sums)
+        copied, whole = self.stream.event(), True
+        with self.stream.entered():
+            try:
+                self._fill(region, labels, boundary, lease, positions, written.query)
+            except Exception:
+                # Encoding may run out of memory. The engine's step goes on; requests report these
+                # rows as dropped.
+                logger.exception("vllm-scope: rows could not be encoded")
+                self.stream.synchronize()  # nothing writes to the lease any more
+                whole = False
+            copied.record()
+            region.fence.set()
+        if not whole:
+            self._lost(labels)
+        return copied if whole else None, positions
+
+    def _fill(
+        self, region: Region, labels: Labels, boundary: int | None, lease: Lease,
+        positions: Tensor | None, ready: Callable[[], bool] = lambda: True,
+    ) -> None:  # fmt: skip
+        if labels.encodes:
+            rows = self._arena.view(region)
+            if labels.sums:
+                firsts = first_slots(labels, boundary, self._widths)
+                words = rows.view(torch.int64)
+                self.summing.add(words, labels, boundary, firsts, positions, ready)
+            self._fail(self.packer.pack(rows, labels, boundary, lease.slots))
+        else:
+            lease.slots.copy_(self._arena.view(region).view(torch.uint8), non_blocking=True)
+
+    def _fail(self, keys: Collection[int]) -> None:
+        """End these requests with an error, and keep no scores of theirs."""
+        self.failed.update(dict.fromkeys(keys, HEAD_FAILED))
+        self._forget(keys)
+
+    def _lost(self, labels: Labels) -> None:
+        """Stop keeping scores for requests that lost rows: a rejected draft's scores could stand in
+        the place of those that were lost."""
+        self._forget(set(labels.keys.tolist()))
+
+
+def _multiplies(layout: Layout) -> bool:
+    """True if products of rows are made when they leave the arena."""
+    return any(isinstance(head, Bank) and not isinstance(head, Told) for head, _ in layout.encoded)
