@@ -319,7 +319,7 @@ def sweep(
         SpecError: the sweep is not possible on this engine, or with these prompts.
         ScopeError: a prompt could not be read, or the LLM has requests that run.
     """
-    from vllm_scope.engine.frontend.sweeping import run
+    from vllm_scope.engine.frontend.sweep_runs import run
 
     engine = _engine_of(llm, "await vllm_scope.sweep_async(engine, prompts, sweep)")
     return run(engine, prompts, sweep, on_cell, progress, share)
@@ -339,6 +339,6 @@ async def sweep_async(
     Args, Raises: as `sweep`. While the engine has other requests, few cells are sent at
     once, and cells are in the engine for `share / 5` of the time.
     """
-    from vllm_scope.engine.frontend.sweeping import run_async
+    from vllm_scope.engine.frontend.sweep_runs import run_async
 
     return await run_async(engine, prompts, sweep, on_cell, progress, share)

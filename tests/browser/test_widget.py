@@ -19,7 +19,7 @@ from tests.browser.samples import TEXTS
 from tests.browser.test_views import CELLS, TOKENS, TOLD
 from tests.unit.sweeps.test_plans import METRIC, answer, plan
 from vllm_scope import Sweep
-from vllm_scope.engine.frontend.sweeping import showing
+from vllm_scope.engine.frontend.sweep_runs import showing
 from vllm_scope.views import attention_map, feature_page, token_strip
 from vllm_scope.views.document import MODULE, STYLE, View
 

@@ -27,7 +27,7 @@ from vllm_scope import (
 from vllm_scope.analysis import patching
 from vllm_scope.engine.core import variants
 from vllm_scope.engine.core.scheduler import admission_of
-from vllm_scope.engine.frontend import sweeping
+from vllm_scope.engine.frontend import sweep_bounds
 from vllm_scope.program.operations import Cost
 
 SITES = ["embed", "resid_mid", "resid_post", "z", "q", "k", "v", "attn_out", "mlp_out"]
@@ -265,7 +265,7 @@ def test_a_sweep_of_kl_has_few_cells_in_the_engine(llm, monkeypatch):
     wanted = run(llm, sweep, PROMPTS[:1])
     assert max(most) > 2
     most.clear()
-    monkeypatch.setattr(sweeping, "MAX_LOGPROBS", 2 * size + 1)
+    monkeypatch.setattr(sweep_bounds, "MAX_LOGPROBS", 2 * size + 1)
     found = run(llm, sweep, PROMPTS[:1])
     assert max(most) == 2
     np.testing.assert_allclose(found.values, wanted.values, rtol=0, atol=1e-5)

@@ -2,7 +2,7 @@
 
 Owns:  `frozen_heap`, `seldom`.
 Runs:  in the front-end process, on the caller's thread; `seldom` also in EngineCore.
-To:    engine.offline, frontend.sweeping, core.variants.
+To:    engine.offline, frontend.sweep_runs, core.variants.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ yielding.py when they are sent while others have requests in the engine
 table.py    the values with their names, as files and as a picture
 wire.py     a sweep and its table as JSON, for HTTP
 
-Here is no engine: engine/frontend/sweeping.py sends the requests of a plan. numpy, no torch.
+Here is no engine: engine/frontend/sweep_runs.py sends the requests of a plan. numpy, no torch.
 """
 
 from vllm_scope.sweeps.metrics import KL, LogitDifference, Logprob, Metric

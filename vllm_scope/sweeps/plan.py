@@ -1,7 +1,7 @@
 """Which requests a sweep is made of, and what their answers are in its table.
 
 Owns:  Job (one request), Cell, and Plan.
-From:  sweep, source.   To: engine.frontend.sweeping, which runs the jobs; table.
+From:  sweep, source.   To: engine.frontend.sweeping, which makes requests of the jobs; table.
 
 Order: the reads of a prompt, then its cells. The request without an edit comes first, so the blocks
 of KV before an edited position are there for all cells of the prompt. The reads of the next prompt

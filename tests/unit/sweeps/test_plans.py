@@ -27,18 +27,15 @@ from vllm_scope import (
     Sweep,
 )
 from vllm_scope.engine import heap
-from vllm_scope.engine.frontend.sweeping import (
+from vllm_scope.engine.frontend.sweep_bounds import (
     MAX_LOGPROBS,
-    Sweeping,
-    _Bounded,
-    _check_logprobs,
-    _check_tokens,
-    _names,
-    _Peekable,
+    Bounded,
     cells_at_once,
-    follow,
-    showing,
+    check_logprobs,
+    check_tokens,
 )
+from vllm_scope.engine.frontend.sweep_runs import _names, follow, showing
+from vllm_scope.engine.frontend.sweeping import Sweeping, _Peekable
 from vllm_scope.request.answers import Answers
 from vllm_scope.request.selectors import MAX_ITEMS
 from vllm_scope.request.sites import Heads, Place, Sites
@@ -221,14 +218,14 @@ def test_tokens_and_metrics_that_an_engine_does_not_take_are_named():
     model = SimpleNamespace(
         get_vocab_size=lambda: 30, max_model_len=4, logprobs_mode="raw_logprobs", max_logprobs=20
     )
-    _check_tokens(model, [29] * 3, "prompts[3]")
+    check_tokens(model, [29] * 3, "prompts[3]")
     for ids, said in (([1] * 4, "has 4 tokens"), ([30], "has the tokens 30 to 30")):
         with pytest.raises(SpecError, match=rf"^prompts\[3\] {said}"):
-            _check_tokens(model, ids, "prompts[3]")
+            check_tokens(model, ids, "prompts[3]")
     with pytest.raises(
         SpecError, match=r"the token 30 for prompts\[1\]; the vocabulary has 0 to 29"
     ):
-        _check_logprobs(model, [(1, 2), (30, 3), (99, 1)])
+        check_logprobs(model, [(1, 2), (30, 3), (99, 1)])
 
 
 def sending(p, add):
@@ -261,7 +258,7 @@ def test_a_text_that_no_prompt_can_be_is_not_tokenized():
             assert len(text) <= 12, "it would take long"
             return super().encode(text, add_special_tokens)
 
-    bounded = _Bounded(Known(), SimpleNamespace(max_model_len=4, get_vocab_size=lambda: 30))
+    bounded = Bounded(Known(), SimpleNamespace(max_model_len=4, get_vocab_size=lambda: 30))
     assert bounded.encode("aa") == [0, 1, 1]
     with pytest.raises(SpecError, match="has 13 tokens; this engine takes at most 3, because"):
         bounded.encode("a" * 12)

@@ -9,4 +9,6 @@ translators.py  requests in other systems' words
 running.py      requests that have entered, and their completions
 outputs.py      outputs, each with the rows that have arrived
 alike.py        requests of which one check is enough
+sweeping.py     the requests of a sweep; sweep_bounds.py says what the model allows of it
+sweep_runs.py   sends them, and takes the answers
 """

@@ -1,23 +1,20 @@
-"""Sweeps: the requests of a plan, sent to an engine and answered.
+"""The requests of one sweep: which are due, and what their answers say.
 
-Owns:  `run` and `run_async`; Sweeping and `follow`, of which a server makes the same.
+Owns:  Sweeping.
 Runs:  in the front-end process, on the caller's thread or event loop.
-From:  sweeps.plan (the jobs).   To: requests (each cell is a request with an edit).
+From:  sweeps.plan (the jobs), sweep_bounds.   To: sweep_runs, which sends the requests.
 
-Promise: a sweep that ends early, for whatever reason, leaves no request. All cells of a prompt
-differ in the place and the numbers of their edits alone, so the first is checked for all.
+All cells of a prompt differ in the place and the numbers of their edits alone, so the first is
+checked for all.
 """
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -25,16 +22,17 @@ import torch
 from vllm_scope.engine.frontend.alike import Alike, asking
 from vllm_scope.engine.frontend.connection import (
     Connection,
-    connect_async,
-    connect_sync,
     connections,
-    needs_connection,
 )
-from vllm_scope.engine.frontend.outputs import drop
 from vllm_scope.engine.frontend.prepared import NO_TAPS, Prepared
-from vllm_scope.engine.frontend.requests import prepared_as
-from vllm_scope.engine.heap import frozen_heap, seldom
-from vllm_scope.engine.vllm_types import AsyncLLM, Engine, LLMEngine, RequestOutput
+from vllm_scope.engine.frontend.sweep_bounds import (
+    Bounded,
+    NoTokenizer,
+    cells_at_once,
+    check_logprobs,
+    check_tokens,
+)
+from vllm_scope.engine.vllm_types import Engine, RequestOutput
 from vllm_scope.errors import CapacityError, ScopeError, SpecError, naming, shown
 from vllm_scope.request.actions import Read
 from vllm_scope.request.actions.base import number
@@ -47,26 +45,18 @@ from vllm_scope.sweeps.metrics import Logprobs
 from vllm_scope.sweeps.plan import Cell, Job, Plan, Tokenizer
 from vllm_scope.sweeps.source import ReadRows
 from vllm_scope.sweeps.sweep import Sweep
-from vllm_scope.sweeps.table import SweepTable
 from vllm_scope.sweeps.yielding import SWEPT, Yielding
 
-OnCell = Callable[[Cell], object]
-Progress = bool | Literal["map"]
-
-#: The requests of a sweep that run.
-_Tasks = dict["asyncio.Task[RequestOutput | ScopeError]", "_Request"]
 #: Cells that one request stands for, at most, and bytes of their rows. EngineCore makes requests of
 #: them in one piece.
 CELLS_TOGETHER: Final = 16
 BYTES_TOGETHER: Final = 1 << 20
 #: The first characters of the request ids of this process's sweeps; no client can know them.
-_PREFIX: Final = f"{SWEPT}{secrets.token_hex(8)}-"
-#: Log-probabilities of all cells in the engine.
-MAX_LOGPROBS: Final = 1 << 22
+PREFIX: Final = f"{SWEPT}{secrets.token_hex(8)}-"
 
 
 @dataclass(frozen=True)
-class _Request:
+class Request:
     """What is sent to vLLM as one request: one job, or some cells. EngineCore makes a request of
     each of these cells.
 
@@ -108,10 +98,10 @@ class Sweeping:
         self._connection = _connection_of(engine)
         config = engine.vllm_config
         model = config.model_config
-        bounded = _Bounded(tokenizer or engine.tokenizer or NoTokenizer(), model)
-        check = partial(_check_tokens, model)
+        bounded = Bounded(tokenizer or engine.tokenizer or NoTokenizer(), model)
+        check = partial(check_tokens, model)
         self.plan = Plan(sweep, prompts, self._connection.sites, bounded, most_cells, check)
-        _check_logprobs(model, self.plan.token_ids)
+        check_logprobs(model, self.plan.token_ids)
         self._alone, self._config, self._processor = alone, config, engine.output_processor
         self._yielding = Yielding(share)
         self.take_share(share)
@@ -139,7 +129,7 @@ class Sweeping:
         """True if this process has other requests in the engine. Of those of other front-ends it
         hears with the answers to its cells."""
         names = () if self._alone else self._processor.request_states
-        return not all(name.startswith(_PREFIX) for name in names)
+        return not all(name.startswith(PREFIX) for name in names)
 
     @property
     def pause(self) -> float:
@@ -157,7 +147,7 @@ class Sweeping:
         each = self.plan.token_ids
         return max(map(len, each)) if all(each) else self._num_tokens
 
-    def due(self, num_running: int, tell: Callable[[Cell | None], object]) -> Iterator[_Request]:
+    def due(self, num_running: int, tell: Callable[[Cell | None], object]) -> Iterator[Request]:
         """The requests to send now, while `num_running` cells are in the engine.
 
         Args:
@@ -208,17 +198,17 @@ class Sweeping:
             jobs.append(self._jobs.next())
         return tuple(jobs)
 
-    def _request(self, jobs: tuple[Job, ...]) -> _Request:
+    def _request(self, jobs: tuple[Job, ...]) -> Request:
         job = jobs[0]
         prompt = {"type": "token", "prompt_token_ids": job.ids}
         params = self._params[self.plan.token_ids[job.prompt]]
         if not job.actions:
-            return _Request(jobs, prompt, params, None)
+            return Request(jobs, prompt, params, None)
         if job.place is None or self._alike is None:
-            return _Request(jobs, prompt, asking(params, scope(*job.actions)["scope"]), None)
-        return _Request(jobs, prompt, asking(params), cells_of(self._alike, jobs, params))
+            return Request(jobs, prompt, asking(params, scope(*job.actions)["scope"]), None)
+        return Request(jobs, prompt, asking(params), cells_of(self._alike, jobs, params))
 
-    def take(self, request: _Request, output: RequestOutput | ScopeError) -> Iterator[Cell | None]:
+    def take(self, request: Request, output: RequestOutput | ScopeError) -> Iterator[Cell | None]:
         """As Plan.take, of each of the request's jobs."""
         job = request.jobs[0]
         if isinstance(output, CapacityError) and job.place is None:
@@ -242,7 +232,7 @@ class Sweeping:
             rows = self._rows(completion.scope, job) if job.reads else None
             yield self.plan.take(job, found, rows, None)
 
-    def _failed(self, request: _Request, error: str) -> Iterator[Cell | None]:
+    def _failed(self, request: Request, error: str) -> Iterator[Cell | None]:
         return (self.plan.take(job, None, None, error) for job in request.jobs)
 
     def _of_cells(self, jobs: tuple[Job, ...], answers: Answers) -> Iterator[Cell | None]:
@@ -312,42 +302,6 @@ def _logprobs(found: Any, asked: Sequence[int]) -> Logprobs:
         raise ScopeError(NO_LOGPROBS) from None
 
 
-class NoTokenizer:
-    """Of an engine that was started with skip_tokenizer_init."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        raise SpecError(
-            f"{shown(text)} is a text, and this engine has no tokenizer; give token ids."
-        )
-
-    def decode(self, token_ids: list[int]) -> str:
-        return " ".join(map(str, token_ids))
-
-
-class _Bounded:
-    """A tokenizer that refuses each text that is too long for the engine: as vLLM before it works
-    on it, if it has more characters than any such prompt, and else before the next text.
-
-    Source: vllm 0.30 to 0.33, renderers/params.py, TokenizeParams._text_len_check
-    """
-
-    def __init__(self, tokenizer: Tokenizer, model: Any) -> None:
-        self._tokenizer, self._model, self.decode = tokenizer, model, tokenizer.decode
-        of_token = getattr(tokenizer, "max_chars_per_token", None)
-        self._most = None if of_token is None else model.max_model_len * of_token
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        if self._most is not None and len(text) > self._most:
-            raise SpecError(
-                f"the text has {len(text):,} characters; the tokens that this engine "
-                f"takes have at most {self._most:,}, so give a shorter one."
-            )
-        found = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        if found:
-            _check_tokens(self._model, found, "the text")
-        return found
-
-
 def params_of(token_ids: tuple[int, ...]) -> Any:
     """Of one token, with the log-probabilities of some tokens, or of all if none is named."""
     from vllm import SamplingParams
@@ -368,199 +322,3 @@ def _connection_of(engine: Engine) -> Connection:
     if connection.reason is not None:
         raise SpecError(f"this model cannot be tapped: {connection.reason}.")
     return connection
-
-
-def _check_tokens(model: Any, ids: list[int], where: str) -> None:
-    """Raises SpecError for a prompt that is too long for one more token, or has no such token."""
-    num_tokens = model.get_vocab_size()
-    if len(ids) >= model.max_model_len:
-        raise SpecError(
-            f"{where} has {len(ids):,} tokens; this engine takes at most "
-            f"{model.max_model_len - 1:,}, because it samples one more. Give a shorter prompt, or "
-            "start it with a larger max_model_len."
-        )
-    if not 0 <= min(ids) <= max(ids) < num_tokens:
-        raise SpecError(
-            f"{where} has the tokens {min(ids)} to {max(ids)}; the vocabulary has 0 to "
-            f"{num_tokens - 1}."
-        )
-
-
-def _check_logprobs(model: Any, token_ids: list[tuple[int, ...]]) -> None:
-    """Raises SpecError if the engine does not return the log-probabilities that a metric takes.
-
-    Args:
-        token_ids: of each prompt; none for all tokens.
-    """
-    num_tokens = model.get_vocab_size()
-    for i, ids in enumerate(token_ids):
-        if max(ids, default=0) >= num_tokens:
-            raise SpecError(
-                f"Sweep.metric names the token {max(ids)} for prompts[{i}]; the vocabulary has 0 "
-                f"to {num_tokens - 1}."
-            )
-    if model.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
-        raise SpecError(
-            f"this engine has logprobs_mode {shown(model.logprobs_mode)}; a sweep's metric is of "
-            "log-probabilities, so start it with 'raw_logprobs'."
-        )
-    if not all(token_ids) and -1 < model.max_logprobs < num_tokens:
-        raise SpecError(
-            f"the metric takes all {num_tokens:,} log-probabilities of a token, and this "
-            f"engine gives at most {model.max_logprobs}; start it with max_logprobs=-1."
-        )
-
-
-def cells_at_once(most: int, num_logprobs: int) -> int:
-    """Cells that may be in the engine: `most`, or fewer, so that the log-probabilities of a step
-    take about 1 GiB at most.
-
-    Args:
-        num_logprobs: of one cell. vLLM makes a Python object of about 225 bytes of each.
-    """
-    return max(1, min(most, MAX_LOGPROBS // num_logprobs))
-
-
-@contextmanager
-def showing(plan: Plan, progress: Progress) -> Iterator[Callable[[], object]]:
-    """A progress bar of the cells, or a map that fills; yields what counts one cell.
-
-    Raises:
-        SpecError: `progress` is neither. ConfigError: anywidget is not installed.
-    """
-    if progress not in (True, False, "map"):
-        raise SpecError(f'progress is {shown(progress)}; it is True, False or "map".')
-    if progress == "map":
-        from vllm_scope.views.widget import shown_live
-
-        with shown_live(plan.table.picture) as changed:
-            yield changed
-    elif progress:
-        from tqdm.auto import tqdm  # vLLM needs it too
-
-        with tqdm(total=plan.num_cells, desc="Sweep", unit=" cells") as bar:
-            yield bar.update
-    else:
-        yield lambda: None
-
-
-def run(
-    engine: LLMEngine, prompts: object, sweep: Sweep, on_cell: OnCell | None, progress: Progress,
-    share: float,
-) -> SweepTable:  # fmt: skip
-    """As vllm_scope.sweep."""
-    if engine.has_unfinished_requests():
-        raise ScopeError(
-            "this LLM has requests that run; let them end before the sweep, or use sweep_async."
-        )
-    if needs_connection(engine):
-        connect_sync(engine)
-    sweeping = Sweeping(engine, prompts, sweep, share, alone=True)
-    running: dict[str, _Request] = {}
-    names = _names()
-    with showing(sweeping.plan, progress) as count, frozen_heap():
-        tell = partial(_tell, on_cell, count)
-        try:
-            while running or not sweeping.over:
-                for request in sweeping.due(_num_jobs(running.values()), tell):
-                    name = next(names)
-                    with naming(request.jobs[0].name), prepared_as(request.prepared):
-                        engine.add_request(name, request.prompt, request.params)
-                    running[name] = request
-                for output in engine.step() if running else ():
-                    for cell in sweeping.take(running.pop(output.request_id), output):
-                        tell(cell)
-        finally:
-            if running:
-                drop(engine, running)
-    return sweeping.plan.table
-
-
-async def run_async(
-    engine: AsyncLLM, prompts: object, sweep: Sweep, on_cell: OnCell | None, progress: Progress,
-    share: float,
-) -> SweepTable:  # fmt: skip
-    """As vllm_scope.sweep_async."""
-    if needs_connection(engine):
-        await connect_async(engine)
-    sweeping = Sweeping(engine, prompts, sweep, share)
-    with showing(sweeping.plan, progress) as count:
-        await follow(engine, sweeping, partial(_tell, on_cell, count))
-    return sweeping.plan.table
-
-
-async def follow(
-    engine: AsyncLLM, sweeping: Sweeping, tell: Callable[[Cell | None], object]
-) -> None:
-    """Run a sweep to its end. If it is cancelled, or `tell` raises, its requests end.
-
-    Args:
-        tell: is called with each cell as it arrives, and with None for other answers.
-    """
-    running: _Tasks = {}
-    names = _names()
-    seldom.begin()
-    # The error of a cancelled task keeps this frame: no task or output is a local variable of it.
-    try:
-        while running or not sweeping.over:
-            for request in sweeping.due(_num_jobs(running.values()), tell):
-                running[asyncio.create_task(_answer(engine, next(names), request))] = request
-                await asyncio.sleep(0)  # other requests' turn
-            if running:
-                _take(sweeping, running, await _first_done(running), tell)
-            elif not sweeping.over:
-                await asyncio.sleep(sweeping.pause)
-    finally:
-        seldom.end()
-        await _end(running)
-
-
-async def _first_done(running: _Tasks) -> set[asyncio.Task[RequestOutput | ScopeError]]:
-    return (await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED))[0]
-
-
-def _take(
-    sweeping: Sweeping, running: _Tasks, done: set[asyncio.Task[RequestOutput | ScopeError]],
-    tell: Callable[[Cell | None], object],
-) -> None:  # fmt: skip
-    for task in done:
-        for cell in sweeping.take(running.pop(task), task.result()):
-            tell(cell)
-
-
-async def _end(running: _Tasks) -> None:
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
-    for task in running:
-        with suppress(asyncio.CancelledError):
-            task.exception()  # else the task keeps its error, and so the frames with its output
-    running.clear()
-
-
-async def _answer(engine: AsyncLLM, name: str, request: _Request) -> RequestOutput | ScopeError:
-    """The answer to a request; the error if it was refused, or if its edit overflowed."""
-    try:
-        with prepared_as(request.prepared):
-            outputs = engine.generate(request.prompt, request.params, name)
-            (output,) = [output async for output in outputs]
-    except ScopeError as error:
-        return error
-    return output
-
-
-def _num_jobs(running: Iterable[_Request]) -> int:
-    return sum(len(request.jobs) for request in running)
-
-
-def _names() -> Iterator[str]:
-    """Ids of requests."""
-    prefix = f"{_PREFIX}{secrets.token_hex(4)}"
-    return (f"{prefix}-{i}" for i in itertools.count())
-
-
-def _tell(on_cell: OnCell | None, count: Callable[[], object], cell: Cell | None) -> None:
-    if cell is not None:
-        count()
-        if on_cell is not None:
-            on_cell(cell)

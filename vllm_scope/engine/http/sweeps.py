@@ -2,7 +2,7 @@
 
 Owns:  SweepRun, which implements server.access.RunningSweep, and `begin`.
 Runs:  in each API server process, on its event loop; a sweep is planned in a thread.
-From:  calls.   To: engine.frontend.sweeping.
+From:  calls.   To: engine.frontend.sweeping, sweep_runs.
 
 Promise: the sweeps of a process take VLLM_SCOPE_SWEEP_SHARE of a step together, divided by the
 number of API server processes. All API keys have equal parts of it, and all sweeps of a key equal
@@ -20,7 +20,9 @@ from typing import Any, Final
 
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.frontend.connection import connect_async, needs_connection
-from vllm_scope.engine.frontend.sweeping import NoTokenizer, Sweeping, follow
+from vllm_scope.engine.frontend.sweep_bounds import NoTokenizer
+from vllm_scope.engine.frontend.sweep_runs import follow
+from vllm_scope.engine.frontend.sweeping import Sweeping
 from vllm_scope.engine.vllm_types import AsyncLLM
 from vllm_scope.errors import CapacityError
 from vllm_scope.results.budget import asking, most_of_one
