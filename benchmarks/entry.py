@@ -314,6 +314,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=8.0)
     args = parser.parse_args()
 
+    from vllm_scope.control import backlog
     from vllm_scope.engine import judge
 
     with tempfile.TemporaryDirectory() as folder:
@@ -360,11 +361,12 @@ def main() -> None:
         timed("the caller: asks whether it is complete", whole, opened)
         while judge.backlog.waiting:
             time.sleep(0.01)
+        judge.backlog.work_off()  # the last one is counted, too
         in_heads = 1e6 * heads.total / len(names)
         for called, name, less in (
             ("drain thread, all of its rows", "vllm-scope-drain", in_heads),
             ("receiver thread, all of its rows", "vllm-scope-inbox", 0.0),
-            *([] if args.probes else [("verdicts' thread", judge.NAME, 0.0)]),
+            *([] if args.probes else [("verdicts, on a thread", backlog.NAME, 0.0)]),
         ):
             spent = 1e6 * (cpu_of(name) - begun.get(name, 0.0)) / len(names)
             print(f"{called:44} {spent - less:9.1f}")

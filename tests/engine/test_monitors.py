@@ -19,6 +19,7 @@ from tests.engine.test_edits import params
 from tests.engine.test_verdicts import PROMPT, record
 from vllm_scope import ConfigError, Probe, Read, SpecError, set_monitors
 from vllm_scope.engine.core import entry
+from vllm_scope.engine.judge import backlog
 from vllm_scope.engine.monitors import activity_of
 from vllm_scope.engine.params import TICKET
 
@@ -28,6 +29,7 @@ NEVER = FLAG | {"threshold": 1e30}
 
 
 def sample(name, **labels):
+    backlog.work_off()  # all that has ended is counted
     return REGISTRY.get_sample_value(f"vllm_scope_monitor_{name}", labels) or 0.0
 
 

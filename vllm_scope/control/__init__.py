@@ -6,6 +6,7 @@ running.py         one request under a policy
 activity.py        what monitors have found since they were set, as callers are told
 tally.py           counts what one monitor finds, in bounded memory
 background.py      bases of objects that all requests share: no copies, a thread
+backlog.py         work that answers do not wait for, such as the counts
 controller.py      server-wide edits that follow what monitors find, with rate and bounds
 bounded_edits.py   a controller's edits, whose scales stay within bounds
 """

@@ -2,7 +2,7 @@
 
 Owns:  Uncopied, Background.
 Runs:  in the front-end.
-To:    tally, controller, server.peers, engine.webhook.
+To:    tally, backlog, controller, server.peers, engine.webhook.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What one monitor has found, counted in bounded memory.
 
 Owns:  Tally; `joined`, which adds what several API server processes have counted.
-Runs:  in the front-end. `add` on the event loop, `found` on any thread.
-From:  engine.monitors, which has a Tally for each monitor.   To: activity.
+Runs:  in the front-end, on any thread.
+From:  engine.judge, which counts; engine.monitors, which has a Tally for each monitor.
+To:    activity.
 
 Promise: a Tally holds MOST_RANGES ranges of scores, MOST_SLICES slices of time and MOST_VERDICTS
 verdicts at most, however many requests end. No text of a request is in it.
@@ -51,15 +52,16 @@ class Tally(Uncopied):
 
     def add(
         self, value: float | None, request_id: str = "", completion: int = 0,
-        verdict: tuple[int, float] | None = None,
+        verdict: tuple[int, float] | None = None, ended_s: float | None = None,
     ) -> None:  # fmt: skip
         """Count a completion that has ended.
 
         Args:
             value: its largest; None if nothing was scored.
             verdict: (position, value) of its verdict; None if it has none.
+            ended_s: when it ended, as `clock` tells it; None for now.
         """
-        now = self._clock()
+        now = self._clock() if ended_s is None else ended_s
         with self._lock:
             if value is not None:
                 self._requests += 1

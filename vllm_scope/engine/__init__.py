@@ -17,6 +17,7 @@ refusals.py       carries an error from EngineCore to the caller
 rust_frontend.py  refuses requests that come from vLLM's Rust front-end
 model.py          whether this model can be tapped, and where its decoder layers are
 monitors.py       an operator's probes on every request
+judge.py          what monitors found in a request: counted, and told
 webhook.py        verdicts told to an address outside
 describe.py       which sites of a model can be read, without an engine (`vllm-scope doctor`)
 functions.py      Python functions of requests between layers: one process, no graphs

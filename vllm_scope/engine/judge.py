@@ -1,25 +1,22 @@
 """What monitors found in one request: counted, and told to webhooks and the controller.
 
-Owns:  Judge, Backlog, and `tallied`.
-Runs:  in the front-end: `Judge.told` when a completion ends, the counting on a thread.
-From:  monitors.   To: control.activity, sinks.metrics, webhook, controller, server.peers.
+Owns:  Judge, and `tallied`.
+Runs:  in the front-end: `Judge.told` when a completion ends, the counting on the backlog's thread.
+From:  monitors.   To: control.backlog, control.activity, sinks.metrics, webhook, controller,
+       server.peers.
 
-Promise: no caller waits for counts. Who asks for them is told of all completions that have ended;
-Prometheus counts them LATER_S later, or as soon as somebody asks.
+Promise: no answer waits for counts. `tallied` has all completions of this process that have ended.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_scope.control.activity import OUTCOMES, Found
-from vllm_scope.control.background import Background
+from vllm_scope.control.backlog import Backlog
 from vllm_scope.control.controller import Observation
 from vllm_scope.engine.vllm_types import CompletionOutput, RequestOutput
 from vllm_scope.request.actions.probing import MONITOR
@@ -29,65 +26,6 @@ from vllm_scope.sinks.metrics import count_verdict
 if TYPE_CHECKING:
     from vllm_scope.engine.monitors import Monitor
     from vllm_scope.server.peers import Peers
-
-logger = logging.getLogger("vllm.vllm_scope")
-#: The thread's.
-NAME = "vllm-scope-verdicts"
-#: Seconds after which a completion that has ended is counted. Requests that end together have
-#: their answers by then.
-LATER_S = 0.02
-#: Completions that wait to be counted; their results stay in memory as long.
-MOST_WAITING = 1024
-
-
-class Backlog(Background):
-    """Completions that have ended and are not counted yet."""
-
-    def __init__(self) -> None:
-        super().__init__(NAME)
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._came, self._counting = threading.Event(), threading.Lock()
-
-    @property
-    def waiting(self) -> int:
-        """How many."""
-        return len(self._waiting)
-
-    def add(self, count: Callable[[], None]) -> None:
-        """Have something counted later. Any thread; if MOST_WAITING wait, it counts one of them."""
-        self._start()
-        self._waiting.append(count)
-        if not self._came.is_set():
-            self._came.set()
-        if len(self._waiting) > MOST_WAITING:
-            self._count_one()
-
-    def work_off(self) -> None:
-        """Count all that wait. Any thread."""
-        while self._waiting:
-            self._count_one()
-            time.sleep(0)  # other threads may have Python's lock between two counts
-        with self._counting:  # what another thread has taken is counted, too
-            pass
-
-    def _count_one(self) -> None:
-        with self._counting:
-            try:
-                count = self._waiting.popleft()
-            except IndexError:  # another thread was faster
-                return
-            try:
-                count()
-            except Exception:
-                logger.exception("vllm-scope: what monitors found in a completion is not counted")
-
-    def _run(self) -> None:
-        while True:
-            self._came.wait()
-            time.sleep(LATER_S)
-            self._came.clear()
-            self.work_off()
-
 
 #: Of this process.
 backlog = Backlog()
@@ -117,7 +55,7 @@ class Judge:
         peers: Peers | None,
     ) -> None:  # fmt: skip
         self._monitors, self._tell, self._peers = monitors, tell, peers
-        #: Completions that have been counted.
+        #: Completions that were given to the backlog.
         self._counted: set[int] = set()
 
     def told(self, output: RequestOutput, completion: CompletionOutput) -> None:
@@ -128,7 +66,8 @@ class Judge:
             return
         self._counted.add(completion.index)
         ended = output.request_id, completion.index, reason == "abort", time.time()
-        backlog.add(partial(self._count, completion.scope, *ended))
+        result: Any = completion.scope
+        backlog.add(partial(self._count, result.monitored(), *ended))
 
     def _count(
         self, result: Any, request_id: str, completion: int, aborted: bool, time_s: float
@@ -146,7 +85,7 @@ class Judge:
             count_verdict(name, largest, verdict is not None, num_lost)
             monitor.tally.add(
                 largest, request_id, completion,
-                None if verdict is None else (verdict.position, verdict.value),
+                None if verdict is None else (verdict.position, verdict.value), time_s,
             )  # fmt: skip
             if self._tell is not None and len(values):
                 at = int(values.argmax()) if monitor.probe.aggregate is None else -1

@@ -1,7 +1,7 @@
 """Verdicts told to an address outside, from a thread of its own.
 
 Owns:  Webhook.
-Runs:  in the front-end. `tell` on the event loop; it only queues.
+Runs:  in the front-end. `tell` on the thread that counts, one at a time; it only queues.
 
 Promise: an address that hangs or fails delays nothing. What does not fit into the queue is dropped
 and counted. The log has the first failure; later ones are counted only. A body has numbers and
@@ -41,7 +41,7 @@ class Webhook(Background):
         self._waiting: queue.Queue[tuple[bytes, Callable[[], object] | None]] = queue.Queue(
             MOST_WAITING
         )
-        #: Dropped on the event loop, the others on the thread: no key has two writers.
+        #: `tell` counts "dropped", the thread counts the others: no key has two writers.
         self._ended = dict.fromkeys(OUTCOMES, 0)
         self._said = False
 

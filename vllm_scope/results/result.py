@@ -297,11 +297,19 @@ class ScopeResult(OverStreams):
     def _repr_html_(self) -> str:
         return self.picture()._repr_html_()
 
+    def monitored(self) -> ScopeResult:
+        """A result with the scores of an operator's monitors alone. What the caller does with its
+        own result does not change them, and memory of rows is not held."""
+        found = ScopeResult.__new__(ScopeResult)  # `copy` would take the state that is pickled
+        found.__dict__.update(self.__dict__)
+        found._score_table, banks = self._score_table.monitors()
+        found._parts = self._parts.only(banks) if isinstance(self._parts, ArrivedParts) else {}
+        found._wanted_by = {}
+        return found
+
     def __getstate__(self) -> dict[str, object]:
         streams, scores = self._stream_table.own(self), self._score_table.own(self)
-        # Another thread may ask for positions meanwhile, so its dict is not pickled.
-        empty: dict[str, object] = {"_parts": {}, "_wanted_by": {}}
-        state = {**self.__dict__, "_token_ids": list(self._token_ids), **empty}
+        state = {**self.__dict__, "_token_ids": list(self._token_ids), "_parts": {}}
         return state | {"_stream_table": streams, "_score_table": scores}
 
     def wanted_by(self, selectors: Sequence[Selector]) -> np.ndarray:

@@ -102,6 +102,18 @@ class Asked:
         self.later = [probe for probe in probes if probe.after is not None]
 
     @cached_property
+    def monitors(self) -> Asked:
+        """An operator's monitors alone."""
+        return Asked([one for one in self.probes.values() if is_monitor(one.name)], ())
+
+    @cached_property
+    def banks(self) -> frozenset[Bank]:
+        """The kinds of numbers of which these are made."""
+        every: Iterable[ResolvedProbe | ResolvedFeatures]
+        every = chain(self.probes.values(), self.features.values())
+        return frozenset(bank for one in every for bank, _, _ in cells_of(one))
+
+    @cached_property
     def alike(self) -> list[tuple[tuple[CellKey, ...], ResolvedProbe | ResolvedFeatures, int]]:
         """Of the own ones that are made of the same cells: the cells, the first, and how many they
         are."""
@@ -125,9 +137,11 @@ class ScoreTable:
         self._sparse: dict[str, tuple[SparseRows, Ints]] = {}
         self._numbers: dict[CellKey, tuple[Tensor, Ints]] = {}
         self._tables: dict[Bank, _Table | None] = {}
-        #: (the parts' positions, by id; the tokens; the first stage) -> what is chosen of the
-        #: parts, which the key's ids belong to as long as the snapshot lives.
-        self._chosen: dict[tuple[tuple[int, ...], Selector, str | None], Chosen] = {}
+        #: (ids of the parts' positions; the tokens; the first stage) -> what is chosen of the
+        #: parts; and the parts, so that no other array gets these ids.
+        self._chosen: dict[
+            tuple[tuple[int, ...], Selector, str | None], tuple[Chosen, Sequence[Part]]
+        ] = {}
 
     @staticmethod
     def of(asked: Resolved) -> ScoreTable:
@@ -136,6 +150,10 @@ class ScoreTable:
         if known is None:
             known = asked.__dict__["_scored"] = Asked(asked.probes, asked.features)
         return ScoreTable(known)
+
+    def monitors(self) -> tuple[ScoreTable, frozenset[Bank]]:
+        """A new table of an operator's monitors alone, and the kinds of numbers that it needs."""
+        return ScoreTable(self._asked.monitors), self._asked.monitors.banks
 
     @property
     def probes(self) -> Mapping[str, ResolvedProbe]:
@@ -279,8 +297,8 @@ class ScoreTable:
         key = tuple(id(part.positions) for part in parts), one.tokens, one.after
         known = self._chosen.get(key)
         if known is None:
-            known = self._chosen[key] = choose(parts, self._wanted(one, of))
-        return known
+            known = self._chosen[key] = choose(parts, self._wanted(one, of)), parts
+        return known[0]
 
     def accounts(self, of: Snapshot) -> Iterator[tuple[Ints, Ints, int]]:
         """(positions that are wanted, those that arrived, number of probes or features), without an
@@ -362,8 +380,8 @@ class Scores(Named[Tensor]):
         return values
 
     def positions(self, name: str) -> Tensor:
-        """int64 [num_positions], ascending: the absolute positions of the scores."""
-        return torch.from_numpy(self._scored(name).positions)
+        """int64 [num_positions], ascending: the absolute positions of the scores. A copy."""
+        return torch.from_numpy(self._scored(name).positions.copy())
 
     def __repr__(self) -> str:
         word = "Aggregates" if self._aggregates else "Scores"

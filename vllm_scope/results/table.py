@@ -237,6 +237,12 @@ class ArrivedParts(Mapping[What, Mapping[int, list[Part]]]):
         found = [table for kind, table in self._tables if kind == what]
         return found[0] if len(found) == 1 else None
 
+    def only(self, kinds: Set[What]) -> ArrivedParts:
+        """Some kinds of values, without the memory of the others."""
+        found = ArrivedParts({})
+        found._tables = [(what, table) for what, table in self._tables if what in kinds]
+        return found
+
     def __iter__(self) -> Iterator[What]:
         return iter(dict.fromkeys(what for what, _ in self._tables))
 

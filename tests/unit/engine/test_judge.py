@@ -1,9 +1,8 @@
-"""What monitors found is counted behind the callers' backs, all of it and soon."""
+"""What monitors found is counted when the callers have their answers, all of it and soon."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
 from types import SimpleNamespace
@@ -11,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from vllm_scope.control.backlog import MOST_WAITING, Backlog
 from vllm_scope.control.tally import Tally
 from vllm_scope.engine import judge
-from vllm_scope.engine.judge import MOST_WAITING, Backlog, Judge
+from vllm_scope.engine.judge import Judge
 from vllm_scope.engine.monitors import Monitor
 from vllm_scope.request.actions import Probe
 
@@ -34,6 +34,11 @@ class Result:
 
     def num_lost(self, name):
         return 0
+
+    def monitored(self):
+        found = Result([])
+        found.scores = Scores({name: values.clone() for name, values in self.scores.items()})
+        return found
 
 
 @pytest.fixture
@@ -86,13 +91,36 @@ def test_a_running_completion_is_not_counted_and_an_ended_one_once(idle, monitor
     assert judge.tallied([monitor])["one"].requests == 1
 
 
-def test_a_counted_result_is_not_held(monitor):
+def test_a_result_is_not_held_until_it_is_counted(idle, monitor):
     result = Result([0.5])
     seen = weakref.ref(result)
     tell(monitor, result)
     del result
-    judge.backlog.work_off()
     assert seen() is None
+    assert judge.tallied([monitor])["one"].requests == 1
+
+
+def test_what_the_caller_does_with_its_scores_is_not_counted(idle, monitor):
+    seen, result = [], Result([0.5])
+    Judge((monitor,), seen.append, None).told(SimpleNamespace(request_id="r"), ended(result))
+    result.scores[NAME].mul_(-100)
+    judge.backlog.work_off()
+    assert [one.value for one in seen] == [0.5]
+
+
+def test_a_completion_is_counted_in_the_time_in_which_it_has_ended(idle, monkeypatch):
+    probe = Probe([1.0, 0.0], layer=1, name=NAME, threshold=0.0)
+    one = Monitor("one", probe, Tally(0.0))
+    result = Result([0.5])
+    result.verdicts[NAME] = SimpleNamespace(position=0, value=0.5)
+    result.monitored = lambda: result
+    now = time.time()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: now - 60)
+        tell(one, result)
+    found = judge.tallied([one])["one"]
+    assert [flagged.time_s for flagged in found.recent] == [now - 60]
+    assert [piece.begin_s <= now - 60 for piece in found.slices] == [True]
 
 
 def test_a_flood_is_counted_as_it_comes_and_holds_few_results(idle, monitor):
@@ -101,25 +129,6 @@ def test_a_flood_is_counted_as_it_comes_and_holds_few_results(idle, monitor):
     assert idle.waiting == MOST_WAITING
     assert monitor.tally._requests == 10
     assert judge.tallied([monitor])["one"].requests == MOST_WAITING + 10
-
-
-def test_who_asks_waits_for_what_another_thread_is_counting(idle):
-    counting, may_end = threading.Event(), threading.Event()
-    counted = []
-
-    def slow():
-        counting.set()
-        may_end.wait(60)
-        counted.append("slow")
-
-    idle.add(slow)
-    other = threading.Thread(target=idle.work_off)
-    other.start()
-    counting.wait(60)
-    threading.Timer(0.05, may_end.set).start()
-    idle.work_off()
-    assert counted == ["slow"]
-    other.join()
 
 
 def test_an_error_is_logged_and_the_others_are_counted(idle, monitor, caplog):
@@ -133,7 +142,7 @@ def test_an_error_is_logged_and_the_others_are_counted(idle, monitor, caplog):
             assert judge.tallied([monitor])["one"].requests == 1
         finally:
             logging.getLogger("vllm.vllm_scope").removeHandler(caplog.handler)
-    assert "is not counted" in caplog.text
+    assert "was not counted" in caplog.text
 
 
 def test_an_observation_has_the_time_of_the_end(idle, monitor):

@@ -216,6 +216,7 @@ def test_what_became_of_a_verdict_is_told_to_the_other_processes(file, address):
         verdicts={monitor.probe.name: SimpleNamespace(position=2, value=0.5)}, begun=(),
         scores={monitor.probe.name: torch.tensor([0.5])}, aggregates={}, num_lost=lambda name: 0,
     )  # fmt: skip
+    result.monitored = lambda: result
     ended = SimpleNamespace(finish_reason="stop", index=0, scope=result)
     Judge((monitor,), None, theirs).told(SimpleNamespace(request_id="r"), ended)
 
@@ -347,6 +348,7 @@ def test_lost_scores_are_the_operators_to_know(reason, told, monkeypatch):
         verdicts={}, begun=(), scores={monitor.probe.name: torch.tensor([0.5])}, aggregates={},
         num_lost={monitor.probe.name: 2}.get,
     )  # fmt: skip
+    result.monitored = lambda: result
     counted = []
     monkeypatch.setattr(judge, "count_verdict", lambda *came: counted.append(came))
     ended = SimpleNamespace(finish_reason=reason, index=0, scope=result)

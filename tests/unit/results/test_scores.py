@@ -286,6 +286,34 @@ def test_a_pickled_result_has_its_scores_aggregates_and_verdicts(looked_at, road
     assert torch.equal(twice.scores["top"], result.scores["top"])
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_operators_monitors_have_a_result_that_the_caller_cannot_change(lost, road):
+    """Also if a layer lost some numbers, and the columns of its bank differ."""
+    pending = road.open(
+        ALL,
+        Probe(V, layer=1, name="monitor/one", threshold=150.0),
+        Probe([V, V], layers=[0, 2], name="monitor/top", aggregate="max", threshold=150.0),
+    )
+    send(road, pending, range(NUM_POSITIONS), BOUNDARIES[:1])
+    send(road, pending, range(2 * lost, NUM_POSITIONS), BOUNDARIES[1:])
+    result = ended(road, pending)
+    names = ("monitor/one", "monitor/top")
+    whole = {name: (result.scores[name].clone(), result.num_lost(name)) for name in names}
+    verdicts, aggregates = dict(result.verdicts), result.aggregates["monitor/top"].clone()
+    monitored = result.monitored()
+    for name in names:
+        result.scores[name].mul_(-100)
+        result.scores.positions(name).add_(7)
+    assert list(monitored.scores) == list(names)
+    for name, (scores, num_lost) in whole.items():
+        assert torch.equal(monitored.scores[name], scores)
+        assert monitored.num_lost(name) == num_lost == 2 * lost
+    assert torch.equal(monitored.aggregates["monitor/top"], aggregates)
+    assert monitored.verdicts == verdicts
+    assert verdicts.keys() == set(names)
+    assert monitored._parts.keys() <= set(monitored._score_table._asked.banks)
+
+
 def test_a_snapshot_of_scores_stays_as_it_was_while_numbers_keep_coming(road):
     pending = road.open(ALL)
     send(road, pending, [0, 1], BOUNDARIES, number=1)
