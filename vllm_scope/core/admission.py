@@ -4,9 +4,9 @@ Owns:  Admission, Ranges.
 Runs:  in EngineCore, on the scheduler's thread.
 From:  program.held, engine.core.scheduler (which asks).
 
-Promise: the tables have room for every request that it admits. Requests of one spec with the same
-programs share their places, and equal vectors share one place. Beyond that, the tables let requests
-with few operations share equal programs, which is not counted.
+Promise: the tables have room for every request that Admission admits. Requests of one spec with the
+same programs share their places, and equal vectors share one place. In the tables, requests with
+few operations also share equal programs; Admission does not count on that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Generic, Protocol, TypeVar
 from vllm_scope.program.held import Held
 from vllm_scope.program.operations import Cost
 
-#: Of the device tables.
+#: No places of the device tables.
 NOTHING = Cost()
 
 
@@ -33,13 +33,13 @@ Waiting = TypeVar("Waiting", bound=Waits)
 
 
 class Ranges:
-    """Ranges of a table: the first free one that is large enough is taken."""
+    """The free ranges of a table. `take` uses the first one that is large enough."""
 
     def __init__(self, size: int) -> None:
         self._free = [(0, size)]
 
     def take(self, size: int) -> int | None:
-        """Its start; None if no free range is large enough."""
+        """Take a range and return its start; None if no free range is large enough."""
         for i, (start, stop) in enumerate(self._free):
             if stop - start >= size:
                 self._free[i : i + 1] = [(start + size, stop)] if stop - start > size else []
@@ -65,8 +65,8 @@ class Admission(Generic[Waiting]):
     """Places in the workers' tables that requests hold, from their entry to their end.
 
     A request that does not fit waits outside the scheduler, first come, first served. Requests with
-    a lens have a line of their own: where lenses take all of the device's time that they may,
-    others go on. The front-end refuses a request that could never fit.
+    a lens have a line of their own: while they wait for running lenses to end, other requests go
+    on. The front-end refuses a request that could never fit.
 
     Args:
         most: the places that the tables have.
@@ -74,7 +74,7 @@ class Admission(Generic[Waiting]):
 
     Attributes:
         most: as above.
-        lines: requests for which there is no room yet, without a lens and with one.
+        lines: requests for which there is no room yet: those without a lens, and those with one.
         num_waited: requests that have had to wait so far.
         held: the places that are taken or reserved.
     """
@@ -87,7 +87,8 @@ class Admission(Generic[Waiting]):
         self.lines: tuple[deque[Waiting], deque[Waiting]] = deque(), deque()
         self.num_waited = 0
         self._held: dict[str, Held] = {}
-        #: What is held -> requests that hold it; key of a vector -> how many of these use it.
+        #: Held programs -> how many requests hold them. Key of a vector -> how many of these Held
+        #: use the vector.
         self._sets: Counter[Held] = Counter()
         self._vectors: Counter[bytes] = Counter()
         #: Request -> what it may take later.
@@ -102,8 +103,8 @@ class Admission(Generic[Waiting]):
     def enter(
         self, request: Waiting, held: Held | None, num_logged: int = 0, reserve: Cost = NOTHING
     ) -> bool:
-        """Whether a new request may go to the scheduler now; if not, it waits in line. Arguments as
-        for `admit`."""
+        """True if a new request may go to the scheduler now; otherwise it is put in line. Arguments
+        as for `admit`; `held` is None for a request without programs."""
         line = self.lines[reserve.lens_rows > 0]
         if held is None:
             # A piece of streamed input may not overtake an earlier piece that waits.
@@ -119,7 +120,8 @@ class Admission(Generic[Waiting]):
         return False
 
     def take_out(self, request_ids: Collection[str] | None) -> list[Waiting]:
-        """Remove waiting requests from the line and return them in order; None takes all."""
+        """Remove waiting requests from their lines and return them, line by line; None takes
+        all."""
         taken = [r for r in self.waiting if request_ids is None or r.request_id in request_ids]
         without, with_ = (deque(r for r in line if r not in taken) for line in self.lines)
         self.lines = without, with_
@@ -136,8 +138,9 @@ class Admission(Generic[Waiting]):
 
         Args:
             held: ignored if the request holds places already.
-            num_logged: places of the log that it needs.
-            reserve: what it may take later, if a policy changes its scales.
+            num_logged: places of the log that the request needs.
+            reserve: what the request may take later if a policy changes its scales, and the rows
+                of its lenses.
         """
         if request_id in self._held:
             return True
@@ -177,6 +180,6 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def _last_gone(counter: Counter[Key], key: Key) -> bool:
-    """Count one down, and drop the key at zero; whether it was dropped."""
+    """Subtract one from a key's count. If the count is then zero, drop the key and return True."""
     counter[key] -= 1
     return not counter[key] and counter.pop(key) == 0

@@ -1,7 +1,7 @@
 """What EngineCore tells its workers with a step.
 
-Owns:  StepNews and Entrant (what travels), Told (what EngineCore remembers of it), Heard (what a
-       worker keeps of it).
+Owns:  StepNews and Entrant (what travels), Told (which specs and vectors EngineCore has sent),
+       Heard (which specs and vectors a worker holds).
 Runs:  Told in EngineCore, on the scheduler's thread; Heard in every worker, on its main thread.
 From:  engine.core.entry (resolved requests).   To: engine.worker.worker.
 
@@ -28,7 +28,7 @@ from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.ticket import Recipient
 from vllm_scope.sinks.request import Ended
 
-#: Bounds on a worker's memory: for specs with their vectors, and for vectors of no kept spec.
+#: Bounds on a worker's memory: for specs with their vectors, and for vectors by digest.
 SPEC_BYTES, ARRAY_BYTES = 64 << 20, 64 << 20
 
 
@@ -36,7 +36,7 @@ class Entrant(msgspec.Struct, frozen=True):
     """A request that the workers see for the first time.
 
     Attributes:
-        recipient: None if only the server's edits or global sinks concern it.
+        recipient: None if only the server's edits or global sinks concern the request.
         spec: the number of its spec in the StepNews of this step or of an earlier one.
         columns: `RequestProgram.columns` if the request edits or probes, or is unchecked; else
             empty.
@@ -67,20 +67,21 @@ class StepNews(msgspec.Struct):
         specs: number -> reads, probes and edits. The server's edits and the reads of global
             sinks are among them.
         arrays: digest -> shape and data of vectors that workers do not hold.
-        forgotten_specs, forgotten_arrays: what workers drop once the entrants have entered.
-        ended: id of an ended request that has sinks -> what the scheduler accepted.
+        forgotten_specs, forgotten_arrays: numbers of specs and digests of vectors that workers
+            drop once the entrants have entered.
+        ended: id of an ended request that has sinks -> the tokens that the scheduler accepted.
         zeroed: KV blocks that the workers must zero before the step's forward.
-        filled: request id -> the first of the blocks that it fills with this step, and their
-            hashes: their scores are kept.
-        forgotten_scores: what is dropped for them.
-        resumed: id of a request whose gates have states and that begins again after it was
-            preempted -> how many tokens it has.
-        begun: request id -> the probes that have their verdict now, and for which others wait.
+        filled: request id -> the number of the first block that the request fills with this step,
+            and the hashes of all blocks that it fills. Workers keep the scores of these blocks.
+        forgotten_scores: the keys of scores that workers drop.
+        resumed: id of a request whose gates have states, and that begins, or begins again after
+            it was preempted -> its number of tokens.
+        begun: request id -> probes that have their verdict now, and for which other probes wait.
         scales: request id -> the new scales that its policy decided.
-        accepted: id of a request with Moments, that runs or has ended -> how many tokens it has,
-            those that were accepted.
-        resolved, held: the new specs, and the programs that entrants hold, by request id,
-            for a worker in EngineCore's own process. Both are left out when the news are pickled.
+        accepted: id of a request with Moments, running or ended -> its number of accepted tokens.
+        resolved: number -> a new spec that is not packed.
+        held: request id -> the programs that an entrant holds. `resolved` and `held` are for a
+            worker in EngineCore's own process, and are left out when a StepNews is pickled.
     """
 
     entrants: dict[str, Entrant] = {}
@@ -108,7 +109,7 @@ class StepNews(msgspec.Struct):
 
 
 def packed_of(asked: Resolved) -> tuple[Packed, dict[bytes, Array]]:
-    """The spec as it travels, and its vectors; made once."""
+    """The spec as it travels, and its vectors by digest; made once."""
     known: tuple[Packed, dict[bytes, Array]] | None = asked.__dict__.get("_packed")
     if known is None:
         whole = tuple(getattr(asked, each.name) for each in fields(asked))
@@ -117,13 +118,14 @@ def packed_of(asked: Resolved) -> tuple[Packed, dict[bytes, Array]]:
 
 
 def digest_of(asked: Resolved) -> bytes:
-    """Equal for equal specs: the ticket's if nothing was added to the caller's spec."""
+    """A digest that is equal for equal specs: the one that `know_digest` has set, or else the
+    packed spec's."""
     known: bytes | None = asked.__dict__.get("_digest")
     return packed_of(asked)[0].digest if known is None else known
 
 
 def know_digest(asked: Resolved, digest: bytes) -> None:
-    """Let this be its `digest_of`, which else takes longer."""
+    """Set what `digest_of` returns for a spec, so that the spec need not be packed for it."""
     asked.__dict__["_digest"] = digest
 
 
@@ -131,7 +133,7 @@ class Told:
     """What the workers hold, as EngineCore knows it.
 
     Args:
-        here: there is one worker, in this process. It takes specs as they are.
+        here: True if there is one worker, in this process. It takes specs that are not packed.
     """
 
     def __init__(self, here: bool = False) -> None:
@@ -143,8 +145,8 @@ class Told:
         self._arrays: Remembered[bytes, bool] = Remembered(ARRAY_BYTES)
 
     def number_of(self, asked: Resolved, news: StepNews) -> int:
-        """The number of a spec. If the workers do not hold the spec, `news` gets it, with those of
-        its vectors that they do not hold."""
+        """The number of a spec. If the workers do not hold the spec, `news` gets the spec and those
+        of its vectors that the workers do not hold."""
         known = self._specs.get(id(asked))
         if known is not None:
             return known[1]
@@ -157,7 +159,8 @@ class Told:
         return number
 
     def _pack(self, asked: Resolved, number: int, news: StepNews) -> int:
-        """For workers in other processes. Returns the bytes of what it adds for the spec."""
+        """Add the packed spec and its missing vectors to the news, for workers in other processes.
+        Returns the bytes of the packed spec."""
         packed, arrays = packed_of(asked)
         for digest, array in arrays.items():
             if self._arrays.get(digest) is None:
@@ -195,7 +198,8 @@ class Heard:
                 self._specs[number] = asked, packed.digest
 
     def forget(self, news: StepNews) -> None:
-        """Drop what the news says. Call it after the requests of the news have entered."""
+        """Drop the specs and vectors that the news names as forgotten. Call it after the requests
+        of the news have entered."""
         for number in news.forgotten_specs:
             del self._specs[number]
         for digest in news.forgotten_arrays:

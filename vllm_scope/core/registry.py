@@ -51,13 +51,13 @@ class Registry:
         self.server: str | None = None
         self.server_text: str | None = None
         self._vectors: dict[str, Vectors] = {}
-        #: How often names got or lost a module.
+        #: How many times a name got or lost a module.
         self._num_changes = 0
         self._edits: tuple[ResolvedEdit, ...] = ()
         self.ahead = SentAhead()
 
     def know(self, sites: Sites) -> None:
-        """Resolve specs for other sites from now on."""
+        """Resolve specs for these sites from now on."""
         with self._lock:
             self._sites, self._meanings = sites, Meanings(sites)
 
@@ -69,8 +69,8 @@ class Registry:
             data: the module as `vllm_scope.vectors.to_bytes` makes it.
 
         Raises:
-            SpecError: a bad name, malformed content, a vector of another size or of
-                zeros, or too many names.
+            SpecError: a bad name, malformed content, a vector whose size differs from the model's
+                rows, a vector of zeros, or too many names.
         """
         if not isinstance(data, bytes):
             raise SpecError(f"the module {shown(name)} came as {type(data).__name__}, not bytes.")
@@ -139,7 +139,7 @@ class Registry:
         return self.server
 
     def parse_edits(self, text: str) -> tuple[ResolvedEdit, ...]:
-        """The edits of a text as `set_edits` takes it; they are not set.
+        """Parse a text as `set_edits` takes it, and return its edits without setting them.
 
         Raises:
             SpecError: as `set_edits`.
@@ -175,13 +175,14 @@ class Registry:
         return spec.resolve(self._sites, self._vectors).edits
 
     def hold(self, frontend: str, data: bytes) -> list[bytes]:
-        """Hold vectors for a front-end, in place of what it has sent before.
+        """Hold vectors for a front-end, in place of those that it has sent before.
 
         Args:
             data: as `request.ticket.encode_arrays` makes it.
 
         Returns:
-            The digests of those that are held; its tickets may leave these out.
+            The digests of the vectors that are held. The front-end's tickets may leave these
+            vectors out.
         """
         arrays = decode_arrays(data)
         with self._lock:
@@ -193,7 +194,8 @@ class Registry:
         return held
 
     def resolve(self, ticket: Ticket | None) -> tuple[Resolved, Resolved]:
-        """What a request that enters now asks for, alone and with the server's edits first.
+        """What a request that enters now asks for: its own spec, and the same with the server's
+        edits before its own.
 
         Args:
             ticket: None for a request without a spec.
@@ -203,7 +205,7 @@ class Registry:
 
         Raises:
             SpecError: the spec is not possible here, because modules have changed.
-            UnheldError: it names vectors that nobody has sent.
+            UnheldError: the spec names vectors by digests that EngineCore does not hold.
         """
         own = NOTHING
         with self._lock:
@@ -213,7 +215,7 @@ class Registry:
 
     def _own(self, ticket: Ticket) -> Resolved:
         arrays = _Held(ticket.own_arrays(), self.ahead.arrays)
-        # Not the modules themselves: a spec may name a thousand.
+        # The number of changes stands for the modules, because a spec may name a thousand of them.
         version = (self._num_changes,) if ticket.modules else ()
         return self._meanings.of(ticket.spec, arrays, self._vectors, version)
 

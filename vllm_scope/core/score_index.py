@@ -5,10 +5,11 @@ Runs:  in EngineCore, on the scheduler's thread.
 From:  engine.core.scheduler.   To: news (what workers keep and forget).
 
 A request that only probes may take KV from the prefix cache for a block if the scores of the
-block's tokens are known. They are the same for every request with the same block hash and the
-same probes: the hash stands for all tokens so far, and for all edits of them. The workers keep
-scores by (block hash, digest of the probes). EngineCore decides what they keep, so it knows what
-they hold. The memory is bounded; what was used longest ago is forgotten first.
+block's tokens are known. These scores are the same for every request with the same block hash and
+the same probes: the hash covers all tokens up to the end of the block, and all edits of these
+tokens. The workers keep scores by (block hash, digest of the probes). EngineCore decides what the
+workers keep, so it knows what they hold. The memory is bounded: the scores that were used longest
+ago are forgotten first.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from vllm_scope.request.remembered import Remembered
 
 #: Bytes of a block besides its scores, here and in a worker.
 _BLOCK_BYTES = 512
-#: The scheduler may take the outputs of so many steps between two steps that it starts.
+#: The scheduler may take the outputs of up to this many steps between two steps that it starts.
 _AT_ONCE = 2
 #: (block hash, digest of the probes).
 ScoreKey = tuple[bytes, bytes]
@@ -31,24 +32,26 @@ class ScoreIndex:
 
     Args:
         block_size: tokens of a block that has a hash.
-        most_bytes: of all scores.
+        most_bytes: bound on the bytes of all scores.
         step_tokens: as in Sites.
     """
 
     def __init__(self, block_size: int, most_bytes: int, step_tokens: int = 1) -> None:
         self.block_size, self._step_tokens = block_size, step_tokens
         self._known: Remembered[ScoreKey, bool] = Remembered(most_bytes)
-        #: Running request -> its blocks that workers were told to keep.
+        #: Running request -> how many of its first blocks came from the cache, or are blocks that
+        #: workers were told to keep.
         self._told: dict[str, int] = {}
-        #: Running request that has filled blocks -> the hashes of its blocks, and its probes.
+        #: Running request that has filled blocks -> the hashes of its blocks, and the digest of
+        #: its probes.
         self._chains: dict[str, tuple[Sequence[bytes], bytes]] = {}
         #: Running request -> its first position whose block is not kept.
         self._frozen: dict[str, int] = {}
-        #: Steps so far. Step -> requests that `due` returns then; request -> that step.
+        #: Number of steps so far. Step -> requests that `due` returns then; request -> that step.
         self._step = 0
         self._due: dict[int, dict[str, None]] = {}
         self._due_at: dict[str, int] = {}
-        #: What workers must forget with the next news.
+        #: Keys of scores that workers must forget with the next news.
         self._forgotten: list[ScoreKey] = []
 
     @property
@@ -56,13 +59,14 @@ class ScoreIndex:
         return list(self._told)
 
     def begin(self, request_id: str, num_cached: int) -> None:
-        """Keep a request's scores, except those of its first blocks, which came from the cache."""
+        """Keep a request's scores from now on, except those of its first `num_cached` blocks, which
+        came from the cache."""
         self._told[request_id] = num_cached
         self._look_at(request_id, self._step + 1)
 
     def due(self) -> list[str]:
         """The running requests that may fill a block with the coming step. Call it once a step, and
-        `look_again` for each of these."""
+        then `look_again` for each request that it returned."""
         self._step += 1
         found = self._due.pop(self._step, {})
         return [r for r in found if self._due_at.get(r) == self._step]
@@ -71,7 +75,8 @@ class ScoreIndex:
         """Have `due` return a request before it can have filled another block.
 
         Args:
-            num_tokens: of the request that are known now. A step adds at most `step_tokens`.
+            num_tokens: how many tokens of the request are known now. A step adds at most
+                `step_tokens`.
         """
         full = self._next_full(request_id)
         if self._frozen.get(request_id, full) >= full:
@@ -83,22 +88,24 @@ class ScoreIndex:
         self._due_at[request_id] = step
 
     def num_known(self, hashes: Sequence[bytes], probes: bytes) -> int:
-        """How many blocks from the first on have scores."""
+        """How many blocks, from the first one on and without a gap, have scores."""
         known = list(takewhile(self._known.__contains__, zip(hashes, repeat(probes))))
-        # Backwards, so that of a chain its end is forgotten first: it is of no use alone.
+        # In reverse order, so that the end of a chain is forgotten before its beginning: an end
+        # alone is of no use.
         self._known.use(reversed(known))
         return len(known)
 
     def num_told(self, request_id: str) -> int | None:
-        """How many blocks a running request has filled; None for one that is new."""
+        """How many first blocks of a running request came from the cache or were filled; None for a
+        new request."""
         return self._told.get(request_id)
 
     def may_fill(self, request_id: str, num_tokens: int) -> bool:
-        """True if `fill` may find a block with so many tokens."""
+        """True if `fill` may find a block once this many tokens are computed."""
         return num_tokens >= self._next_full(request_id)
 
     def _next_full(self, request_id: str) -> int:
-        """How many tokens fill the request's next block."""
+        """The number of the request's tokens at which its next block is full."""
         return (self._told[request_id] + 1) * self.block_size
 
     def fill(
@@ -110,10 +117,11 @@ class ScoreIndex:
         Args:
             hashes: of the request's blocks so far; kept until the request is forgotten.
             num_tokens: tokens that are computed once the coming step has run.
-            token_bytes: of the scores of one token.
+            token_bytes: bytes of one token's scores.
 
         Returns:
-            The first of the newly filled blocks and their hashes; None if there is none.
+            The number of the first newly filled block, and the hashes of all of them; None if no
+            block was filled.
         """
         first = self._told[request_id]
         num_tokens = min(num_tokens, self._frozen.get(request_id, num_tokens))
@@ -128,14 +136,15 @@ class ScoreIndex:
         return first, found
 
     def freeze(self, request_id: str, num_tokens: int) -> None:
-        """Keep no blocks of a running request but those of its first tokens: a later stage of a
-        cascade has begun, and the other tokens have more scores."""
+        """From now on keep only blocks of a running request's first `num_tokens` tokens: a later
+        stage of a cascade has begun, and the other tokens have more scores."""
         if request_id in self._told:
             self._frozen.setdefault(request_id, num_tokens)
 
     def lose(self, keys: Iterable[ScoreKey]) -> None:
-        """A worker does not hold some scores. All workers forget them: other stages hold their
-        part, and a late report may be of scores that were kept again since."""
+        """Note that a worker does not hold some scores. All workers are told to forget these
+        scores: workers of other pipeline stages hold a part of them, and a late report may name
+        scores that were kept again since."""
         lost = set(keys)
         self._known.discard(lost)
         self._forgotten += lost
@@ -143,7 +152,7 @@ class ScoreIndex:
     def clear(self) -> None:
         """Forget everything: the model's weights may have changed."""
         self._forgotten += [key for key, _ in self._known.clear()]
-        # Their blocks are computed again.
+        # The blocks of running requests are computed again.
         for request_id in self._told:
             self.begin(request_id, 0)
 
@@ -153,7 +162,8 @@ class ScoreIndex:
         return bool(self._forgotten)
 
     def take_forgotten(self) -> list[ScoreKey]:
-        """What workers must forget, once: not what was kept again meanwhile."""
+        """Return the keys that workers must forget, each only once. Keys that are kept again since
+        are left out."""
         found, self._forgotten = self._forgotten, []
         return [key for key in found if key not in self._known]
 
@@ -162,5 +172,6 @@ class ScoreIndex:
         self._due_at.pop(request_id, None)
         self._frozen.pop(request_id, None)
         if request_id in self._chains:
-            # It filled its chain from the beginning on, step by step: put it in order.
+            # The request filled its blocks from first to last, so the last one counts as used
+            # last. `num_known` reverses that.
             self.num_known(*self._chains.pop(request_id))

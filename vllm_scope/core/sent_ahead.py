@@ -3,15 +3,15 @@
 Owns:  SentAhead.
 Runs:  in EngineCore: `replace` on its main thread, the rest on its input thread too; the caller
        locks.
-From:  engine.frontend.ahead.   To: registry (the vectors of a ticket that it names by digest).
+From:  engine.frontend.ahead.   To: registry (the vectors that a ticket names by digest).
 
-Promise: what a front-end has sent stays until the same front-end sends something else, or until
-others need the room. The vectors of the front-end that sent longest ago are then dropped, because
-EngineCore does not learn that a front-end has died. A front-end names a vector by its digest only
-after `replace` has returned the digest, and no ticket that it makes after the next call names
-another one. Messages of one front-end arrive in order, so a ticket's vectors are here unless they
-had to make room; EngineCore then refuses the request (UnheldError), and its front-end sends the
-vectors again.
+Promise: a front-end's vectors stay until the same front-end sends other vectors, or until other
+front-ends need the room. In the second case EngineCore drops the vectors of the front-end that sent
+longest ago: that front-end may have died, and EngineCore is not told of it. A front-end names a
+vector by its digest only after `replace` has returned the digest. After its next call, the
+front-end's tickets name no vector that this call does not send. Messages of one front-end arrive in
+order, so a ticket's vectors are here, unless they were dropped for want of room. If they were,
+EngineCore refuses the request (UnheldError), and its front-end sends the vectors again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SentAhead:
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
-        #: In the order of the calls.
+        #: Front-end -> the digests of its vectors, in the order of the calls.
         self._sent: dict[str, frozenset[bytes]] = {}
         self._has_told = False
         self.arrays: dict[bytes, Array] = {}
@@ -46,10 +46,11 @@ class SentAhead:
         return sum(len(array.data) for array in self.arrays.values())
 
     def replace(self, frontend: str, arrays: Mapping[bytes, Array]) -> list[bytes]:
-        """Hold these for a front-end, and drop what it alone had sent before.
+        """Hold these vectors for a front-end, and drop its earlier ones that no other front-end has
+        sent.
 
         Returns:
-            The digests of those that are held. Others would exceed the bound.
+            The digests of the vectors that are held. The others would exceed the bound.
         """
         self._sent.pop(frontend, None)
         held = self._that_fit(arrays)
@@ -57,7 +58,7 @@ class SentAhead:
             self.arrays.setdefault(digest, arrays[digest])
         self._drop_others(held)
         while self.num_bytes > self._most_bytes:
-            del self._sent[next(iter(self._sent))]  # it sent longest ago
+            del self._sent[next(iter(self._sent))]  # the front-end that sent longest ago
             self._drop_others(held)
         if held:
             self._sent[frontend] = frozenset(held)

@@ -2,12 +2,13 @@
 
 Owns:  SumsRoom.
 Runs:  in EngineCore: requests enter on one thread; they begin, and sums are dropped, on another.
-From:  engine.core.entry, engine.core.scheduler (which ask).   To: batch.sums (what sums take).
+From:  engine.core.entry, engine.core.scheduler (which ask).   To: batch.sums (bytes of sums).
 
-Promise: the sums that are known here fit into `moments_mib`, and each name has one kind. Sums may
-be dropped after a request has entered and before it begins. When it begins, it takes room again. If
-others have taken the room or the name meanwhile, the request runs, and the workers count its rows
-as missing. Only a drop gives room back; a request that ends does not.
+Promise: the sums that SumsRoom knows fit into `moments_mib`, and all sums of one name have the same
+options. Sums may be dropped after a request has entered and before it begins, so the request takes
+room again when it begins. If other requests have taken the room or the name meanwhile, the request
+runs all the same, and the workers count its rows as missing. Room is given back when sums are
+dropped, and not when a request ends.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ class SumsRoom:
         self._lock = threading.Lock()
         #: Name -> (covariance, whether there are targets).
         self._kinds: dict[str, tuple[bool, bool]] = {}
-        #: Name -> (place, label) -> bytes; and all of them.
+        #: Name -> (place, label) -> bytes of these sums. `num_bytes`: the bytes of all sums.
         self._known: dict[str, dict[tuple[Place, str], int]] = {}
         self.num_bytes = 0
 
     def enter(self, asked: tuple[ResolvedMoments, ...]) -> None:
-        """Take room for the sums of a request; of one that is refused, none is taken.
+        """Take room for the sums of a request. A request that is refused takes none.
 
         Raises:
-            SpecError: other options than those of the name, or more than the engine could hold.
+            SpecError: the name has sums with other options, or the request's sums take more than
+                the engine could hold.
             CapacityError: sums that are kept take the room.
         """
         with self._lock:
@@ -66,7 +68,8 @@ class SumsRoom:
             self.num_bytes += sum(new.values())
 
     def enter_again(self, asked: tuple[ResolvedMoments, ...]) -> None:
-        """As `enter`, for a request that begins; its sums may have been dropped meanwhile."""
+        """Call `enter` again for a request that begins, because its sums may have been dropped
+        since it entered. A refusal is logged, and not raised."""
         try:
             self.enter(asked)
         except ScopeError as error:
@@ -88,7 +91,7 @@ class SumsRoom:
             )
 
     def drop(self, name: str) -> bool:
-        """Give back the room of a name; False if it is not known."""
+        """Give back the room of a name's sums; False if the name is not known."""
         with self._lock:
             self._kinds.pop(name, None)
             gone = self._known.pop(name, None)

@@ -1,7 +1,7 @@
 """KV blocks that may hold NaN after a faulty edit: zeroed before they are used again.
 
-Owns:  the set of unfit blocks, in EngineCore, and their zeroing, in the worker.
-From:  worker.faults (a request that failed), the scheduler (blocks that are freed).
+Owns:  the set of these blocks (unfit blocks), in EngineCore, and their zeroing, in the worker.
+From:  engine.worker.faults (a request that failed), the scheduler (blocks that are freed).
 
 An attention kernel may read the whole block that holds a token (vLLM's CPU kernel does). A NaN
 anywhere in that block then spoils the token's result, because 0 * NaN is NaN. The blocks of a
@@ -28,7 +28,8 @@ T = TypeVar("T")
 
 
 class _Unfit:
-    """Blocks that may hold NaN: those that are free, and those that were just allocated."""
+    """Ids of blocks that may hold NaN: `free` ones, and those that were just allocated and are
+    `due` to be zeroed."""
 
     def __init__(self) -> None:
         self.free: set[int] = set()
@@ -85,7 +86,8 @@ def withdraw(scheduler: Scheduler, request: Request) -> set[str]:
 
 
 def _free_blocks(original: Callable[..., T], self: Scheduler, request: Request) -> T:
-    """Scheduler._free_request_blocks: a request ends or is preempted."""
+    """Scheduler._free_request_blocks, when a request ends or is preempted: withdraw the blocks that
+    steps in flight write."""
     first = first_edited(request)
     if first is not None and request.num_in_flight_tokens:
         written = max(request.num_computed_tokens - request.num_in_flight_tokens, 0)
@@ -107,8 +109,8 @@ def _new_blocks(
 
 
 def is_due(scheduler: Scheduler) -> bool:
-    """True if `due` may return blocks after the next step is scheduled: some that are not zeroed
-    are free, or have a new owner."""
+    """True if `due` may return blocks after the next step is scheduled: some blocks that are not
+    zeroed yet are free, or have a new owner."""
     unfit = _unfit.of(scheduler.kv_cache_manager.block_pool)
     return unfit is not None and bool(unfit.free or unfit.due)
 
@@ -143,8 +145,8 @@ def zero(runner: ModelRunner, block_ids: list[int]) -> None:
         for cache in _caches_of(runner):
             cache[block_ids] = 0
         return
-    # vLLM has made the zeroer if vLLM zeroes blocks itself. Its name is the first on V2, the
-    # second on V1.
+    # If vLLM zeroes blocks itself, it has made a zeroer. The first name below is that of Model
+    # Runner V2, the second that of V1.
     zeroer = getattr(runner, "kv_block_zeroer", None) or getattr(runner, "_kv_block_zeroer", None)
     if zeroer is None:
         runner._init_kv_zero_meta()
@@ -153,7 +155,7 @@ def zero(runner: ModelRunner, block_ids: list[int]) -> None:
     if runner.vllm_config.kv_transfer_config is not None:
         import torch
 
-        # A connector may fill a block on another CUDA stream: the zeros must be there before.
+        # A connector may fill a block on another CUDA stream: the zeros must be written before.
         torch.cuda.current_stream().synchronize()
 
 

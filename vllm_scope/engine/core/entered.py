@@ -1,6 +1,6 @@
 """What EngineCore keeps about requests that read, probe or edit.
 
-Owns:  Entered, and the table of them.
+Owns:  Entered, and the tables that hold it for each request.
 Runs:  in EngineCore: the input thread writes; the input thread and the scheduler's thread read.
 From:  entry.   To: scheduler, clearing, engine.worker.faults.
 """
@@ -26,14 +26,15 @@ class Entered:
 
     Attributes:
         asked: what it reads, probes and edits, with the server's edits and global sinks' reads.
-        recipient: None if it asked for nothing itself.
+        recipient: None if the request has no spec of its own.
         first_read: the first position that delivers something; None if none does.
         first_edited: the first position whose KV depends on edits; None without edits.
         keys: the keys of its KV blocks; None without edits.
         held: the programs that it holds in the workers' tables; None if it only reads.
         columns, unchecked: as in core.news.Entrant.
         logged: how much of the log of states it needs.
-        reserve: what it may take of the workers' tables later, if its policy changes scales.
+        reserve: what it may take of the workers' tables later if its policy changes scales, and
+            the rows of its lenses.
         sums: the room for its sums; None without Moments.
     """
 
@@ -57,15 +58,15 @@ class Entered:
 
 #: vLLM's Request -> its Entered.
 _entered: Beside[Entered] = Beside()
-#: vLLM's Request -> the keys of its blocks, of requests with edits.
+#: vLLM's Request with edits -> the keys of its blocks.
 _keys: Beside[BlockKeys] = Beside()
-#: Request id -> the same, while vLLM makes the Request. vLLM hashes the request's blocks then,
-#: before `_keys` can have the Request.
+#: Request id -> the keys of its blocks, while vLLM makes the Request. vLLM hashes the request's
+#: blocks then, before `_keys` can have the Request.
 entering: dict[str, BlockKeys] = {}
 
 
 def entered(request: object) -> Entered | None:
-    """None for a plain request."""
+    """What EngineCore keeps about a request; None for a plain one."""
     return _entered.of(request)
 
 
@@ -75,7 +76,8 @@ def any_entered() -> bool:
 
 
 def keys_of(request: Request) -> BlockKeys | None:
-    """The keys of a request's KV blocks; None without edits. vLLM asks for each block."""
+    """The keys of a request's KV blocks; None without edits. Called for each block that vLLM
+    hashes."""
     if not (entering or _keys):
         return None
     return _keys.of(request) or entering.get(request.request_id)

@@ -74,16 +74,16 @@ class CoreScope:
         self.everywhere = global_reads(config, self.sites)
         self.policies = config.policy_configs()
         self.most = capacity(self.sites.vector_size, config.vectors_mib)
-        #: Of the worker in this process, which uploads the table rows that are made here; None if
-        #: workers run elsewhere.
+        #: Widths of rows for the worker in this process, which uploads the table rows that
+        #: EngineCore makes; None if workers run in other processes.
         self.widths: Widths | None = None
         if worker_is_here(vllm_config):
             itemsize = vllm_config.model_config.dtype.itemsize
             self.widths = Widths.of(self.sites.row_sizes, itemsize)
 
     def learn(self, replies: Iterable[Described]) -> None:
-        """Take what the workers found out about the model when it was loaded: where it changes the
-        stream between two layers. They answer before the first request with a ticket enters."""
+        """Learn from the workers' answers between which layers the model changes the stream. The
+        workers found that at load, and answer before the first request with a ticket enters."""
         moved = tuple(sorted({layer for each in replies for layer in each["sites"]["moved"]}))
         if moved != self.sites.moved:
             self.sites = replace(self.sites, moved=moved)
@@ -94,7 +94,7 @@ class CoreScope:
 
         Args:
             request: vLLM's EngineCoreRequest.
-            ticket: the request's; None for one without.
+            ticket: the request's ticket; None if it has none.
 
         Returns:
             None if nothing reads, probes or edits its tokens.
@@ -124,7 +124,7 @@ class CoreScope:
         firsts += [] if ticket is None else [ticket.first_position]
         unchecked = _unchecked(asked, asked is not own, ticket)
         if self.widths is None:
-            packed_of(asked)  # here, and not on the scheduler's thread
+            packed_of(asked)  # packed here, and not later on the scheduler's thread
         elif asked is own and ticket is not None and not ticket.modules:
             know_digest(asked, ticket.spec.digest)
         nonce = secrets.token_bytes(16) if asked.scaled else b""
@@ -143,7 +143,8 @@ class CoreScope:
         )  # fmt: skip
 
     def _held_of(self, asked: Resolved, ids: Ids, max_tokens: int, unchecked: bool) -> _HeldBy:
-        """`_held_by`, once for all requests of a spec whose actions are for whole phases."""
+        """As `_held_by`. If the actions of a spec are for whole phases, the result is made once for
+        all its requests."""
         if not asked.uniform or not len(ids):
             return self._held_by(asked, ids, max_tokens, unchecked)
         known: dict[tuple[bool, Cost], _HeldBy] = asked.__dict__.setdefault("_held", {})
@@ -154,7 +155,8 @@ class CoreScope:
 
     def _held_by(self, asked: Resolved, ids: Ids, max_tokens: int, unchecked: bool) -> _HeldBy:
         """The programs that a request with vectors holds while it runs, the columns of all its
-        programs, and what its policy may take later; each empty if the workers do not need it."""
+        programs, and what its policy may take later. Each is None or empty if the workers do not
+        need it."""
         vectors = bool(asked.edits or asked.banked)
         if not (vectors or unchecked):
             return None, (), Cost()
@@ -175,18 +177,19 @@ class CoreScope:
                 f"{self.most}. Edit or probe fewer places, or send it again when they are gone."
             )
         if self.widths is not None and not held.few:
-            held.rows(self.widths)  # here, and not on the thread that launches the model
+            held.rows(self.widths)  # made here, and not on the thread that launches the model
         return held, columns, reserve
 
     def check_edits(self, text: str | None) -> None:
-        """Raises SpecError if the tables have no room for these server-wide edits."""
+        """Raises SpecError if this engine cannot apply these server-wide edits, or its tables have
+        no room for them."""
         if text is None:
             return
         self._check_connector()
         asked = Resolved(edits=self.registry.parse_edits(text))
         check_stages(asked, self.num_stages)
-        # One prompt token and some generated tokens are enough to count: these edits apply to
-        # whole phases (registry.TIERS).
+        # One prompt token and some generated tokens are enough for the count, because these edits
+        # apply to whole phases (registry.TIERS).
         program = RequestProgram.compile(
             asked, self.sites, frozenset(self.sites.boundaries), 1, [0]
         )
@@ -233,7 +236,7 @@ def _preprocess(
 ) -> tuple[T, int]:
     if not _concerns(self, request):
         return original(self, request)
-    # The workers are told what they need of it (core.news).
+    # The workers need no ticket: the news tells them what they need (core.news).
     ticket = ticket_of(request.sampling_params)
     request.sampling_params = without_ticket(request.sampling_params)
     if ticket is None or not ticket.variants:
@@ -252,7 +255,8 @@ def _entered_as(
     original: Callable[..., tuple[T, int]], self: EngineCore, request: EngineCoreRequest,
     ticket: Ticket | None,
 ) -> tuple[T, int]:  # fmt: skip
-    """A request without its ticket, as vLLM makes its Request; what it asks for is kept beside."""
+    """Have vLLM make the Request of a request without its ticket, and keep beside it what the
+    request asks for."""
     found = _scope_of(self).enter(request, ticket)
     if found is None:
         return original(self, request)
@@ -260,7 +264,8 @@ def _entered_as(
         entering[request.request_id] = found.keys
     try:
         made = original(self, request)
-        # Last: if the request is refused, it must not have taken room. Only a drop gives it back.
+        # Room for sums is taken last: a refused request must not have taken any, because only a
+        # drop of sums gives room back.
         if found.sums is not None:
             found.sums.enter(found.asked.moments)
         keep(made[0], found)
@@ -302,7 +307,7 @@ def _extra_keys(
 
 # Remote calls
 
-#: Asks every worker.
+#: Makes a remote call, by its name, to every worker, and returns their answers.
 Ask = Callable[[str], list[Described]]
 
 
@@ -321,8 +326,8 @@ def _set_edits(engine: EngineCore, ask: Ask, text: str | None) -> str | None:
 
 
 def _tapped(ask: Ask) -> list[Described]:
-    """What the workers say. Raises SpecError if the model has no taps: modules and edits would then
-    do nothing."""
+    """The workers' answers to `scope_describe`. Raises SpecError if the model has no taps: modules
+    and edits would then do nothing."""
     found = ask("scope_describe")
     reason = next((each["reason"] for each in found if each["reason"]), None)
     if reason is not None:
@@ -340,7 +345,7 @@ _ANSWERS: dict[str, Callable[..., object]] = {
     "scope_get_edits": lambda engine, ask: _scope_of(engine).registry.server_text,
     "scope_hold": lambda engine, ask, *args: _scope_of(engine).registry.hold(*args),
 }
-#: Remote calls whose answers get the modules.
+#: Remote calls to whose answers EngineCore adds the modules.
 _WITH_MODULES = ("scope_connect", "scope_describe")
 
 

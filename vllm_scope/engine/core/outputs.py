@@ -1,10 +1,10 @@
-"""Steps' outputs in the scheduler: what workers tell with them, and answers for several requests.
+"""Outputs of steps in the scheduler: what workers tell with them, and joined answers of variants.
 
 Owns:  the seam on Scheduler.update_from_output.
 Runs:  in EngineCore, on the scheduler's thread.
-From:  engine.worker.faults, verdicts, variants (what is done with an output).
+From:  engine.worker.faults, verdicts, variants (which handle an output).
 
-Promise: an output of plain requests costs three tests.
+Promise: for an output of plain requests alone, the seam makes three checks and nothing else.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _update(
         return original(self, scheduler_output, model_runner_output)
     faulty = partial(end_faulty, original)
     judged = partial(stop_judged, faulty)
-    # The last one: it sees what the others add.
+    # `take_variants` is the outermost wrapper: it must see the outputs that the other two add.
     return take_variants(judged, self, scheduler_output, model_runner_output)
 
 

@@ -1,7 +1,7 @@
 """Requests with taps in the scheduler: when one starts, which cached KV it uses, how it ends.
 
 Owns:  the wait for room in the workers' tables (core.admission), the cap on a reading request's
-       prefix-cache hits, and the news that go to the workers with a step (core.news).
+       prefix-cache hits, and the news that goes to the workers with a step (core.news).
 Runs:  in EngineCore, on the scheduler's thread.
 From:  entered (what a request means).   To: engine.worker.attach (the news).
 
@@ -52,10 +52,11 @@ class _State:
     Attributes:
         told: what the workers hold.
         admission: None until a request with programs comes.
-        ended: id of an ended request that has sinks -> what was accepted; kept until a step's
-            news carry it.
-        summing: running requests with Moments.
-        accepted: id of an ended one -> how many tokens it has; kept as `ended`.
+        ended: id of an ended request that has sinks -> the tokens that were accepted; kept until
+            it is in the news of a step.
+        summing: ids of running requests with Moments.
+        accepted: id of an ended request with Moments -> its number of tokens; kept until it is in
+            the news of a step.
     """
 
     told: Told
@@ -80,7 +81,7 @@ def _state_of(scheduler: Scheduler) -> _State:
 
 
 def admission_of(scheduler: object) -> Admission[Request] | None:
-    """None until a request with programs comes."""
+    """The scheduler's Admission; None until a request with programs comes."""
     state = _states.of(scheduler)
     return None if state is None else state.admission
 
@@ -105,8 +106,8 @@ def _new_admission(scheduler: Scheduler) -> Admission[Request]:
 
 
 def _held_by(request: object) -> tuple[Held | None, int, Cost]:
-    """The programs that a request holds in the workers' tables, None for a plain request, how many
-    places of the log of states, and what it may take later."""
+    """What a request holds in the workers' tables: its programs (None if it needs none), its number
+    of places in the log of states, and what it may take later."""
     found = entered(request)
     if found is None:
         return None, 0, Cost()
@@ -130,8 +131,8 @@ def _add_to_scheduler(original: Callable[..., object], self: Scheduler, request:
             admission = _new_admission(self)
         if admission is not None and not admission.enter(request, *held):
             return
-    # A piece of streamed input joins its session, which is the request with the same id. What the
-    # session entered with holds for the piece too.
+    # A piece of streamed input joins its session, which is the request with the same id. The
+    # session's reads and edits hold for the piece too.
     original(self, request)
 
 
@@ -190,7 +191,7 @@ def _finish(
 
 
 def _as_known(scheduler: Scheduler, ended: list[Request], status: object) -> list[Request]:
-    """Ended requests, as vLLM tells their front-ends of them."""
+    """Ended requests, as front-ends know them: see `aborted`."""
     from vllm.v1.request import RequestStatus
 
     return aborted(scheduler, ended) if status == RequestStatus.FINISHED_ABORTED else ended
@@ -218,7 +219,7 @@ def _schedule(
         known = entered(request)
         if known is not None:
             if known.sums is not None:
-                # They may have been dropped since it entered.
+                # The sums may have been dropped since the request entered.
                 known.sums.enter_again(known.asked.moments)
                 _state_of(self).summing.add(new.req_id)
             number = _state_of(self).told.number_of(known.asked, news)
@@ -229,7 +230,7 @@ def _schedule(
             )  # fmt: skip
             if known.held is not None:
                 news.held[new.req_id] = known.held
-    # With Model Runner V2 they are among the new ones.
+    # With Model Runner V2, resumed requests are among the new ones.
     for req_id in (*output.scheduled_cached_reqs.resumed_req_ids, *news.entrants):
         known = entered(self.requests[req_id])
         if known is not None and known.asked.num_states:
@@ -263,7 +264,7 @@ def _is_quiet(scheduler: Scheduler) -> bool:
 
 @contextmanager
 def _bounded(scheduler: Scheduler) -> Iterator[None]:
-    """Schedule no more tokens than `most_tokens`."""
+    """While the `with` block runs, the scheduler schedules at most `most_tokens` tokens."""
     most = most_tokens(scheduler)
     if most is None:
         yield
@@ -304,7 +305,8 @@ def _capped(
     first, index, probes = known.first_read, index_of(self), known.asked.scores_alone
     if index is not None and probes is not None:
         count = index.num_known(request.block_hashes, probes)
-        # One that was preempted has its scores up to where it came; no others are sent again.
+        # A request that was preempted has the scores of the blocks that it had filled. It gets no
+        # scores of later blocks from the cache, so it must compute them.
         told = index.num_told(request.request_id)
         first = max(first, min(count, count if told is None else told) * index.block_size)
     if _takes_cap(original):

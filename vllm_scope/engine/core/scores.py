@@ -1,6 +1,6 @@
 """Scores that are kept with KV blocks, so that a request that only probes may use the prefix cache.
 
-Owns:  one ScoreIndex for each of vLLM's KV-cache managers, and what workers are told of it.
+Owns:  one ScoreIndex for each of vLLM's KV-cache managers, and the news of kept scores.
 Runs:  in EngineCore, on the scheduler's thread.
 From:  scheduler.   To: core.news.
 """
@@ -48,7 +48,8 @@ def _hash_block_size(scheduler: Scheduler) -> int:
 def kept_of(
     scheduler: Scheduler, request: Request, asked: Resolved, num_cached: int
 ) -> tuple[bytes, tuple[bytes, ...], int]:
-    """Entrant.scores, Entrant.cached and Entrant.block_size."""
+    """Begin to keep a request's scores, if they can be kept. Returns Entrant.scores,
+    Entrant.cached and Entrant.block_size."""
     index = index_of(scheduler.kv_cache_manager)
     if index is None or asked.scores_alone is None:
         return b"", (), 0
@@ -58,7 +59,8 @@ def kept_of(
 
 
 def fill_blocks(scheduler: Scheduler, output: SchedulerOutput, news: StepNews) -> None:
-    """Tell the workers which blocks are full once this step has run."""
+    """Put into the news which blocks are full once this step has run, and which scores the workers
+    must forget."""
     index = index_of(scheduler.kv_cache_manager)
     if index is None:
         return
@@ -82,15 +84,15 @@ def fill_blocks(scheduler: Scheduler, output: SchedulerOutput, news: StepNews) -
 
 
 def lose(scheduler: Scheduler, keys: Iterable[ScoreKey]) -> None:
-    """A worker does not hold some scores: their blocks are computed again."""
+    """Note that a worker does not hold some scores, so that their blocks are computed again."""
     index = index_of(scheduler.kv_cache_manager)
     if index is not None:
         index.lose(keys)
 
 
 def freeze(scheduler: Scheduler, request: Request) -> None:
-    """Keep no more blocks of a request, except those of its prompt and of tokens that are scheduled
-    already: no later stage scores these."""
+    """From now on keep only those blocks of a request that hold its prompt, or tokens that are
+    scheduled already: no later stage scores these tokens."""
     index = index_of(scheduler.kv_cache_manager)
     if index is not None:
         num_tokens = max(request.num_computed_tokens, request.num_prompt_tokens)

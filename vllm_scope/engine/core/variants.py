@@ -1,4 +1,4 @@
-"""One request of the front-end that stands for several: variants of it, each with edits of its own.
+"""One request of the front-end that stands for several: its variants, each with edits of its own.
 
 Owns:  the requests that EngineCore makes of such a request, their answers, and their end.
 Runs:  in EngineCore: `expand` when the request enters (input thread), the rest on the scheduler's
@@ -6,14 +6,14 @@ Runs:  in EngineCore: `expand` when the request enters (input thread), the rest 
 From:  request.ticket (Ticket.variants), entry.   To: the request's only output, which
        `engine.frontend.sweeping` reads.
 
-The request itself is never scheduled. Its variants are requests as any other: they have its prompt
-and its parameters, share KV blocks, and yield to other requests. Each samples one token. When the
-last one has ended, the front-end gets one output with the log-probabilities of all of them, in the
+The request itself is never scheduled. Its variants are ordinary requests: they have its prompt and
+its parameters, share KV blocks, and yield to other requests. Each samples one token. When the last
+variant has ended, the front-end gets one output with the log-probabilities of all variants, in the
 field kv_transfer_params, which vLLM passes on as it is.
 
-With async scheduling EngineCore prepares one step while the device computes another. A step that
-takes all waiting variants leaves none for the next one, and the device waits while they are
-replaced. So a step gets a part of them (`most_tokens`).
+With async scheduling EngineCore prepares one step while the device computes another. If a step
+takes all waiting variants, none is left for the next step, and the device waits until new variants
+arrive. So a step gets only a part of the waiting variants (`most_tokens`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from vllm_scope.errors import ScopeError
 from vllm_scope.request.answers import NO_LOGPROBS, Answers
 from vllm_scope.sweeps.yielding import SWEPT
 
-#: The tokens of all variants in the scheduler are divided into so many steps: one is on the device,
-#: one is prepared, and one waits.
+#: The tokens of all variants in the scheduler are divided among this many steps: one is on the
+#: device, one is prepared, and one waits.
 _PARTS: Final = 3
 #: A step may always have this many tokens. A smaller step takes longer to launch than to compute.
 _LEAST_TOKENS: Final = 1024
@@ -49,10 +49,10 @@ class _Group:
         requests: number -> the variant.
         errors: number -> why a variant was refused.
         asked: the tokens whose log-probabilities are asked for; None for all.
-        num_tokens: of the vocabulary.
+        num_tokens: size of the vocabulary.
     """
 
-    #: About how many tokens of one variant are computed. The prefix cache has the rest.
+    #: About how many tokens of one variant are computed. The prefix cache has the others.
     num_tokens_each = 0
 
     def __init__(
@@ -68,7 +68,7 @@ class _Group:
         self._outputs: list[EngineCoreOutput] = []
 
     def take(self, output: EngineCoreOutput) -> bool:
-        """Take the only output of a variant. True if it was the last variant."""
+        """Take the only output of a variant. True if all variants have now ended."""
         number = self.numbers.pop(output.request_id)
         self._outputs.append(output)
         found = _logprobs(output.new_logprobs, self._asked, self._num_tokens)
@@ -81,8 +81,8 @@ class _Group:
         return not self.numbers
 
     def last(self, request_id: str, others: bool) -> EngineCoreOutput:
-        """The output of the request that stands for the variants. It has the tokens of all of them
-        and the times of the last one, which vLLM's metrics take.
+        """The output of the request that stands for the variants. It has the tokens of all of them,
+        and the times of the last one, from which vLLM makes its metrics.
 
         Args:
             others: as in Answers.
@@ -111,11 +111,13 @@ class _Group:
 
 
 def _logprobs(found: Any, asked: list[int] | None, num_tokens: int) -> NDArray[np.float32] | None:
-    """Of the asked tokens, or of all; None if vLLM did not return them.
+    """float32 [n]: log-probabilities of the asked tokens, or of all tokens; None if vLLM did not
+    return them.
 
     Args:
-        found: vLLM's LogprobsLists, or None. A row has the sampled token, then what was asked for.
-            If another row of the step is longer, the rest is token 0, repeated.
+        found: vLLM's LogprobsLists, or None. A row has the sampled token, then the tokens that were
+            asked for. If another row of the step is longer, the rest is filled with token 0.
+        num_tokens: size of the vocabulary.
     """
     if found is None:
         return None
@@ -134,8 +136,8 @@ def _logprobs(found: Any, asked: list[int] | None, num_tokens: int) -> NDArray[n
 
 
 def _total(each: list[Any]) -> Any:
-    """The sum of some of vLLM's PrefillStats; None if there are none. Only `num_cached_tokens` is
-    the last one's, because vLLM subtracts it from the length of one prompt."""
+    """The sum of some of vLLM's PrefillStats; None if there are none. `num_cached_tokens` is not
+    summed but that of the last one, because vLLM subtracts it from the length of one prompt."""
     some = [one for one in each if one is not None]
     if not some:
         return None
@@ -143,7 +145,7 @@ def _total(each: list[Any]) -> Any:
     return replace(some[-1], **{name: sum(getattr(one, name) for one in some) for name in names})
 
 
-#: vLLM's Request that stands for others -> those, until it comes to the scheduler.
+#: vLLM's Request that stands for others -> its variants, until the Request comes to the scheduler.
 _entered: Beside[_Group] = Beside()
 
 
@@ -155,11 +157,12 @@ class _Running:
         self.groups: dict[str, tuple[Request, _Group]] = {}
         #: Id of a variant -> id of the request that stands for it.
         self.name_of: dict[str, str] = {}
-        #: True if the last step that was made with variants had requests that are of no sweep.
+        #: True if the scheduler also had requests of no sweep when it last made a step with
+        #: variants.
         self.others = False
 
     def __del__(self) -> None:
-        if self.groups:  # the scheduler is gone, and they will not end
+        if self.groups:  # the scheduler is gone, and the groups will not end
             seldom.end()
 
     def begin(self, request: Request, group: _Group) -> None:
@@ -177,7 +180,8 @@ class _Running:
         return request, group
 
     def take(self, outputs: Outputs) -> None:
-        """Replace the outputs of variants by those of requests whose variants have all ended."""
+        """Remove the outputs of variants, and add one for each request whose variants have all
+        ended."""
         mine = [one for one in outputs.outputs if one.request_id in self.name_of]
         if not mine:
             return
@@ -200,14 +204,14 @@ def expand(
 
     Args:
         standing: vLLM's Request that stands for them.
-        request: vLLM's EngineCoreRequest, without its ticket. It has a variant's id while that is
-            made.
-        num: of its variants.
-        make: makes the Request of the variant of this number.
-        num_tokens: of the vocabulary.
+        request: vLLM's EngineCoreRequest, without its ticket. It has a variant's id while that
+            variant is made.
+        num: how many variants it has.
+        make: makes the Request of the variant with this number.
+        num_tokens: size of the vocabulary.
 
     Raises:
-        ScopeError: no variant is possible here; the error of the first.
+        ScopeError: no variant is possible here. It is the error of the first variant.
     """
     name, made = request.request_id, {}
     errors: dict[int, ScopeError] = {}
@@ -219,7 +223,7 @@ def expand(
             except ScopeError as error:
                 errors[number] = error
     finally:
-        request.request_id = name  # by which vLLM tells the front-end of any error
+        request.request_id = name  # vLLM reports an error to the front-end under this id
     if not made:
         raise errors[0]
     asked = request.sampling_params.logprob_token_ids
@@ -228,7 +232,8 @@ def expand(
 
 
 def variants_of(scheduler: Scheduler, request: Request) -> list[Request]:
-    """The requests to schedule in place of one that stands for them; empty for any other."""
+    """The requests to schedule in place of one that stands for them; empty for any other
+    request."""
     group = _entered.pop(request)
     if group is None:
         return []
@@ -240,7 +245,8 @@ def variants_of(scheduler: Scheduler, request: Request) -> list[Request]:
 
 
 def _num_tokens(scheduler: Scheduler, request: Request) -> int:
-    """Tokens of its prompt that are not in the prefix cache once another variant was computed."""
+    """How many tokens of a variant's prompt the prefix cache lacks once another variant was
+    computed."""
     known, size = entered(request), scheduler.block_size
     if known is None or known.first_edited is None or not scheduler.kv_cache_manager.enable_caching:
         return request.num_prompt_tokens
@@ -248,11 +254,11 @@ def _num_tokens(scheduler: Scheduler, request: Request) -> int:
 
 
 def most_tokens(scheduler: Scheduler) -> int | None:
-    """How many tokens the next step may have; None for as many as vLLM gives it.
+    """The most tokens that the next step may have; None if vLLM's own bound holds.
 
-    None without async scheduling, and beside more than a few other requests. Otherwise it has room
-    for any prompt that waits, and for a token and the drafts of each other request, so that the
-    bound keeps none out for ever.
+    Returns None without variants, without async scheduling, and beside more than a few other
+    requests. Otherwise the bound leaves room for any prompt that waits, and for one token and the
+    drafts of each other request, so that it keeps no request out for ever.
     """
     running = _running.of(scheduler)
     if running is None or not running.groups:
@@ -278,8 +284,8 @@ def most_tokens(scheduler: Scheduler) -> int | None:
 def with_variants(
     scheduler: Scheduler, request_ids: str | Iterable[str] | None
 ) -> str | Iterable[str] | None:
-    """The ids of requests that are to end. In place of a request that stands for variants it has
-    the ids of these."""
+    """The ids of requests that are to end. The id of a request that stands for variants is replaced
+    by the ids of those variants that have not ended."""
     running = _running.of(scheduler)
     if running is None or request_ids is None or not running.groups:
         return request_ids
@@ -293,7 +299,7 @@ def _ids(running: _Running, name: str) -> Iterable[str]:
 
 
 def aborted(scheduler: Scheduler, ended: list[Request]) -> list[Request]:
-    """Requests that were aborted. In place of variants, which front-ends do not know, it has the
+    """The requests that were aborted. Variants, which front-ends do not know, are replaced by the
     request that stands for them."""
     running = _running.of(scheduler)
     if running is None or not running.groups:
@@ -301,7 +307,7 @@ def aborted(scheduler: Scheduler, ended: list[Request]) -> list[Request]:
     names = [running.name_of.get(one.request_id) for one in ended]
     others = [one for one, name in zip(ended, names, strict=True) if name is None]
     standing = [running.end(name)[0] for name in dict.fromkeys(names) if name is not None]
-    if scheduler.finished_req_ids_dict is not None:  # what data-parallel clients count
+    if scheduler.finished_req_ids_dict is not None:  # data-parallel clients count these
         for request in standing:
             scheduler.finished_req_ids_dict[request.client_index].add(request.request_id)
     return others + standing
@@ -316,7 +322,7 @@ def stands_for_some(scheduler: Scheduler) -> bool:
 def take_variants(
     original: Callable[..., dict[int, Outputs]], self: Scheduler, *args: object, **kwargs: object
 ) -> dict[int, Outputs]:
-    """Join the answers of variants to one of their request."""
+    """Join the answers of variants into one answer of the request that stands for them."""
     outputs = original(self, *args, **kwargs)
     running = _running.of(self)
     if running is not None and running.groups:

@@ -1,16 +1,17 @@
 """Scores that change what happens to a request: a probe or a policy stops it, a later stage begins,
 or a policy sets new scales.
 
-Owns:  the way of a verdict, and of new scales, from a worker to the caller or back to all workers.
+Owns:  the path of verdicts and new scales from a worker to the caller, or back to all workers.
 Runs:  `with_verdicts` in the worker, where a step's output is made; the rest in EngineCore.
-From:  worker.watch (which requests).   To: the request's finish_reason and stop_reason; scheduler
-       (the news of the next step).
+From:  worker.watch (verdicts, new scales).   To: the request's finish_reason and stop_reason;
+       scheduler (the news of the next step).
 
-The step that computes a token's row also samples the next token. That token is kept, because the
-row's position then counts as processed; it is the last one.
+The step that computes a token's row also samples the next token. If the row's score stops the
+request, the sampled token is kept as the last one, because the row's position then counts as
+processed.
 
-New scales hold from a position that no step has begun to compute: the next one, or with async
-scheduling, where a step is always ahead, the one after it.
+New scales hold from the first position that no step has begun to compute. That is the next
+position; with async scheduling, where one step is always ahead, it is the position after the next.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _NAME, _LOST = "scope_verdicts", "scope_lost_scores"
 
 @dataclass
 class Due:
-    """What the next step's news tell the workers; attributes as in StepNews."""
+    """What the news of the next step tells the workers; attributes as in StepNews."""
 
     begun: dict[str, tuple[str, ...]] = field(default_factory=dict)
     scales: dict[str, Changes] = field(default_factory=dict)
@@ -50,8 +51,8 @@ _due: Beside[Due] = Beside()
 
 
 def with_verdicts(output: Any, watch: Watch) -> Any:
-    """A step's output, with the verdicts on the rows of that step and of earlier ones, and what
-    policies make of their scores."""
+    """A step's output, with the verdicts on the rows of that step and of earlier ones, and with
+    what policies decide by the scores of these rows."""
     steps = watch.take() if is_output(output) else []
     if not steps:
         return output
@@ -59,7 +60,7 @@ def with_verdicts(output: Any, watch: Watch) -> Any:
 
 
 def with_lost(output: Any, store: ScoreStore) -> Any:
-    """A step's output, with the kept scores that this worker did not find."""
+    """A step's output, with the keys of kept scores that this worker did not find."""
     missing = store.take_missing() if is_output(output) else []
     return carrying(output, _LOST, lambda: {"keys": missing}) if missing else output
 
@@ -70,7 +71,8 @@ def stop_judged(
     scheduler_output: object,
     model_runner_output: object,
 ) -> dict[int, Outputs]:
-    """End requests with a verdict after their tokens are taken."""
+    """Take the tokens of a step, then end the requests that a verdict stops or whose new scales are
+    too late."""
     outputs = original(self, scheduler_output, model_runner_output)
     lose(self, carried(model_runner_output, _LOST).get("keys", ()))
     judged: Mapping[str, Judged] = carried(model_runner_output, _NAME)
@@ -86,7 +88,8 @@ def stop_judged(
         mine.outputs.append(refused(request.request_id, ScopeError(_TOO_LATE)))
     for request in self.finish_requests(set(verdicts), RequestStatus.FINISHED_STOPPED):
         mine = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
-        # An output of its own: in one with tokens, a stop takes the last token out of the text.
+        # A separate output without tokens: in an output with tokens, a stop takes the last token
+        # out of the text.
         end = EngineCoreOutput(
             request.request_id, [], finish_reason=FinishReason.STOP,
             stop_reason=verdicts[request.request_id],
@@ -96,11 +99,11 @@ def stop_judged(
 
 
 def tell_workers(scheduler: Scheduler, judged: Mapping[str, Judged]) -> set[str]:
-    """Keep what all workers must know for the next step's news.
+    """Keep what the next step's news must tell all workers.
 
     Returns:
-        The requests for whose new scales it is too late: a step has begun to compute a token that
-        was to have them.
+        The ids of requests whose new scales come too late: a step has begun to compute a token
+        that should have had them.
     """
     due, late = _due.of(scheduler) or _due.put(scheduler, Due()), set()
     for req_id, (_, firsts, scales) in judged.items():
@@ -122,7 +125,7 @@ def has_due(scheduler: Scheduler) -> bool:
 
 
 def take_due(scheduler: Scheduler) -> Due:
-    """What has become due since the last call, of requests that still run."""
+    """What has become due since the last call, for requests that still run."""
     due, running = _due.pop(scheduler), scheduler.requests
     if due is None:
         return Due()

@@ -1,6 +1,6 @@
 """In vLLM's front-end: requests in, results out.
 
-connection.py   what the workers can read, asked once, and the check of a spec against it
+connection.py   what the workers can do, asked once, and the check of a spec against it
 checks.py       what a request may ask of an engine
 requests.py     seams on LLMEngine and AsyncLLM: a request's spec, checked and opened
 ahead.py        vectors that travel to EngineCore once, before the requests that use them
@@ -8,7 +8,8 @@ prepared.py     the check of a large request, outside the event loop
 translators.py  requests in other systems' words
 running.py      requests that have entered, and their completions
 outputs.py      outputs, each with the rows that have arrived
-alike.py        requests of which one check is enough
-sweeping.py     the requests of a sweep; sweep_bounds.py says what the model allows of it
-sweep_runs.py   sends them, and takes the answers
+alike.py        requests for which one check is enough
+sweeping.py     the requests of a sweep
+sweep_bounds.py what an engine's model allows of a sweep
+sweep_runs.py   sends the requests of a sweep, and takes the answers
 """

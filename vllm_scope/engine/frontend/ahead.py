@@ -1,13 +1,15 @@
-"""Vectors that travel to EngineCore once, before the requests that use them: those of monitors.
+"""Vectors of monitors, which travel to EngineCore once, before the requests that use them.
 
-Owns:  what each engine holds for this process, and the calls that send it.
+Owns:  the record of the vectors that each engine holds for this process, and the calls that send
+       them.
 Runs:  in the front-end, on its main thread or event loop.
 From:  monitors.   To: the remote call `scope_hold` (core.sent_ahead); requests (whose tickets leave
        these vectors out).
 
 Promise: a ticket leaves a vector out only if every EngineCore of the engine has answered that it
 holds the vector. Until then, and if a call fails, vectors travel with each ticket. If EngineCore
-has dropped a vector since (core.sent_ahead), it refuses the request, and they are sent again.
+has dropped a vector since (core.sent_ahead), it refuses the request, and the front-end sends the
+vectors again.
 """
 
 from __future__ import annotations
@@ -35,13 +37,14 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 @dataclass
 class _Ahead:
-    """What an engine was sent.
+    """The vectors that an engine was sent.
 
     Attributes:
-        monitors: whose vectors it was sent; None if it must be sent them again.
-        client: vLLM's client of the EngineCores, whose `core_engines` change if they are scaled.
-        engines: the EngineCores that were told.
-        digests: of the vectors that all of these hold.
+        monitors: the monitors whose vectors were sent; None if these must be sent again.
+        client: vLLM's client of the EngineCores. Its `core_engines` change if EngineCores are added
+            or removed.
+        engines: the EngineCores that the vectors were sent to.
+        digests: digests of the vectors that all of `engines` hold.
         called: True from the call that sends the vectors until it has ended.
     """
 
@@ -53,13 +56,13 @@ class _Ahead:
 
     @property
     def holds(self) -> bool:
-        """True if the EngineCores that were told are those of now."""
+        """True if the client's EngineCores are still those that the vectors were sent to."""
         return self.engines == _engines_of(self.client())
 
 
 #: vLLM's OutputProcessor -> what its engine was sent last.
 _aheads: Beside[_Ahead] = Beside()
-#: Calls under way: the event loop has weak references only.
+#: Calls under way. The event loop keeps only weak references to them.
 _calls: set[asyncio.Task[None]] = set()
 
 
@@ -75,8 +78,8 @@ def held_by(processor: object) -> frozenset[bytes]:
 
 
 def doubt(processor: object) -> None:
-    """EngineCore has refused a request for want of vectors: let vectors travel with tickets until
-    they are sent ahead again. A call that is under way is that sending."""
+    """Note that EngineCore refused a request because EngineCore lacks vectors: vectors travel with
+    tickets until they are sent ahead again. If a call is under way, that call sends them again."""
     known = _aheads.of(processor)
     if known is not None:
         known.digests = frozenset()
@@ -85,8 +88,8 @@ def doubt(processor: object) -> None:
 
 
 def _begin(engine: Engine, monitors: tuple[Monitor, ...]) -> tuple[_Ahead, bytes] | None:
-    """What to send, and under which entry its answer is noted; None if there is nothing new. From
-    now on tickets name no vector that is not sent here."""
+    """Begin a call: returns the entry for its answers, and the data to send; None if there is
+    nothing new to send. From now on tickets name no vector that this call does not send."""
     processor = engine.output_processor
     known = _aheads.of(processor)
     if known is None:
@@ -104,7 +107,8 @@ def _begin(engine: Engine, monitors: tuple[Monitor, ...]) -> tuple[_Ahead, bytes
 
 
 def _end(ahead: _Ahead, replies: Iterable[list[list[bytes]]]) -> None:
-    """Note the answers of all EngineCores. If something else was sent meanwhile, nobody sees it."""
+    """Note the answers of all EngineCores. If other vectors were sent meanwhile, `ahead` is no
+    longer used, and the answers have no effect."""
     if ahead.monitors is not None and ahead.holds:
         held = (frozenset(map(bytes, digests)) for (digests,) in replies)
         ahead.digests = frozenset.intersection(*held)
@@ -121,7 +125,7 @@ def send(engine: LLMEngine, monitors: tuple[Monitor, ...]) -> None:
 
 
 def send_soon(engine: AsyncLLM, monitors: tuple[Monitor, ...]) -> None:
-    """The same, without a wait. Call it on the event loop."""
+    """As `send`, but without a wait for the answers. Call it on the event loop."""
     begun = _begin(engine, monitors)
     if begun is not None:
         call = asyncio.get_running_loop().create_task(_send(engine, *begun))
@@ -136,7 +140,7 @@ async def _send(engine: AsyncLLM, ahead: _Ahead, data: bytes) -> None:
 
 @contextmanager
 def _logged(ahead: _Ahead) -> Iterator[None]:
-    """A call. A failed call fails no request: vectors travel with each ticket."""
+    """Log the error of a failed call. No request fails by it: vectors travel with each ticket."""
     try:
         yield
     except Exception:

@@ -1,4 +1,4 @@
-"""Requests that are alike: the first is checked for all.
+"""Requests that are alike: the check of the first one holds for all.
 
 Owns:  Alike.
 Runs:  in the front-end process, on the thread that sends the requests.
@@ -23,23 +23,23 @@ from vllm_scope.results.budget import bytes_of_prompt
 
 
 class Alike:
-    """Checks the first of some requests for all of them.
+    """Checks the first of several alike requests, for all of them.
 
     Args:
-        connection: of their engine.
+        connection: the connection of their engine.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        #: Of the requests that are sent now: their kind, and the check of the first.
+        #: The kind of the requests that are sent now, and the first of them, checked.
         self._first: tuple[Hashable, Prepared] | None = None
         #: The last spec of edits.
         self._last: Spec | None = None
 
     @staticmethod
     def of_engine(engine: Engine) -> Alike | None:
-        """None if the engine has no taps, or if its operator's monitors add probes to every
-        request, so that each has to be translated."""
+        """An Alike for an engine. None if the engine has no taps, or if each request must be
+        translated, because a translator (that of monitors) adds actions to every request."""
         connection = connections.of(engine.output_processor)
         if connection is None or connection.reason is not None:
             return None
@@ -49,11 +49,11 @@ class Alike:
     def checked(
         self, kind: Hashable, actions: Sequence[Action], params: Any, ids: Sequence[int]
     ) -> Prepared:
-        """The check of the first request of this kind. The next kind replaces it.
+        """The first request of this kind, checked; kept until a request of another kind comes.
 
         Args:
-            kind: the same for requests for which one check is enough.
-            actions, params, ids: of this request; used if it is the first.
+            kind: equal for all requests for which one check is enough.
+            actions, params, ids: those of this request; used if it is the first.
 
         Raises:
             SpecError: the first request is not possible here.
@@ -67,11 +67,11 @@ class Alike:
         return self._first[1]
 
     def with_edits(self, checked: Prepared, *each: tuple[Edit, ...]) -> Prepared:
-        """A request that differs from a checked one in the place and the numbers of its edits
-        alone.
+        """A request that differs from a checked one only in the place and the numbers of its edits.
 
         Args:
-            each: its edits. If several are given, the request stands for so many.
+            each: the request's edits. If several tuples are given, the request stands for several,
+                one with each tuple.
         """
         specs = []
         for edits in each:
@@ -80,14 +80,14 @@ class Alike:
         return replace(checked, spec=specs[0], variants=tuple(specs) if specs[1:] else ())
 
     def with_prompt(self, checked: Prepared, ids: list[int]) -> Prepared | None:
-        """A request that differs from a checked one in its prompt alone.
+        """A request that differs from a checked one only in its prompt.
 
         Args:
-            ids: at least one.
+            ids: token ids of the prompt, at least one.
 
         Returns:
-            None if the check depends on the prompt: the actions are not for whole phases, or not
-            for the prompt.
+            None if the check depends on the prompt: the actions are not for whole phases, or the
+            prompt delivers nothing.
         """
         if not checked.asked.uniform or checked.first_position != 0:
             return None
@@ -96,7 +96,8 @@ class Alike:
 
 
 def asking(params: Any, text: str = "") -> Any:
-    """A copy of SamplingParams with a spec. The text of a prepared request is not read."""
+    """A copy of SamplingParams with a spec. For a prepared request the text may be empty, because
+    it is not read."""
     made = copy(params)
     made.extra_args = {"scope": text}
     return made

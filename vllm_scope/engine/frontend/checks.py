@@ -41,7 +41,7 @@ def check_sinks(asked: Resolved, sinks: Mapping[str, Collection[str]]) -> None:
                     "operator sets up others in additional_config['scope'].sinks."
                 )
             takes = sinks[action.to]
-            # A sink that takes scores takes what a lens tells.
+            # A sink that takes scores also takes the tokens of a lens.
             is_lens = name == "features" and action.lens is not None
             if ("probes" if is_lens else name) not in takes:
                 what = "tokens of a lens" if is_lens else name
@@ -65,16 +65,16 @@ def check_sinks(asked: Resolved, sinks: Mapping[str, Collection[str]]) -> None:
 
 
 def actions_of(asked: Resolved, name: str) -> Iterator[tuple[str, Any]]:
-    """The path that the caller typed, and the action, of one field of a Resolved."""
+    """Yield (path that the caller typed, action) for each action in one field of a Resolved."""
     for i, action in enumerate(getattr(asked, name)):
         lens = getattr(action, "lens", None)
-        # Of several layers, an edit is one for each layer, and so is a lens.
+        # An edit or a lens of several layers is one action for each layer, all with the same path.
         i = action.number if name == "edits" else i
         yield (f"{name}[{i}]" if lens is None else f"lens[{lens[1]}]"), action
 
 
 def check_tokens(asked: Resolved, ids: Ids, last: int, limits: Limits) -> None:
-    """Raises SpecError if a selector cannot mean a token of this request."""
+    """Raises SpecError if a selector names tokens that this request cannot have on this engine."""
     for name in ("reads", "probes", "edits", "features", "moments"):
         checked: set[Selector] = set()
         for path, action in actions_of(asked, name):
@@ -107,7 +107,7 @@ def check_tokens(asked: Resolved, ids: Ids, last: int, limits: Limits) -> None:
 
 
 def check_lenses(asked: Resolved, ids: Ids, max_tokens: int, most: int) -> None:
-    """Raises SpecError if the request's lenses are of more rows than one request may have."""
+    """Raises SpecError if the request's lenses are applied to more than `most` rows."""
     rows = num_lens_rows(asked, ids, max_tokens)
     if rows > most:
         raise SpecError(

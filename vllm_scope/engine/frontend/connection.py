@@ -1,4 +1,4 @@
-"""What an engine can do, asked once; and the check of a request against it.
+"""What an engine can do, asked once, and the check of a request against that.
 
 Owns:  Connection, and how it is made: every worker gets the address of this process's inbox.
 Runs:  in the front-end: when the first request with a spec comes, and for each such request.
@@ -60,16 +60,16 @@ class Connection:
     """What the workers of an engine can do, by their answers.
 
     Attributes:
-        sinks: where rows and scores may go beside memory -> the kinds of actions that may name it.
+        sinks: name of a sink beside `memory` -> what the sink takes (checks.check_sinks).
         modules: name of a steering module -> stand-ins for its vectors, for the checks;
             EngineCore has the content.
-        generation: the inbox's, when the workers were asked.
-        retry_at: monotonic seconds, the earliest next attempt after a failed one.
-        saes: name -> the SAE, of those that the configuration names.
+        generation: the inbox's generation when the workers were asked.
+        retry_at: when the front-end may connect again after a failed attempt, in monotonic seconds.
+        saes: name -> SAE, for each SAE that the configuration names.
         encodes: True if the workers hold the encoders of `saes`.
-        policies: name -> the policy, of those that the configuration names.
+        policies: name -> policy, for each policy that the configuration names.
         lens_rows: as in ScopeConfig.
-        no_lens: boundary -> why the model's lens cannot be applied to its rows.
+        no_lens: boundary -> why the model's lens cannot be applied to the boundary's rows.
         lenses: as in LensTopK.of_engine.
         num_doubts: how many times the names of modules may have changed elsewhere.
         num_asked: `num_doubts` when `modules` were last asked for.
@@ -126,8 +126,8 @@ class Connection:
 
     @property
     def always_answers(self) -> bool:
-        """True if workers tell this process something of each request: what became of it in a sink,
-        or an error of a stage before the last."""
+        """True if workers send this process a message about each request: what became of it in a
+        sink, or whether a stage before the last had an error."""
         return bool(self.sinks) or self.num_stages > 1
 
     def doubt_modules(self) -> None:
@@ -149,7 +149,7 @@ class Connection:
         """Replace what is known of modules.
 
         Args:
-            num_doubts: the attribute, when the engine was asked.
+            num_doubts: the attribute `num_doubts` when the engine was asked.
         """
         self.num_asked, self._known = num_doubts, None
         places = {
@@ -163,7 +163,7 @@ class Connection:
 
     def resolve(self, spec: Spec) -> Resolved:
         """What a spec means here; stand-ins take the place of modules' vectors."""
-        # `learn_modules` forgets what names modules.
+        # `learn_modules` drops the resolved specs that name modules.
         version = ("modules",) if spec.modules else ()
         return self._meanings.of(spec.packed, spec.arrays, self.modules, version, spec)
 
@@ -171,14 +171,14 @@ class Connection:
         """Check a request before it enters.
 
         Args:
-            ids: of the prompt.
+            ids: token ids of the prompt.
 
         Raises:
-            SpecError: a token that it cannot have, more than this engine could ever hold,
-                or a destination that the operator did not set up.
+            SpecError: the request names a token that it cannot have or a destination that the
+                operator did not set up, or needs more than this engine could ever hold.
         """
         # If actions are for whole phases, their room does not depend on the prompt. A request may
-        # have a thousand probes: what only reads or probes is looked through once.
+        # have a thousand probes, so a spec that only reads or probes is checked once.
         alike = asked.uniform and not asked.num_states and len(ids) > 0
         here = self.limits, self.sinks, self.policies, self.no_lens, self.encodes, self.num_stages
         passed = asked.__dict__.get("_passed") if alike and not asked.edits else None
@@ -188,16 +188,16 @@ class Connection:
         check_lenses(asked, ids, max_tokens, self.lens_rows)
 
     def _check_actions(self, asked: Resolved, ids: Ids, max_tokens: int, alike: bool) -> None:
-        """`check`, but for the rows of lenses.
+        """As `check`, without the rows of lenses.
 
         Args:
-            alike: the answer about room is the same for every prompt.
+            alike: True if the answer about room is the same for every prompt.
         """
         check_tokens(asked, ids, max(len(ids) + max_tokens - 2, len(ids) - 1), self.limits)
         most_changes = 0
         if asked.policy is not None:
             most_changes = checked(asked.policy, self.policies).most_changes
-        # If a request takes the most of its outline, its check is that of the others.
+        # If no request of the same outline takes more than this one, one check holds for all.
         known = asked.shared.get("_has_room"), asked.__dict__.get("_has_room")
         if not alike or all(limits is not self.limits for limits in known):
             most = most_changes if asked.scaled else 0
@@ -237,7 +237,7 @@ connections: Beside[Connection] = Beside()
 _connecting: Beside[asyncio.Task[None]] = Beside()
 
 
-# How it is made
+# How a connection is made
 
 
 def _address() -> dict[str, object]:
@@ -286,11 +286,11 @@ def _connect(engine: Engine, replies: list[Connected], generation: int) -> None:
 
 
 def _load_saes(config: ScopeConfig) -> Mapping[str, Sae]:
-    """Those that the configuration names; none if this process cannot read them. Requests that
-    name one are then refused, and others go on."""
+    """The SAEs that the configuration names, by name; none if this process cannot read them.
+    Requests that name an SAE are then refused, and other requests go on."""
     if not config.saes:
         return {}
-    from vllm_scope.saes.load import load_saes  # torch, and formats
+    from vllm_scope.saes.load import load_saes  # imports torch and file formats
 
     try:
         return load_saes(config.saes)
@@ -308,7 +308,8 @@ def connect_sync(engine: LLMEngine) -> None:
 
 
 async def connect_async(engine: AsyncLLM) -> None:
-    """Connect once for all requests that wait; the cancellation of one does not stop it."""
+    """Connect once for all requests that wait. If one of them is cancelled, the connection is made
+    for the others."""
     task = _connecting.of(engine)
     if task is None or task.done():
         task = _connecting.put(engine, asyncio.ensure_future(_connect_async(engine)))

@@ -54,7 +54,7 @@ def _new_completion(
 
 
 def _waiting_for(output: RequestOutput) -> list[Pending]:
-    """The rows that a finished output still waits for."""
+    """The buffers whose rows a finished output still waits for."""
     found = []
     for completion in output.outputs:
         running = running_of(completion)
@@ -65,7 +65,7 @@ def _waiting_for(output: RequestOutput) -> list[Pending]:
 
 
 def settle(output: RequestOutput) -> RequestOutput:
-    """Give every completion a snapshot of its rows as of now."""
+    """Give every completion a snapshot of its current rows. Returns the output."""
     for completion in output.outputs:
         running = running_of(completion)
         if running is not None:
@@ -102,7 +102,8 @@ async def _settled(engine: AsyncLLM, stream: Outputs) -> Outputs:
                     if connection and live.running and names_module(live.running.text):
                         # Another front-end may have changed a name that this one knew.
                         connection.doubt_modules()
-                    # The traceback of what is raised holds this frame, and so the completion.
+                    # The error's traceback holds this frame, and so the completion: with its entry
+                    # in `lives`, which holds the error, neither would be freed.
                     lives.pop(completion)
                     raise live.refusal
             for pending in _waiting_for(output):
@@ -169,12 +170,12 @@ def _multiprocess(engine: LLMEngine) -> bool:
 
 
 def drop(engine: LLMEngine, request_ids: Collection[str]) -> None:
-    """End requests whose outputs nobody takes, those that wait for rows too."""
+    """End requests whose outputs nobody takes, also those that have ended and wait for rows."""
     engine.abort_request(list(request_ids))
     waiting = _waiting.of(engine) or []
     waiting[:] = [(output, t) for output, t in waiting if output.request_id not in request_ids]
     if not _multiprocess(engine):
-        engine.step()  # the workers learn of it
+        engine.step()  # the workers learn of the requests' end in the next step
 
 
 def _has_unfinished(original: Callable[..., bool], self: object) -> bool:

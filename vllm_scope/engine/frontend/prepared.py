@@ -40,8 +40,8 @@ class Prepared:
         own: the reads and probes that go to memory.
         first_position: the first position that delivers something; None if none does.
         num_bytes: bytes that the prompt delivers to this process.
-        variants: of a request that stands for several, the spec of each. They deliver nothing to
-            this process, and `spec` is the first's.
+        variants: the spec of each variant, if the request stands for several; else empty. Variants
+            deliver nothing to this process. `spec` is that of the first variant.
     """
 
     spec: Spec
@@ -55,7 +55,8 @@ class Prepared:
 
     @property
     def answered(self) -> bool:
-        """True if workers send something of it: rows, numbers, or a policy's decisions."""
+        """True if workers send something for the request: rows, numbers, or a policy's
+        decisions."""
         return bool(self.asked.taking) or self.asked.policy is not None
 
 
@@ -92,7 +93,8 @@ def prepare(connection: Connection | None, request: EngineCoreRequest) -> Prepar
 
 
 def is_small(values: object) -> bool:
-    """True if characters and items together are at most SMALL; a thread would cost more.
+    """True if characters and items together are at most SMALL: a thread would then cost more time
+    than it saves.
 
     Args:
         values: a text, or lists and mappings of texts and numbers.
@@ -112,21 +114,21 @@ def is_small(values: object) -> bool:
     return True
 
 
-#: Fields by which a spec names features of an SAE, of which a few characters become many rows. A
-#: field may be written with escapes.
+#: Finds the fields by which a spec names features of an SAE: a few characters there become many
+#: rows. A field may be written with escapes.
 _ROWS = re.compile(r'"ind(?:ex|ices)"|\\u')
 
 
 def is_known(text: object) -> bool:
-    """True for a spec that was prepared before, and whose actions are for whole phases: no time is
-    spent on its text. Monitors add one long text to all requests."""
+    """True for a spec that was prepared before and whose actions are for whole phases: its text
+    takes no time. Monitors add the same long text to every request."""
     spec = Spec.remembered(text)
     return spec is not None and "_prepared" in spec.__dict__
 
 
 def is_quick(text: object, prompt_ids: object) -> bool:
-    """True if a request's spec is prepared inline: it is small, and names no features of an SAE; or
-    it is known."""
+    """True if a request's spec is prepared inline: the spec is known, or it is small and names no
+    features of an SAE."""
     if is_known(text):
         return is_small(prompt_ids)
     return is_small((text, prompt_ids)) and not (isinstance(text, str) and _ROWS.search(text))

@@ -58,14 +58,14 @@ from vllm_scope.results.buffer import Pending
 from vllm_scope.results.inbox import inbox
 
 T = TypeVar("T")
-#: What was prepared for the request that the running code adds to the engine.
+#: The checked request that the running code adds to the engine; None if it was not checked yet.
 _ahead: ContextVar[Prepared | None] = ContextVar("vllm_scope_ahead", default=None)
 
 
 @contextmanager
 def prepared_as(found: Prepared | None) -> Iterator[None]:
-    """A request that is added inside is the prepared one, and is not checked again; None: it is
-    checked as any other."""
+    """A request that is added inside uses `found`, and is not checked again. If `found` is None,
+    the request is checked as any other."""
     token = _ahead.set(found)
     try:
         yield
@@ -119,8 +119,8 @@ def _open(
 
 
 def _is_answered(connection: Connection, prepared: Prepared, params: object) -> bool:
-    """True if workers tell more of the request than vLLM does: rows, numbers or decisions, an error
-    of a function, or what they tell of each request."""
+    """True if workers send this process something for the request: rows, numbers or decisions, the
+    error of a function, or a message that they send for each request."""
     return prepared.answered or connection.always_answers or functions.has(params)
 
 
@@ -178,7 +178,7 @@ def _is_of(found: Prepared, request: EngineCoreRequest) -> bool:
 async def _prepare_ahead(
     engine: AsyncLLM, params: SamplingParams, prompt: object
 ) -> Prepared | None:
-    """Prepare a large request of several completions in a thread; None for any other.
+    """Prepare a large request with several completions in a thread; None for any other request.
 
     vLLM adds all completions without an await. This is the last point at which the event loop can
     serve other requests during the check.
@@ -322,7 +322,8 @@ async def _add_one_async(
     *args: object,
     **kwargs: object,
 ) -> None:
-    """AsyncLLM._add_request, whose output processor is called on the event loop."""
+    """AsyncLLM._add_request, which calls the output processor on the event loop: a large request is
+    prepared in a thread before."""
     params = request.sampling_params
     found = _ahead.get()
     if (
@@ -339,7 +340,7 @@ async def _add_one_async(
         try:
             await original(self, request, prompt, parent_req, *args, **kwargs)
         except asyncio.CancelledError:
-            # vLLM keeps a request for good whose caller leaves while it is added.
+            # If the caller leaves while the request is added, vLLM would keep the request for ever.
             # vllm 0.30 to 0.33, v1/engine/async_llm.py, AsyncLLM.generate: `q` is None then
             name = getattr(request, "external_req_id", None) or request.request_id
             await self.abort([name])
@@ -354,7 +355,8 @@ def _add_several(
     *args: object,
     **kwargs: object,
 ) -> T:
-    """OfflineInferenceMixin._render_and_add_requests: a refusal names the prompt of several."""
+    """OfflineInferenceMixin._render_and_add_requests: a refusal names its prompt, if there are
+    several."""
     number = 0
 
     def counted() -> Iterator[object]:
@@ -372,8 +374,8 @@ def _add_several(
 
 @cache
 def wrap_llm() -> None:
-    """Wrap the loop of LLM.generate. Its module takes time to import: this is called in processes
-    that have imported it."""
+    """Wrap the loop of LLM.generate. Its module takes time to import, so call this only in a
+    process that has imported the module."""
     wrapping.wrap("OfflineInferenceMixin._render_and_add_requests", _add_several)
 
 

@@ -27,7 +27,7 @@ class Running:
         text: the spec.
         vectors: True if it edits or probes. EngineCore may still refuse such a request.
         texts: the text that each generated token added to the answer; empty without probes. A
-            stop token that is not shown has none.
+            stop token that is not shown has no entry.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Running:
         return known
 
     def give(self, output: RequestOutput, completion: CompletionOutput) -> None:
-        """Set the completion's result so far."""
+        """Set the completion's result so far, and call the request's decorators."""
         # Read before the snapshot is taken: values that arrive in between then count as new.
         num_seen = self.pending.num_came
         completion.scope = self.pending.snapshot(self.output_ids(), completion.finish_reason)
@@ -105,9 +105,9 @@ class Live:
     refusal: ScopeError | None = None
 
 
-#: vLLM's RequestState -> the request.
+#: vLLM's RequestState -> its Running.
 runs: Beside[Running] = Beside()
-#: vLLM's CompletionOutput -> what is known of it, until it has its last result.
+#: vLLM's CompletionOutput -> its Live, until the completion has its last result.
 lives: Beside[Live] = Beside()
 
 

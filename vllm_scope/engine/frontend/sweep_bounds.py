@@ -12,12 +12,12 @@ from typing import Any, Final
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.sweeps.plan import Tokenizer
 
-#: Log-probabilities of all cells in the engine.
+#: The most log-probabilities of all cells in the engine together.
 MAX_LOGPROBS: Final = 1 << 22
 
 
 class NoTokenizer:
-    """Of an engine that was started with skip_tokenizer_init."""
+    """Stands for the tokenizer of an engine that was started with skip_tokenizer_init."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         raise SpecError(
@@ -29,8 +29,9 @@ class NoTokenizer:
 
 
 class Bounded:
-    """A tokenizer that refuses each text that is too long for the engine: as vLLM before it works
-    on it, if it has more characters than any such prompt, and else before the next text.
+    """A tokenizer that refuses each text that is too long for the engine. A text with more
+    characters than any prompt of this engine is refused before it is encoded, as in vLLM. Another
+    text that is too long is refused right after it is encoded, before the next text.
 
     Source: vllm 0.30 to 0.33, renderers/params.py, TokenizeParams._text_len_check
     """
@@ -53,7 +54,8 @@ class Bounded:
 
 
 def check_tokens(model: Any, ids: list[int], where: str) -> None:
-    """Raises SpecError for a prompt that is too long for one more token, or has no such token."""
+    """Raises SpecError if a prompt leaves no room for one more token, or has a token that is not in
+    the vocabulary."""
     num_tokens = model.get_vocab_size()
     if len(ids) >= model.max_model_len:
         raise SpecError(
@@ -72,7 +74,7 @@ def check_logprobs(model: Any, token_ids: list[tuple[int, ...]]) -> None:
     """Raises SpecError if the engine does not return the log-probabilities that a metric takes.
 
     Args:
-        token_ids: of each prompt; none for all tokens.
+        token_ids: for each prompt the tokens that the metric takes; empty for all tokens.
     """
     num_tokens = model.get_vocab_size()
     for i, ids in enumerate(token_ids):
@@ -94,10 +96,11 @@ def check_logprobs(model: Any, token_ids: list[tuple[int, ...]]) -> None:
 
 
 def cells_at_once(most: int, num_logprobs: int) -> int:
-    """Cells that may be in the engine: `most`, or fewer, so that the log-probabilities of a step
-    take about 1 GiB at most.
+    """How many cells may be in the engine: at most `most`, and so few that the log-probabilities of
+    a step take at most about 1 GiB.
 
     Args:
-        num_logprobs: of one cell. vLLM makes a Python object of about 225 bytes of each.
+        num_logprobs: how many log-probabilities one cell has. vLLM makes a Python object of about
+            225 bytes of each of them.
     """
     return max(1, min(most, MAX_LOGPROBS // num_logprobs))

@@ -1,10 +1,10 @@
-"""Runs of sweeps: their requests are sent to an engine, and the answers taken.
+"""Runs sweeps: sends their requests to an engine, and takes the answers.
 
-Owns:  `run` and `run_async`; `follow`, with which a server runs the same.
+Owns:  `run` and `run_async`; `follow`, with which a server runs a sweep.
 Runs:  in the front-end process, on the caller's thread or event loop.
 From:  sweeping (the requests).   To: requests (each cell is a request with an edit).
 
-Promise: a sweep that ends early, for whatever reason, leaves no request.
+Promise: a sweep that ends early, for whatever reason, leaves no request in the engine.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from vllm_scope.sweeps.table import SweepTable
 OnCell = Callable[[Cell], object]
 Progress = bool | Literal["map"]
 
-#: The requests of a sweep that run.
+#: Task that waits for the answer to a request -> the request.
 _Tasks = dict["asyncio.Task[RequestOutput | ScopeError]", Request]
 
 
 @contextmanager
 def showing(plan: Plan, progress: Progress) -> Iterator[Callable[[], object]]:
-    """A progress bar of the cells, or a map that fills; yields what counts one cell.
+    """Show a progress bar of the cells, or a map that fills, or nothing. Yields a function to call
+    after each cell.
 
     Raises:
-        SpecError: `progress` is neither. ConfigError: anywidget is not installed.
+        SpecError: `progress` is not one of these. ConfigError: anywidget is not installed.
     """
     if progress not in (True, False, "map"):
         raise SpecError(f'progress is {shown(progress)}; it is True, False or "map".')
@@ -109,17 +110,18 @@ async def follow(
     """Run a sweep to its end. If it is cancelled, or `tell` raises, its requests end.
 
     Args:
-        tell: is called with each cell as it arrives, and with None for other answers.
+        tell: called with each cell as it arrives, and with None for other answers.
     """
     running: _Tasks = {}
     names = _names()
     seldom.begin()
-    # The error of a cancelled task keeps this frame: no task or output is a local variable of it.
+    # The error of a cancelled task keeps this frame alive, so no local variable here may be a task
+    # or an output.
     try:
         while running or not sweeping.over:
             for request in sweeping.due(_num_jobs(running.values()), tell):
                 running[asyncio.create_task(_answer(engine, next(names), request))] = request
-                await asyncio.sleep(0)  # other requests' turn
+                await asyncio.sleep(0)  # lets other requests run
             if running:
                 _take(sweeping, running, await _first_done(running), tell)
             elif not sweeping.over:
@@ -148,7 +150,7 @@ async def _end(running: _Tasks) -> None:
     await asyncio.gather(*running, return_exceptions=True)
     for task in running:
         with suppress(asyncio.CancelledError):
-            task.exception()  # else the task keeps its error, and so the frames with its output
+            task.exception()  # else the task keeps its error, with the frames that have its output
     running.clear()
 
 
@@ -168,7 +170,7 @@ def _num_jobs(running: Iterable[Request]) -> int:
 
 
 def _names() -> Iterator[str]:
-    """Ids of requests."""
+    """Ids for the requests of one sweep."""
     prefix = f"{PREFIX}{secrets.token_hex(4)}"
     return (f"{prefix}-{i}" for i in itertools.count())
 

@@ -4,8 +4,8 @@ Owns:  Sweeping.
 Runs:  in the front-end process, on the caller's thread or event loop.
 From:  sweeps.plan (the jobs), sweep_bounds.   To: sweep_runs, which sends the requests.
 
-All cells of a prompt differ in the place and the numbers of their edits alone, so the first is
-checked for all.
+The cells of a prompt differ only in the place and the numbers of their edits, so the check of the
+first cell holds for all.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from vllm_scope.sweeps.source import ReadRows
 from vllm_scope.sweeps.sweep import Sweep
 from vllm_scope.sweeps.yielding import SWEPT, Yielding
 
-#: Cells that one request stands for, at most, and bytes of their rows. EngineCore makes requests of
-#: them in one piece.
+#: The most cells that one request stands for, and the most bytes of their rows. EngineCore makes
+#: the requests of these cells without a pause.
 CELLS_TOGETHER: Final = 16
 BYTES_TOGETHER: Final = 1 << 20
 #: The first characters of the request ids of this process's sweeps; no client can know them.
@@ -57,11 +57,11 @@ PREFIX: Final = f"{SWEPT}{secrets.token_hex(8)}-"
 
 @dataclass(frozen=True)
 class Request:
-    """What is sent to vLLM as one request: one job, or some cells. EngineCore makes a request of
-    each of these cells.
+    """What is sent to vLLM as one request: one job, or several cells. EngineCore then makes one
+    request of each cell.
 
     Attributes:
-        prepared: None for a request that is checked as any other.
+        prepared: the checked request; None if it is to be checked as any other.
     """
 
     jobs: tuple[Job, ...]
@@ -71,15 +71,15 @@ class Request:
 
 
 class Sweeping:
-    """One sweep on one engine, which is connected.
+    """One sweep on an engine that is connected.
 
     Args:
         share: the part of a step's sequences and tokens that cells may take. While the engine has
-            other requests, cells are in it for `share / 5` of the time (sweeps.yielding).
-        alone: the engine has no other requests, so none are looked for. Twice as many cells are in
-            the engine then: it has those of the next step while this process works on the last
-            step's.
-        tokenizer: None for the engine's, which may be used on the event loop alone.
+            other requests, the engine has cells for `share / 5` of the time (sweeps.yielding).
+        alone: True if the engine has no other requests: the sweep then looks for none. It also has
+            twice as many cells in the engine, so that the engine has those of the next step while
+            this process takes the answers of the last step.
+        tokenizer: None for the engine's tokenizer, which may be used only on the event loop.
         most_cells: as for Plan.
     """
 
@@ -105,7 +105,8 @@ class Sweeping:
         self._alone, self._config, self._processor = alone, config, engine.output_processor
         self._yielding = Yielding(share)
         self.take_share(share)
-        # The vectors of a module are EngineCore's. The requests of a path differ in what they read.
+        # One check is not enough with a module, whose vectors only EngineCore has, or with
+        # receivers, whose requests differ in what they read.
         alike = sweep.module is None and sweep.receivers is None
         self._alike = Alike.of_engine(engine) if alike else None
         self._jobs = _Peekable(self.plan.jobs())
@@ -113,7 +114,7 @@ class Sweeping:
 
     @property
     def over(self) -> bool:
-        """True once all requests were sent."""
+        """True once all jobs were taken."""
         return self._jobs.over
 
     def take_share(self, share: float) -> None:
@@ -126,24 +127,24 @@ class Sweeping:
         self._yielding.share = share
 
     def _others(self) -> bool:
-        """True if this process has other requests in the engine. Of those of other front-ends it
-        hears with the answers to its cells."""
+        """True if this process has requests in the engine that are of none of its sweeps. The
+        answers to cells tell whether other front-ends have requests there."""
         names = () if self._alone else self._processor.request_states
         return not all(name.startswith(PREFIX) for name in names)
 
     @property
     def pause(self) -> float:
-        """Seconds in which `due` would yield nothing, if no cells are in the engine."""
+        """Seconds for which `due` yields nothing if no cells are in the engine."""
         return self._yielding.pause
 
     @property
     def _num_tokens(self) -> int:
-        """Of the vocabulary."""
+        """Size of the vocabulary."""
         num: int = self._config.model_config.get_vocab_size()
         return num
 
     def _num_logprobs(self) -> int:
-        """Log-probabilities that a cell's answer has, at most."""
+        """The most log-probabilities that a cell's answer has."""
         each = self.plan.token_ids
         return max(map(len, each)) if all(each) else self._num_tokens
 
@@ -151,7 +152,7 @@ class Sweeping:
         """The requests to send now, while `num_running` cells are in the engine.
 
         Args:
-            tell: is called with each cell that cannot be.
+            tell: called with each cell whose edit is not possible.
         """
         waits: bool | None = None
         while (job := self._sendable(tell)) is not None:
@@ -164,7 +165,7 @@ class Sweeping:
                 return
             num = self._num_together(job, most - num_running if yields else most // 4)
             if num_running and num > most - num_running:
-                return  # more of them at once, when others have ended
+                return  # more cells can be sent at once when others have ended
             with naming(job.name):
                 request = self._request(self._first(num))
             num_running += len(request.jobs)
@@ -173,19 +174,21 @@ class Sweeping:
             yield request
 
     def _sendable(self, tell: Callable[[Cell | None], object]) -> Job | None:
-        """The next job that can be sent, after those that cannot be; None if there is none now."""
+        """The next job that can be sent; None if there is none now. Jobs before it that cannot be
+        sent are taken, and `tell` gets their cells."""
         while (job := self._jobs.peek()) is not None and job.error is not None:
             tell(self.plan.take(self._jobs.next(), None, None, job.error))
         return job
 
     def _num_together(self, job: Job, most: int) -> int:
-        """How many jobs one request may stand for, at most `most`, this one first."""
+        """How many jobs, from this one on, one request may stand for: 1 to `most`."""
         if self._alike is None or job.place is None or self._connection.always_answers:
             return 1
         return max(1, min(CELLS_TOGETHER, most))
 
     def _first(self, num: int) -> tuple[Job, ...]:
-        """The next job, and up to `num` in all that can be sent in one request."""
+        """Take the next job, and those after it that can be sent in the same request; at most `num`
+        jobs in all."""
         jobs = [self._jobs.next()]
         num_bytes = jobs[0].num_bytes
         while len(jobs) < num:
@@ -209,11 +212,11 @@ class Sweeping:
         return Request(jobs, prompt, asking(params), cells_of(self._alike, jobs, params))
 
     def take(self, request: Request, output: RequestOutput | ScopeError) -> Iterator[Cell | None]:
-        """As Plan.take, of each of the request's jobs."""
+        """Take the answer to a request. Yields what Plan.take returns for each of its jobs."""
         job = request.jobs[0]
         if isinstance(output, CapacityError) and job.place is None:
             with naming(job.name):
-                raise output  # without its rows there are no cells
+                raise output  # without the rows of this job there are no cells
         if isinstance(output, ScopeError):
             yield from self._failed(request, str(output))
             return
@@ -243,8 +246,8 @@ class Sweeping:
             yield self.plan.take(job, None if error else logprobs[i], None, error)
 
     def _rows(self, result: Any, job: Job) -> ReadRows:
-        """Rows that were read. They count as rows of a request until the cells of their prompt
-        were sent. Raises CapacityError if there is no room for them."""
+        """The rows that a job has read. They count against the budget, as rows of a request do,
+        until the cells of their prompt were sent. Raises CapacityError if there is no room."""
         sites = self._connection.sites
         size = max(sites.row_size(read.site) for read in job.actions if isinstance(read, Read))
         row_bytes = size * getattr(torch, sites.dtype).itemsize
@@ -252,8 +255,8 @@ class Sweeping:
 
 
 def cells_of(alike: Alike, jobs: Sequence[Job], params: Any) -> Prepared:
-    """The checked request of some cells of a prompt. All cells of a prompt differ in the place and
-    the numbers of their edits alone, so the first is checked for all.
+    """The checked request of some cells of a prompt. The cells of a prompt differ only in the place
+    and the numbers of their edits, so the check of the first cell holds for all.
 
     Raises:
         SpecError: the first cell of the prompt is not possible here.
@@ -263,16 +266,16 @@ def cells_of(alike: Alike, jobs: Sequence[Job], params: Any) -> Prepared:
 
 
 class _Peekable:
-    """Jobs, of which the next can be looked at before it is taken."""
+    """An iterator of jobs that can show the next job before it is taken."""
 
     def __init__(self, jobs: Iterator[Job | None]) -> None:
         self._jobs = jobs
         self._next: Job | None = None
-        #: True once all were taken.
+        #: True once all jobs were taken.
         self.over = False
 
     def peek(self) -> Job | None:
-        """The next job; None if it waits for an answer, or if all were taken."""
+        """The next job; None if it must wait for an answer, or if all jobs were taken."""
         if self._next is None and not self.over:
             try:
                 self._next = next(self._jobs)
@@ -281,14 +284,14 @@ class _Peekable:
         return self._next
 
     def next(self) -> Job:
-        """The job that `peek` returned."""
+        """Take the job that `peek` returned."""
         job, self._next = self._next, None
         assert job is not None
         return job
 
 
 def _logprobs(found: Any, asked: Sequence[int]) -> Logprobs:
-    """Of the asked tokens.
+    """The log-probabilities of the asked tokens, float64 [n].
 
     Args:
         found: CompletionOutput.logprobs.
@@ -298,12 +301,13 @@ def _logprobs(found: Any, asked: Sequence[int]) -> Logprobs:
     """
     try:
         return np.array([found[0][token].logprob for token in asked], np.float64)
-    except LookupError:  # none at all, or others
+    except LookupError:  # vLLM returned none, or those of other tokens
         raise ScopeError(NO_LOGPROBS) from None
 
 
 def params_of(token_ids: tuple[int, ...]) -> Any:
-    """Of one token, with the log-probabilities of some tokens, or of all if none is named."""
+    """SamplingParams for one token, with the log-probabilities of these tokens; of all tokens if
+    `token_ids` is empty."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -315,7 +319,7 @@ def params_of(token_ids: tuple[int, ...]) -> Any:
 
 
 def _connection_of(engine: Engine) -> Connection:
-    """Raises SpecError if the engine's model has no taps."""
+    """The engine's Connection. Raises SpecError if its model has no taps."""
     connection = connections.of(engine.output_processor)
     if connection is None:
         raise SpecError(NO_TAPS)

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from vllm_scope.saes.sae import Sae
 
 Params = TypeVar("Params", bound=SamplingParams)
-#: Where a request's Decorators are in `extra_args` until the front-end removes them.
+#: The key of `extra_args` that holds a request's Decorators until the front-end removes them.
 DECORATORS = "scope_decorators"
 
-#: (output, completion): called after each snapshot, `completion.scope`, on the event loop. Must
-#: be quick.
+#: Called with (output, completion) after each new snapshot, `completion.scope`. Runs on the event
+#: loop, so it must be quick.
 Decorator = Callable[[RequestOutput, CompletionOutput], None]
 
 
@@ -46,12 +46,13 @@ class Translation:
     Attributes:
         actions: empty if the keys ask for nothing.
         decorate: gives outputs the attributes that users of the keys expect.
-        functions: Python to run between layers. Only beside actions; `decorate` must hold a
-            reference to it.
-        paths: "edits[3]" or "edits[3].vector", counted by kind among these actions -> the
-            caller's words, for errors. `named` makes them.
-        check: raises SpecError if the SAEs that the engine holds, by name, do not fit what the
-            keys ask of them.
+        functions: Python functions to run between layers; only together with actions. `decorate`
+            must hold a reference to `functions`.
+        paths: path of an action or of its field, such as "edits[3]" or "edits[3].vector" -> the
+            caller's words for it, in errors. The number counts the actions of one kind among
+            `actions`. `named` makes `paths`.
+        check: called with the SAEs that the engine holds, by name. Raises SpecError if they do not
+            fit what the keys ask for.
     """
 
     actions: tuple[Action, ...] = ()
@@ -66,7 +67,7 @@ class Decorators:
     """The decorators and paths of a request's translations.
 
     Attributes:
-        paths: as in Translation, counted among all actions of the request.
+        paths: as in Translation, but numbers count all actions of the request.
     """
 
     each: tuple[Decorator, ...] = ()
@@ -76,12 +77,12 @@ class Decorators:
         return iter(self.each)
 
     def __deepcopy__(self, memo: object) -> Decorators:
-        # vLLM copies the parameters of each request, and these may hold vectors.
+        # vLLM copies the parameters of each request, and decorators may hold vectors.
         return self
 
 
-#: (those of the translator's keys that a request has, with their values; the engine's sites).
-#: Raises SpecError if they ask for what is not possible.
+#: Called with those of the translator's keys that a request has, with their values, and with the
+#: engine's sites. Raises SpecError if the keys ask for something that is not possible.
 Translator = Callable[[Mapping[str, object], Sites], Translation]
 #: An engine's VllmConfig -> values that are added to every request; None to translate only
 #: requests with keys.
@@ -92,8 +93,9 @@ Everywhere = Callable[[VllmConfig], Mapping[str, object] | None]
 class Uncounted:
     """A value of `extra_args` that only its translator looks through.
 
-    vLLM looks through all dicts and lists there (for 0.6 s, if there are 600,000 numbers); a
-    translator counts before it looks.
+    vLLM looks through all dicts and lists in `extra_args`, which takes 0.6 s for 600,000 numbers;
+    it does not look into an Uncounted. A translator counts the items of a value before it reads
+    them.
     """
 
     value: object = field(repr=False)
@@ -121,8 +123,8 @@ def register(
     """Register a translator, or replace the one of this name.
 
     Args:
-        keys: of `extra_args`; no other translator may have them.
-        translate: called for each request with one of the keys.
+        keys: the translator's keys of `extra_args`; no other translator may have them.
+        translate: called for each request that has one of the keys.
         everywhere: if it returns values, `translate` is called for every request.
     """
     global _keys, _everywhere
@@ -155,10 +157,10 @@ def translated(
     """A copy of SamplingParams with a spec in place of the keys.
 
     Args:
-        saes: those that the engine holds, by name.
+        saes: the SAEs that the engine holds, by name.
 
     Raises:
-        SpecError: they ask for what is not possible.
+        SpecError: the keys ask for something that is not possible.
     """
     extra = dict(params.extra_args or {})
     translations: list[Translation] = []
@@ -185,8 +187,9 @@ def translated(
     return params
 
 
-#: (a request's spec, ids of added actions) -> the actions, which keep their ids, the joined spec
-#: and its paths. Monitors add the same actions to every request.
+#: (a request's spec, ids of added actions) -> the added actions, the joined spec, and its paths. An
+#: entry keeps its actions alive, so that no other object gets their ids. Monitors add the same
+#: actions to every request.
 _known: Remembered[tuple[object, ...], tuple[list[Action], str, dict[str, str]]]
 _known = Remembered(16 << 20)
 #: Longest spec that is remembered.
@@ -194,7 +197,8 @@ _LONGEST = 1 << 16
 
 
 def _joined(text: object, translations: list[Translation]) -> tuple[str, dict[str, str]]:
-    """A spec's text with the actions of translations after its own; and the paths of errors."""
+    """The text of a spec with the translations' actions after its own, and the paths for its
+    errors."""
     added = [action for each in translations for action in each.actions]
     key = (text, *map(id, added))
     known = None if any(each.paths for each in translations) else _known.get(key)
@@ -214,8 +218,8 @@ def _joined(text: object, translations: list[Translation]) -> tuple[str, dict[st
 
 
 def text_of(actions: tuple[Action, ...]) -> str:
-    """The spec of a request that gets these actions and has none itself; the same text as
-    `translated` makes of the same objects."""
+    """The text of the spec of a request that has no actions itself and gets these; the same text
+    as `translated` makes of the same actions."""
     return _joined(None, [Translation(actions)])[0]
 
 
@@ -225,15 +229,16 @@ def decorators_of(params: object) -> Decorators:
     return found if isinstance(found, Decorators) else Decorators()
 
 
-# What errors call the actions
+# The names of actions in errors
 
 
 def named(said: Iterable[tuple[Action, Mapping[str, str]]]) -> dict[str, str]:
     """The `paths` of a Translation.
 
     Args:
-        said: its actions in order, each with the caller's words: key "" for the action,
-            ".tokens" for one of its fields. A field without words follows the action's.
+        said: the translation's actions in order, each with the caller's words for the action (key
+            "") and for its fields (such as key ".tokens"). In errors, a field without words of its
+            own has the action's words and the field's name.
     """
     counts: Counter[str] = Counter()
     paths: dict[str, str] = {}
@@ -264,7 +269,7 @@ def in_words(text: str, paths: Mapping[str, str]) -> str:
 
 @contextmanager
 def called(paths: Mapping[str, str]) -> Iterator[None]:
-    """Apply `in_words` to a SpecError inside."""
+    """Apply `in_words` to a SpecError that is raised inside."""
     try:
         yield
     except SpecError as error:
@@ -280,7 +285,7 @@ def _field_of(action: Action) -> str:
 
 
 def _moved(paths: Mapping[str, str], before: Iterable[Action]) -> dict[str, str]:
-    """Paths of a translation, renumbered after the actions before its own."""
+    """The paths of a translation, with numbers that also count the actions before its own."""
     counts = Counter(map(_field_of, before))
     moved = {}
     for path, words in paths.items():
@@ -290,7 +295,8 @@ def _moved(paths: Mapping[str, str], before: Iterable[Action]) -> dict[str, str]
 
 
 class OfEach(Mapping[object, object]):
-    """Stands on an output of several completions for an attribute of each."""
+    """An attribute of an output with several completions, each of which has a value of its own.
+    Every use as a value raises ScopeError."""
 
     def __init__(self, name: str, number: int) -> None:
         self._name, self._number = name, number

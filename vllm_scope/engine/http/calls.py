@@ -32,7 +32,7 @@ from vllm_scope.sweeps.wire import AskedSweep
 class EngineCalls:
     """The engine calls of the operator's routes.
 
-    EngineCore returns the registry's errors as text; they become SpecErrors again here.
+    EngineCore returns the registry's errors as text; here they become SpecErrors again.
     """
 
     def __init__(self, engine: AsyncLLM) -> None:
@@ -127,7 +127,11 @@ class EngineCalls:
 
 
 def _running(replicas: Sequence[Sequence[dict[str, Any]]]) -> int:
-    """Running requests, of the counters by replica and worker."""
+    """The number of running requests.
+
+    Args:
+        replicas: by replica and worker, the answers to `scope_counters`.
+    """
     # All workers of a replica hold the same requests; replicas hold different ones.
     return sum(max(each["requests"] for each in replies) for replies in replicas)
 

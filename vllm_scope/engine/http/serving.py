@@ -5,8 +5,8 @@ Runs:  in each API server process.
 To:    server (which does not import vLLM).
 
 Promise: a plain request takes the original path. A request with a scope, or with a translator's
-keys, gets what it asks for, or an error with the reason; on paths whose answers have no place for
-a scope, always the error.
+keys, gets what it asks for, or an error with the reason. On a path whose answers have no place for
+a scope, it always gets the error.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _create(
 
 
 def _asks_us(request: Any) -> bool:
-    """True for a scope, or a translator's key, in `vllm_xargs` or beside it."""
+    """True if a request has a scope or a translator's key, in `vllm_xargs` or in other fields."""
     body = request.model_extra
     # Batches of chats do not declare the field, so it may have any type there.
     xargs = getattr(request, "vllm_xargs", None)
@@ -134,7 +134,7 @@ async def _create_with_scope(
     finally:
         current.reset(token)
         if not streams and not answer.exchange.body.binary:
-            answer.close()  # a binary answer has views of rows, so they count until it is sent
+            answer.close()  # rows of a binary answer count against the budget until it is sent
 
 
 def _check_place(request: Any, raw_request: Request) -> None:
@@ -196,7 +196,8 @@ async def _chunks(
 def _generate(
     original: Callable[..., Outputs], self: AsyncLLM, *args: object, **kwargs: object
 ) -> Outputs:
-    """AsyncLLM.generate, outside of the front-end's wrapper: outputs have their results."""
+    """AsyncLLM.generate, wrapped around the front-end's wrapper: the outputs that this one sees
+    have their results."""
     place, params = current.get(), params_of(args, kwargs, 1, "sampling_params")
     extra = getattr(params, "extra_args", None)
     ours = asks(params) or translators.has_keys(extra)
@@ -235,7 +236,7 @@ async def _followed(answer: Answer, prompt: int, engine: AsyncLLM, stream: Outpu
             if error is caught:
                 raise
             raise error from None
-        # `_stream` raises it, before any chunk, and cancels vLLM's generator of chunks. That
+        # `_stream` raises the error before any chunk, and cancels vLLM's generator of chunks. That
         # generator would log a traceback for each refused stream.
 
 
@@ -246,7 +247,8 @@ def _take(answer: Answer, prompt: int, output: Any) -> None:
 
 
 async def _catch_up(answer: Answer, prompt: int, output: Any, timeout: float) -> bool:
-    """Wait for data that is more than MOST_BEHIND tokens behind the text; whether it came."""
+    """Wait for data that is more than MOST_BEHIND tokens behind the text. False if it did not come
+    within `timeout` seconds."""
     limit, wait = time.monotonic() + timeout, _LATE_POLL_S
     while any(
         completion.finish_reason is None
@@ -257,7 +259,7 @@ async def _catch_up(answer: Answer, prompt: int, output: Any, timeout: float) ->
     ):
         if time.monotonic() >= limit:
             return False
-        # Cheap to repeat: many requests may wait for a busy worker.
+        # `outdated` is cheap to repeat: many requests may wait for a busy worker.
         while time.monotonic() < limit and not outdated(output):
             await asyncio.sleep(wait)
             wait = min(1.5 * wait, _LATE_POLL_MOST_S)
@@ -272,13 +274,15 @@ def _admitted(
     *args: object,
     **kwargs: object,
 ) -> None:
-    """OutputProcessor.add_request, outside of the front-end's wrapper, which may refuse."""
+    """OutputProcessor.add_request, wrapped around the front-end's wrapper, which may refuse the
+    request."""
     original(self, request, *args, **kwargs)
     answer = current.get()
     if isinstance(answer, Answer):
         known = runs.of(self.request_states[request.request_id])
         forget = None if known is None else partial(inbox().forget, known.pending)
-        # EngineCore may still refuse a request with vectors; its first token shows that it has not.
+        # EngineCore may still refuse a request with vectors. The request's first token shows that
+        # EngineCore has accepted it.
         answer.open_one(forget, sure=known is None or not known.vectors)
 
 
@@ -317,7 +321,7 @@ def _attach(original: Callable[..., object], app: FastAPI) -> None:
 async def _controlled(
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[Any]], app: FastAPI
 ) -> AsyncIterator[Any]:
-    """The app's lifespan, in which the controller runs that the configuration names."""
+    """The app's lifespan. The controller that the configuration names runs while it lasts."""
     engine = getattr(app.state, "engine_client", None)
     found = None if engine is None else control.configured(engine.vllm_config)
     async with lifespan(app) as state:
@@ -328,7 +332,7 @@ async def _controlled(
             try:
                 yield state
             finally:
-                # The engine ends with the server, so its edits are not set back.
+                # The engine ends with the server, so the edits from before are not restored.
                 await asyncio.to_thread(found.close, keep=True)
 
 
@@ -357,7 +361,8 @@ _serving_wrapped = False
 
 
 def _wrap_serving() -> None:
-    """Called by the server's start, when its own modules are loaded."""
+    """Wrap vLLM's serving classes, once. Called at the server's start, when their modules are
+    loaded."""
     global _serving_wrapped
     if _serving_wrapped:
         return
@@ -374,7 +379,8 @@ def _wrap_serving() -> None:
 
 def wrap() -> None:
     if RUN not in os.environ:
-        # The first process to load this is the parent of the API servers, and ends them.
+        # The first process to load this is the parent of the API servers. At its exit it removes
+        # their folders.
         run = os.environ[RUN] = secrets.token_hex(16)
         atexit.register(end_run, run, os.getpid(), os.environ.get("VLLM_SCOPE_RESULTS_DIR"))
     wrapping.wrap("register_vllm_serve_api_routers", _attach)

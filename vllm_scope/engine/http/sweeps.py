@@ -4,9 +4,10 @@ Owns:  SweepRun, which implements server.access.RunningSweep, and `begin`.
 Runs:  in each API server process, on its event loop; a sweep is planned in a thread.
 From:  calls.   To: engine.frontend.sweeping, sweep_runs.
 
-Promise: the sweeps of a process take VLLM_SCOPE_SWEEP_SHARE of a step together, divided by the
-number of API server processes. All API keys have equal parts of it, and all sweeps of a key equal
-parts of the key's. A sweep may have one cell in the engine, however small its part is.
+Promise: all sweeps of a process together take VLLM_SCOPE_SWEEP_SHARE of a step, divided by the
+number of API server processes. This share is divided equally among the API keys that have sweeps,
+and the part of a key equally among its sweeps. However small its part is, a sweep may have one cell
+in the engine.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Room:
         self._of[run.owner].append(run)
 
     def leave(self, run: SweepRun) -> None:
-        """Also for one that has left."""
+        """Remove a sweep; does nothing if it has left already."""
         runs = self._of.get(run.owner, [])
         if run in runs:
             runs.remove(run)
@@ -77,7 +78,7 @@ class SweepRun:
     """One sweep of an HTTP request.
 
     Args:
-        share: of a step that all sweeps of this process may take.
+        share: the share of a step that all sweeps of this process may take together.
     """
 
     def __init__(self, engine: AsyncLLM, room: Room, owner: str, share: float) -> None:
@@ -86,7 +87,8 @@ class SweepRun:
         self._sweeping: Sweeping | None = None
 
     async def plan(self, asked: AskedSweep, most_cells: int) -> None:
-        """Raises SpecError: the sweep is not possible here, or has more cells."""
+        """Plan the sweep. Raises SpecError if it is not possible here, or has more than
+        `most_cells` cells."""
         if needs_connection(self._engine):
             await connect_async(self._engine)
         self._sweeping = await asyncio.to_thread(
@@ -114,10 +116,10 @@ class SweepRun:
 
 
 async def begin(engine: AsyncLLM, asked: AskedSweep, settings: ServerSettings) -> SweepRun:
-    """A sweep that has its place, and is planned.
+    """Give a sweep its place among the running ones, plan it, and return its SweepRun.
 
     Raises:
-        SpecError: it is not possible here. CapacityError: there are too many sweeps.
+        SpecError: the sweep is not possible here. CapacityError: there are too many sweeps.
     """
     num_processes = max(1, engine.vllm_config.parallel_config._api_process_count)
     limit(settings.rows_of(num_processes))
@@ -134,8 +136,8 @@ async def begin(engine: AsyncLLM, asked: AskedSweep, settings: ServerSettings) -
 
 
 async def _tokenizer_of(engine: AsyncLLM) -> Any:
-    """A copy of the engine's tokenizer: vLLM changes the truncation of its own while it encodes
-    other requests, on other threads."""
+    """A copy of the engine's tokenizer. On other threads vLLM changes the truncation setting of the
+    engine's tokenizer while it encodes other requests."""
     known = _tokenizers.of(engine.output_processor)
     if known is None:
         made = await asyncio.to_thread(partial(deepcopy, engine.tokenizer))
