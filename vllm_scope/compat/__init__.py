@@ -1,4 +1,4 @@
-"""The keys, classes and routes of other systems: change an import, keep the code.
+"""Keys, classes and routes of other systems: their users change an import and keep their code.
 
 vllm_lens/      extra_args of vllm-lens, SteeringVector, output.activations, its client
 steering_http/  the steering fork's keys, capture_results, modules and /v1/steering
@@ -6,9 +6,9 @@ probe_hook.py   LLM, AsyncLLM and SamplingParams of vllm-probe-hook; hidden_stat
 act_capture.py  VLLM_ACT_* variables and the .npz files of the Activation Capture System
 inspect.py      a model provider for Inspect; own_loop.py is its engine
 inspect_scoring.py  a solver and a scorer for Inspect
-bounds.py       limits of a request in another system's words
+bounds.py       limits of the values that a request hands to a face
 
-TransformerLens's names are `out.scope.as_cache()`.
+`out.scope.as_cache()` returns the rows under TransformerLens's names.
 
 Each face is a file or a folder here and uses the public API. docs/faces.md lists how each face
 differs from the other system. Keys of `extra_args` need no import: the package imports a face when
@@ -48,7 +48,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 
 #: The attribute of an engine's VllmConfig that holds vllm-lens's hooks of all requests.
 PERSISTENT = "scope_persistent_hooks"
-#: Modules with an HttpFace, which is called HTTP.
+#: Modules whose attribute HTTP is an HttpFace.
 OVER_HTTP: tuple[str, ...] = ("vllm_lens.http", "steering_http.http")
 
 
@@ -76,13 +76,13 @@ def _translate(face: str, values: Mapping[str, object], sites: Sites) -> Transla
 
 
 def _captures_all(vllm_config: VllmConfig) -> Mapping[str, object] | None:
-    """Not None if the environment or the workers' class turns the capture of all requests on."""
+    """{} if the environment or the workers' class turns on capture for all requests; else None."""
     on = os.environ.get("VLLM_ACT_CAPTURE", "0").lower() in ("1", "true", "on", "yes")
     on = on or str(vllm_config.parallel_config.worker_cls).endswith(".WorkerCapture")
     return {} if on else None
 
 
 def _hooks_all(vllm_config: VllmConfig) -> Mapping[str, object] | None:
-    """The hooks of `llm.register_hooks`; None if it was not called."""
+    """The hooks of `llm.register_hooks`, by the key PERSISTENT; None if there are none."""
     found = vllm_config.__dict__.get(PERSISTENT)
     return {PERSISTENT: found} if found else None

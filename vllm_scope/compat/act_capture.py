@@ -2,24 +2,24 @@
 
     VLLM_ACT_CAPTURE=1 VLLM_ACT_MODE=rp8 VLLM_ACT_OUTDIR=acts python serve.py
 
-or `worker_cls="vllm_scope.compat.act_capture.WorkerCapture"`. Each completion that has ended is
-a folder with an .npz per layer and manifest.json:
+or `worker_cls="vllm_scope.compat.act_capture.WorkerCapture"`. Each ended completion becomes a
+folder with one .npz per layer and manifest.json:
 
-    output.activation_manifest                  a dict; None if nothing was captured
+    output.activation_manifest                  a dict; None until the completion has ended
     load_manifest("acts/0~4f.../manifest.json").load(12)    # [num_positions, hidden]
 
 VLLM_ACT_CAPTURE   1 turns it on
 VLLM_ACT_MODE      rp8 (default): a random projection, 8 bits; full8; topk8
-VLLM_ACT_RP_K      numbers that rp8 keeps of a row: the smaller of 512 and half a row
-VLLM_ACT_RP_SEED   seed of rp8's projection: 0
-VLLM_ACT_TOPK_K    values that topk8 keeps of a row: 64
-VLLM_ACT_RETURN    sharded or gathered. Every rank has the whole residual stream, so both
-                   write one file per layer; the manifest repeats the word
-VLLM_ACT_OUTDIR    activations
+VLLM_ACT_RP_K      how many numbers of a row rp8 keeps; default: 512, or half a row if that is less
+VLLM_ACT_RP_SEED   seed of rp8's projection; default: 0
+VLLM_ACT_TOPK_K    how many values of a row topk8 keeps; default: 64
+VLLM_ACT_RETURN    sharded (default) or gathered. Every rank has the whole residual stream, so
+                   both write one file per layer; the manifest repeats the word
+VLLM_ACT_OUTDIR    root of the folders; default: activations
 
-Runs in the front-end, which writes when a request ends. Row p of a file is position p. The model
-never processes the token sampled last, so that token has no row. docs/codecs.md says what each
-mode loses.
+Runs in the front-end, which writes the files when a request ends. Row p of a file is position p.
+The model never processes the token sampled last, so that token has no row. docs/codecs.md says what
+each mode loses.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.vllm_scope")
 
 SITE = "resid_post"
-#: Mode (a codec) -> its options and their variables.
+#: Mode (a codec's name) -> option of the codec -> the variable that sets it.
 MODES = {
     "rp8": {"k": "VLLM_ACT_RP_K", "seed": "VLLM_ACT_RP_SEED"},
     "full8": {},
     "topk8": {"k": "VLLM_ACT_TOPK_K"},
 }
 RETURNS = ("sharded", "gathered")
-#: The array of each .npz that has the codec's metadata: JSON as bytes.
+#: Name of the array in each .npz that holds the codec's metadata: JSON as bytes.
 METADATA = "codec"
 
 
@@ -106,7 +106,12 @@ def _number(value: str, name: str) -> int:
 
 
 class LayerFile(TypedDict):
-    """The .npz of one layer. `path` is below VLLM_ACT_OUTDIR; `bytes` counts the codec's arrays."""
+    """The .npz of one layer.
+
+    Attributes:
+        path: relative to VLLM_ACT_OUTDIR.
+        bytes: those of the codec's arrays.
+    """
 
     path: str
     shape: list[int]
@@ -114,7 +119,7 @@ class LayerFile(TypedDict):
     bytes: int
 
 
-#: manifest.json.
+#: The content of manifest.json.
 Body = TypedDict(
     "Body",
     {
@@ -151,9 +156,9 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
 
 
 def _write(settings: Settings, codec: Codec, request_id: str, completion: CompletionOutput) -> Body:
-    """Write one completion; returns its manifest, with the error if that failed."""
+    """Write one completion; returns its manifest, which has the error if a write failed."""
     result: ScopeResult = completion.scope
-    # Engines count their requests from 0; a second run must not overwrite the first.
+    # Request ids repeat, as every engine counts from 0; a second run must not replace the first.
     unique = digest(f"{request_id} {secrets.token_hex(8)}")
     folder = f"{clean(str(request_id))}~{unique}"
     manifest: Body = {
@@ -198,7 +203,7 @@ def _save(
 
 
 def load_npz(path: str | Path) -> tuple[Tensor, Tensor]:
-    """Rows [num_positions, hidden_size] in the model's dtype, and their positions.
+    """The rows of one file, [num_positions, hidden_size] in the model's dtype, and their positions.
 
     Raises:
         FileError: the file is not a capture, or is damaged.
@@ -218,8 +223,8 @@ class Manifest:
     """One completion on disk.
 
     Attributes:
-        path: of manifest.json.
-        body: its content, as `output.activation_manifest` has it.
+        path: the path of manifest.json.
+        body: the file's content: `output.activation_manifest` without its `path`.
     """
 
     path: Path
@@ -230,7 +235,11 @@ class Manifest:
         return sorted(int(layer) for layer in self.body["layers"])
 
     def load(self, layer: int) -> Tensor:
-        """[num_positions, hidden_size]. Raises KeyError for a layer that was not captured."""
+        """The rows of a layer, [num_positions, hidden_size].
+
+        Raises:
+            KeyError: the layer was not captured. FileError: as `load_npz`.
+        """
         if layer not in self.layers:
             raise KeyError(f"layer {layer} was not captured; there are {self.layers}.")
         name = Path(self.body["layers"][str(layer)]["path"]).name
@@ -238,7 +247,7 @@ class Manifest:
 
 
 def load_manifest(path: str | Path) -> Manifest:
-    """The manifest of one completion. Raises FileError for another file."""
+    """The manifest of one completion. Raises FileError if the file is not such a manifest."""
     try:
         return Manifest(Path(path), msgspec.json.decode(Path(path).read_bytes(), type=Body))
     except (OSError, ValueError, msgspec.DecodeError) as error:
@@ -246,7 +255,8 @@ def load_manifest(path: str | Path) -> Manifest:
 
 
 def __getattr__(name: str) -> type[WorkerBase]:
-    """`WorkerCapture`: this platform's worker class; its name turns capture on."""
+    """For the name `WorkerCapture`: this platform's worker class. As `worker_cls` that name turns
+    capture on."""
     if name != "WorkerCapture":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm.platforms import current_platform

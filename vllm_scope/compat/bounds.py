@@ -1,4 +1,4 @@
-"""Bounds of a request in a face's words, checked before anything is built.
+"""Bounds of the values that a request hands to a face, checked before anything is built from them.
 
 Owns:  Room (the counts of one request), and checks of lists, objects, JSON text and vectors.
 Runs:  in the front-end, on the event loop of an API server.
@@ -18,12 +18,12 @@ from vllm_scope.request.selectors import MAX_ITEMS
 from vllm_scope.request.spec import MAX_EDITS, MAX_READS, MAX_SPEC_BYTES
 from vllm_scope.vectors.hooks import mapping
 
-#: What is counted -> the most that one request may have.
+#: Counted quantity -> its limit in one request.
 MOST = {
     "edits": MAX_EDITS,
     "reads": MAX_READS,
     "positions": MAX_ITEMS,
-    # More than 80 layers with 8,192 numbers each. Python makes 20 numbers in a microsecond.
+    # Enough for 80 layers with 8,192 numbers each. Python makes 20 numbers in a microsecond.
     "numbers in lists": 1 << 20,
     # As many float32 numbers as a spec has room for in base64.
     "numbers": MAX_SPEC_BYTES * 3 // 16,
@@ -32,7 +32,7 @@ _NO_NUMBERS = (str, bytes, list, tuple, Mapping)
 
 
 class Room:
-    """Counts of one request so far."""
+    """The counts of one request so far, by the keys of MOST."""
 
     def __init__(self) -> None:
         self._taken = dict.fromkeys(MOST, 0)
@@ -59,16 +59,16 @@ def few(value: object, most: int, what: str, where: str) -> None:
 
 
 def few_fields(value: object, most: int, what: str, where: str) -> Mapping[object, object]:
-    """The fields of an object; none for None. Raises SpecError for more than `most` fields."""
+    """The fields of an object; {} for None. Raises SpecError for more than `most` fields."""
     few(value, most, what, where)
     return mapping(value, where)
 
 
 def parsed(value: object, where: str) -> object:
-    """The value of a JSON text; any other value as it is.
+    """The value of a JSON text; a value that is not a str is returned as it is.
 
     Raises:
-        SpecError: not JSON, or more items than MOST allows.
+        SpecError: the text is not JSON, or has more items than MOST allows.
     """
     if not isinstance(value, str):
         return value

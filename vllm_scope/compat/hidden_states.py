@@ -36,7 +36,7 @@ WORDS = {"Read.layers": "layers", "Read.site": "layers"}
 
 @dataclass(frozen=True)
 class Options:
-    """What an LLM captures; arguments of LLM and AsyncLLM.
+    """The arguments of LLM and AsyncLLM that say which hidden states are captured.
 
     Attributes:
         layers: numbers from 0, or "all".
@@ -44,7 +44,7 @@ class Options:
         include_decode: the generated tokens, as `output.hidden_states`.
         last_prefill_token: only the prompt's last token, even without `include_prefill`.
         last_decode_token: only the last generated token that is processed.
-        process_last_token: process the token sampled last too. A second request does that, and
+        process_last_token: process also the token sampled last, in a second request, which
             finds the other tokens in the prefix cache. Not possible with edits. `max_model_len`
             must leave room for one more token.
 
@@ -102,10 +102,10 @@ class Options:
 
 
 class HiddenStates(Mapping[int, Tensor]):
-    """layer -> [num_rows, d_model]: the rows of one phase that have arrived so far.
+    """layer -> [num_rows, d_model]: rows of the prompt or of generated tokens that have arrived.
 
     Args:
-        of_prompt: rows of the prompt's tokens, else of generated tokens.
+        of_prompt: True: rows of the prompt's tokens. False: rows of generated tokens.
 
     Raises:
         ScopeError: on access, if the request has ended and rows are missing.
@@ -149,7 +149,7 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
     """The reads of a request of LLM or AsyncLLM.
 
     Raises:
-        SpecError: a layer that the engine does not tap, or options that LLM did not set.
+        SpecError: the engine does not tap a layer, or the options were not set by LLM or AsyncLLM.
     """
     options = values[KEY]
     if not isinstance(options, Options):

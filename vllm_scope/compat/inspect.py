@@ -1,10 +1,10 @@
-"""Inspect: models that are read while they are evaluated.
+"""A model provider for the framework Inspect: models are read while they are evaluated.
 
     inspect eval task.py --model vllm-scope/Qwen/Qwen3-8B
     get_model("vllm-scope/any-name", model_path="toyworld/model", chat=False, max_model_len=256)
 
-vLLM (`AsyncLLM`) runs in children of this process and batches the requests that Inspect sends
-together. A request's `GenerateConfig.extra_body` may hold
+vLLM (`AsyncLLM`) runs in child processes of this one, and batches the requests that Inspect sends
+at the same time. A request's `GenerateConfig.extra_body` may hold
 
     extra_args      `vllm_scope.scope(...)`, or vllm-lens's keys
     lora_request    {"lora_name", "lora_int_id", "lora_path"}
@@ -14,13 +14,13 @@ Then `ModelOutput.metadata` has
     scores          {probe: {"scores": [...], "positions": [...]}}
     reads           {"resid_post.5": {"uri", "sha256", "key", "shape", "dtype"}}: the rows, in
                     a safetensors file, because Inspect's logs write tensors as None
-    activations     of vllm-lens's `output_residual_stream`, for code in this process
+    activations     tensors of vllm-lens's `output_residual_stream`, for code in this process
     prompt_token_ids, token_ids
 
 If there are several choices, metadata["choices"] has one such object for each.
 
-`reading(...)` is a solver that reads. `probe_scorer(...)` is a scorer: it compares whether a probe
-fires with the target. The name `vllm-lens/...` is an alias.
+`reading(...)` is a solver that reads. `probe_scorer(...)` is a scorer that checks a probe's
+decision against the target. The name `vllm-lens/...` is an alias of `vllm-scope/...`.
 """
 
 from __future__ import annotations
@@ -58,14 +58,15 @@ if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput, SamplingParams
 
 EXTRA = ("extra_args", "lora_request")
-#: Fields of GenerateConfig -> fields of SamplingParams; and the fields that are refused.
+#: Fields of GenerateConfig -> fields of SamplingParams.
 SAMPLING = {
     "max_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p",
     "top_k": "top_k", "seed": "seed", "stop_seqs": "stop", "num_choices": "n",
     "frequency_penalty": "frequency_penalty", "presence_penalty": "presence_penalty",
 }  # fmt: skip
+#: Fields of GenerateConfig that are refused.
 REFUSED = ("logprobs", "top_logprobs", "prompt_logprobs", "logit_bias", "response_schema")
-#: vLLM's reason for an end -> Inspect's.
+#: vLLM's finish reason -> Inspect's stop reason.
 REASONS = {"stop": "stop", "length": "max_tokens"}
 
 
@@ -83,9 +84,9 @@ class ScopeAPI(ModelAPI):
     """vLLM with vllm-scope, as a model of Inspect.
 
     Args:
-        model_name: a folder or a name on the hub; with `model_path` any name.
+        model_name: a folder, or a name on Hugging Face's hub; any name if `model_path` is given.
         model_path: the model to load.
-        chat: messages go through the model's chat template. False joins their texts
+        chat: True: messages go through the model's chat template. False: their texts are joined
             with newlines, for models that continue text.
         tensors: the folder for files of rows; "scope-tensors" in INSPECT_LOG_DIR (or ./logs) by
             default.
@@ -113,7 +114,7 @@ class ScopeAPI(ModelAPI):
         self._number = 0
 
     def max_connections(self) -> int:
-        """As many as vLLM may batch; the others wait in its queue."""
+        """How many requests Inspect sends at once; vLLM queues those that it cannot batch."""
         return 256
 
     async def generate(
@@ -201,7 +202,7 @@ class ScopeAPI(ModelAPI):
         return found
 
     def _write(self, result: ScopeResult) -> dict[str, dict[str, object]]:
-        """Write rows to a file named by its digest; returns the place of each stream."""
+        """Write rows to a file named by its digest; returns the file and the key of each stream."""
         from safetensors.torch import save
 
         tensors: dict[str, Tensor] = {}
@@ -246,7 +247,7 @@ def _params(config: GenerateConfig, extra_args: Mapping[str, object] | None) -> 
             raise SpecError(f"{name} is not given by this provider.")
     given = {ours: getattr(config, theirs) for theirs, ours in SAMPLING.items()}
     options = {name: value for name, value in given.items() if value is not None}
-    # Without a limit, up to the end of the context.
+    # None: without the caller's limit, generation may go on to the end of the context.
     options.setdefault("max_tokens", None)
     kind = RequestOutputKind.FINAL_ONLY
     return SamplingParams(**options, extra_args=extra_args, output_kind=kind)

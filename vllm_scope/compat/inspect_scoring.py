@@ -1,7 +1,7 @@
-"""A solver that reads, and a scorer that compares whether a probe fires with the target.
+"""A solver that reads, and a scorer that checks a probe's decision against the target.
 
 Owns:  `reading`, `probe_scorer`, `auroc`.
-To:    inspect, by whose name callers import them.
+To:    inspect, from which callers import these names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 from vllm_scope.errors import SpecError, shown
 
 Pooling = Literal["last", "mean", "max"]
-#: Pooling -> the one score of a completion's scores.
+#: Pooling -> the function that makes one score of a completion's scores.
 POOLS: dict[Pooling, Callable[[list[float]], float]] = {
     "last": itemgetter(-1), "mean": fmean, "max": max,
 }  # fmt: skip
@@ -37,10 +37,10 @@ POOLS: dict[Pooling, Callable[[list[float]], float]] = {
 
 @solver
 def reading(spec: Mapping[str, object]) -> Solver:
-    """Generate, and read or steer while the model does.
+    """A solver that generates, and reads or steers the model during generation.
 
     Args:
-        spec: what `vllm_scope.scope(...)` returns.
+        spec: the result of `vllm_scope.scope(...)`.
     """
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
@@ -51,7 +51,8 @@ def reading(spec: Mapping[str, object]) -> Solver:
 
 @metric
 def auroc() -> Metric:
-    """How often a sample with the concept scores above one without; 0.5 is chance."""
+    """A metric: over all pairs of a sample with the concept and one without it, how often the
+    former scores higher. A tie counts half; 0.5 is chance."""
 
     def measure(scores: list[SampleScore]) -> float:
         found = [each.score.metadata or {} for each in scores]
@@ -69,16 +70,17 @@ def auroc() -> Metric:
 def probe_scorer(
     probe: str, positive: str, threshold: float = 0.0, pooling: Pooling = "last"
 ) -> Scorer:
-    """Whether a probe's score is above a threshold if, and only if, the target is `positive`.
+    """A scorer. A sample is correct if its pooled score is above `threshold` and its target is
+    `positive`, or if neither holds.
 
     Args:
-        probe: its name.
+        probe: the probe's name.
         positive: the target of samples that have the concept.
-        threshold: of the pooled score.
-        pooling: the last score of the probe, the mean of all, or the largest.
+        threshold: the probe fires if the pooled score is above it.
+        pooling: "last", "mean" or "max" of the sample's scores of the probe.
 
     Raises:
-        SpecError: the sample's output has no scores of that probe.
+        SpecError: `pooling` is another word, or the sample's output has no scores of the probe.
     """
     if pooling not in POOLS:
         raise SpecError(f"pooling is {shown(pooling)}; it is one of {', '.join(POOLS)}.")

@@ -33,12 +33,12 @@ class OwnLoop:
         self._thread.start()
         self.llm = self._submit(self._start(options)).result()
         # Inspect keeps models for the next eval and never closes them. When the process ends, vLLM
-        # stops EngineCore, and tasks that still wait for it would log that it died. atexit calls
-        # the last registered function first, so this one runs before vLLM's.
+        # stops EngineCore, and tasks that still wait for EngineCore would log that it died. atexit
+        # calls the last registered function first, so `close` runs before vLLM's function.
         atexit.register(self.close)
 
     async def last(self, stream: AsyncIterator[T]) -> T:
-        """The last item of a stream of the engine. Called from any event loop."""
+        """The last item of a stream of the engine. May be called from any event loop."""
 
         async def read() -> T:
             return [item async for item in stream][-1]
@@ -61,7 +61,7 @@ class OwnLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _stop(self) -> None:
-        # On its own loop `shutdown` cancels the tasks that wait for the engine. On another thread
-        # these tasks would find the engine dead and log that.
+        # Called on the engine's loop, `shutdown` cancels the tasks that wait for the engine. Called
+        # on another thread, it would leave tasks that find the engine dead and log that.
         self.llm.shutdown()
         self.llm = None

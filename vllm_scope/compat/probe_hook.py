@@ -7,8 +7,8 @@
     output.prefill_hidden[15]    # [num_prompt_tokens, d_model]
 
 Row i of `hidden_states` is the residual stream of output token i. The model never processes the
-token sampled last, so that token has no row; `process_last_token=True` processes it in a request
-of its own.
+token sampled last, so that token has no row. `process_last_token=True` processes that token in a
+second request.
 
 Layer k is Hugging Face's `hidden_states[k + 1]`. Values are on the CPU, in the model's
 dtype. A process may have any number of LLMs.
@@ -155,7 +155,7 @@ class AsyncLLM(_Capturing):
         lora_request: LoRARequest | None = None,
         **vllm_kwargs: object,
     ) -> AsyncIterator[RequestOutput]:
-        """One output for each token, unless `output_kind` says otherwise."""
+        """Yield one output for each token, unless `output_kind` says otherwise."""
         name = f"{KEY}-{next(self._numbers)}" if request_id is None else request_id
         stream = self.engine.generate(
             prompt, self.capture.params(sampling_params), name, lora_request=lora_request,

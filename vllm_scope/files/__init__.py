@@ -8,12 +8,14 @@ writer.py options.py                          one writer, and its options
 per_request.py packed.py sharded.py npz.py    one layout each
 rows.py stored.py buffers.py                  a request on its way into a file
 tensors.py publish.py names.py roots.py       safetensors, files that appear whole, names, roots
-reader.py captured.py datafile.py folder.py   reading
-features.py                                   features as rows, and in Parquet
-index.py                                      what is said beside the rows
+reader.py captured.py streams.py              reading requests
+datafile.py folder.py                         reading files
+feature_rows.py features.py                   features as rows, and in Parquet
+index.py                                      what is stored beside the rows
 iterate.py training.py                        rows for training
-export.py card.py draft.py                    exports to other tools
+export.py card.py draft.py arrow.py           exports to other tools
 remote.py                                     roots that are URLs
+staged.py                                     files that another process writes
 """
 
 from vllm_scope.files.captured import CapturedRequest

@@ -39,7 +39,7 @@ class Buffers:
         self._free: dict[int, deque[mmap.mmap]] = {}
 
     def copy(self, rows: Tensor) -> Tensor:
-        """A copy of [n, hidden_size], on the CPU."""
+        """A copy of rows [n, hidden_size], on the CPU."""
         if rows.device.type == "cpu" and rows.numel() < ONE_THREAD and rows.nbytes < SMALL_BYTES:
             return rows.detach().clone(memory_format=torch.contiguous_format)
         copied = self.empty(tuple(rows.shape), rows.dtype)
@@ -47,7 +47,7 @@ class Buffers:
         return copied
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised, on the CPU."""
+        """An uninitialised tensor on the CPU."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < SMALL_BYTES:
             return torch.empty(shape, dtype=dtype)
@@ -73,7 +73,7 @@ def _fresh(num_bytes: int) -> mmap.mmap:
     costs about as much for 2 MiB as for 4 KiB. Shared memory, Python's default, has pages of 4 KiB.
     """
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # a kernel without such pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
@@ -85,9 +85,9 @@ def _size_class(num_bytes: int) -> int:
 
 
 def copy_rows(into: Tensor, rows: Tensor) -> None:
-    """Copy [n, hidden_size]; from host memory on this thread alone.
+    """Copy rows [n, hidden_size]; rows in host memory are copied on this thread alone.
 
-    torch would use its thread pool, whose threads wait for each other if the engine has the
+    torch would use its thread pool, whose threads wait for each other if the engine uses the
     cores. numpy releases the GIL during the copy.
     """
     if rows.device.type == "cpu" and rows.stride(-1) == 1:
@@ -102,8 +102,8 @@ def cat_rows(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """The numbers of a CPU tensor one after another; a copy only if they do not lie so."""
+    """The bytes of a CPU tensor's numbers, one after another; a copy only if there are gaps."""
     flat = tensor.detach().contiguous().reshape(-1)
-    if flat.stride(0) != 1:  # one number may have any stride, and numpy gives none 0
+    if flat.stride(0) != 1:  # a single number may have any stride; numpy's empty arrays have 0
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8).numpy()

@@ -1,4 +1,4 @@
-"""One captured request, read from its files: one for each pipeline stage.
+"""One captured request, read from its files. Each pipeline stage has one file.
 
 Owns:  CapturedRequest, Piece.
 From:  reader (which finds the files).   To: streams.
@@ -39,8 +39,8 @@ class Piece:
     """The part of a request that is in one file.
 
     Attributes:
-        name: of the file, below the folder's root.
-        prefix: of the names of the request's tensors in the file.
+        name: the file's name, below the folder's root.
+        prefix: the beginning of the names of the request's tensors in the file.
     """
 
     name: str
@@ -52,7 +52,8 @@ class CapturedRequest:
     """A captured request. Its rows are read when asked for.
 
     Attributes:
-        manifest: of all its pipeline stages together. `files` are below the opened folder.
+        manifest: one manifest of all its pipeline stages. The paths in its `files` start at the
+            opened folder.
     """
 
     def __init__(self, files: OpenFiles, pieces: Sequence[Piece]) -> None:
@@ -84,7 +85,8 @@ class CapturedRequest:
         return stream in self._piece_of
 
     def __getitem__(self, stream: SiteLayer) -> Tensor:
-        """[num_rows, hidden_size], in position order. Raises KeyError, FileError."""
+        """The rows of a stream, [num_rows, hidden_size], in position order. Raises KeyError,
+        FileError."""
         stored = self.stored(stream)
         return stored.rows(0, stored.num_rows)
 
@@ -96,7 +98,7 @@ class CapturedRequest:
         """The rows of some positions, in the order given.
 
         Raises:
-            KeyError: a stream or a position that was not captured.
+            KeyError: a stream or a position was not captured.
         """
         stored = self.stored((site, layer))
         captured = stored.positions
@@ -113,7 +115,7 @@ class CapturedRequest:
         return stored.take(index)
 
     def features(self, name: str) -> SparseFeatures:
-        """The features that came by this name. Raises KeyError, FileError."""
+        """The features that were captured under this name. Raises KeyError, FileError."""
         streams = [stream for stream in self.keys() if stream[0] == name + SUFFIX]
         if len(streams) != 1:
             named = [site for site, _ in self.keys() if site.endswith(SUFFIX)]

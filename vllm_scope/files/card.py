@@ -55,11 +55,11 @@ rows[:8][{first}]  # [8, {width}]
 def card_of(
     requests: Sequence[CapturedRequest], widths: Mapping[SiteLayer, int], dtype: str, num_rows: int
 ) -> str:
-    """The card.
+    """The text of README.md.
 
     Args:
-        widths: of a row of each stream.
-        dtype: of the exported rows.
+        widths: stream -> the number of values in its rows.
+        dtype: the dtype of the exported rows.
     """
     streams = [r.manifest.streams[stream_name(s)] for r in requests for s in widths]
     dtypes = sorted({stream.dtype for stream in streams})
@@ -82,12 +82,12 @@ def card_of(
 
 
 def _escaped(text: str) -> str:
-    """The text, of which no character means anything to Markdown or HTML."""
+    """The text, escaped so that no character has a meaning in Markdown or HTML."""
     return re.sub(r"([\\`*_{}\[\]()<>#|~!&])", r"\\\1", text)
 
 
 def _exact(stored: Sequence[str], dtype: str) -> str:
-    """What the numbers are beside those of the files, decoded."""
+    """How the exported numbers compare with the decoded numbers of the files."""
     if all(one == dtype for one in stored):
         return "each number has the bits that it has there"
     if dtype == "float32":

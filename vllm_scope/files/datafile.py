@@ -1,6 +1,6 @@
 """One data file, opened for reading: its tensors by name, mapped.
 
-Owns:  MappedFile and NpzFile, and the checks before either allocates.
+Owns:  MappedFile and NpzFile, and the checks before either allocates memory.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from vllm_scope.vectors.containers import read_npy_header
 
 
 def read_index(folder: Folder, name: str) -> Index | None:
-    """The index of a data file; None for a file that is not ours.
+    """The index of a data file; None for a file of another program.
 
     Raises:
-        FileError: it is damaged.
+        FileError: the file is damaged.
     """
     file, size = folder.open(name)
     with file:
@@ -50,7 +50,7 @@ def read_index(folder: Folder, name: str) -> Index | None:
 
 
 def open_data(folder: Folder, name: str, dtypes: dict[str, str]) -> MappedFile | NpzFile:
-    """Raises FileError."""
+    """Open a data file for reading. Raises FileError."""
     return NpzFile(folder, name, dtypes) if name.endswith(".npz") else MappedFile(folder, name)
 
 
@@ -81,7 +81,7 @@ class MappedFile:
 
 
 class NpzFile:
-    """A numpy archive. Ours are not compressed, so that each array is mapped too."""
+    """A numpy archive. Archives written here are not compressed, so each array is mapped too."""
 
     def __init__(self, folder: Folder, name: str, dtypes: dict[str, str]) -> None:
         self._name = name
@@ -127,8 +127,10 @@ def _npz_index(file: BinaryIO, size: int, name: str) -> Index | None:
 
 
 def _members(file: BinaryIO, size: int, name: str) -> dict[str, _Member]:
-    """Array name -> where it is. Every size is checked against the file's own. Empty for an
-    archive that is not ours, whose arrays are not looked at."""
+    """Array name -> where the array is. Every size is checked against the file's size.
+
+    For an archive of another program the result is empty, and no array is looked at.
+    """
     found: dict[str, _Member] = {}
     try:
         with zipfile.ZipFile(file) as archive:
@@ -156,7 +158,7 @@ def _members(file: BinaryIO, size: int, name: str) -> dict[str, _Member]:
                 found[info.filename.removesuffix(".npy")] = (start, shape, dtype)
     except FileError:
         raise
-    except Exception as error:  # zipfile and numpy's parser raise a dozen kinds
+    except Exception as error:  # zipfile and numpy's parser raise many types
         raise FileError(f"{name} cannot be read: {error}") from None
     return found
 

@@ -39,21 +39,22 @@ def export_speculators(
     streams: list[SiteLayer],
     loss_mask: Callable[[CapturedRequest], Sequence[int]] | None = None,
 ) -> int:
-    """Write the folder that speculators trains draft models on. Returns the number of samples.
+    """Write the folder on which speculators trains draft models. Returns the number of samples.
 
-    A sample is a request with rows of all its tokens from the first on. Rows keep their dtype.
+    A sample is a request with a row for each token, from the first on. Rows keep their dtype.
 
     Args:
-        folder: must not exist, or be empty.
-        streams: the places that the draft model sees, in its order, and last the place whose rows
-            the model's final norm takes: `resid_post` of its last layer.
-        loss_mask: of a request, an int for each row; None: 1 for each.
+        folder: an empty folder, or the path of a new one.
+        streams: the places that the draft model sees, in the order that it expects, and at the end
+            the place whose rows enter the model's final norm: `resid_post` of its last layer.
+        loss_mask: a function from a request to an int for each row; None: 1 for each.
 
     Raises:
-        FileError: the folder is not empty, a request has rows of some tokens only, the rows'
-            widths or dtypes differ, or the last place is another one. Files of earlier versions do
-            not say how many layers the model has; this is not checked for them.
-        KeyError: a place that was not captured.
+        FileError: the folder is not empty, a request has rows of some tokens only, a loss mask has
+            another length, the rows' widths differ, or the last of `streams` is not that place.
+            The last of `streams` is not checked for files of earlier versions, which do not tell
+            the model's number of layers.
+        KeyError: a place was not captured.
         ConfigError: pyarrow is missing.
     """
     pa = arrow()
@@ -89,7 +90,7 @@ def export_speculators(
 
 
 def _check_last(requests: Sequence[CapturedRequest], stream: SiteLayer) -> None:
-    """Raises FileError."""
+    """Raise FileError if the last place is not `resid_post` of the model's last layer."""
     for num_layers in {request.manifest.num_layers for request in requests} - {None}:
         assert num_layers is not None
         if stream != (last := ("resid_post", num_layers - 1)):

@@ -3,8 +3,8 @@
 Owns:  `export_dataset` (one row per token) and `export_saelens` (fixed contexts, as
        SAELens caches activations). draft.py has `export_speculators`.
 
-All write what `datasets.load_from_disk` reads, without importing `datasets`. Their files
-become visible whole, or not at all.
+All three write folders that `datasets.load_from_disk` reads, without importing `datasets`. Their
+files become visible whole, or not at all.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Dtype = Literal["float32", "float16"]
 #: The type of a column, as `datasets` writes it in JSON.
 _Feature = dict[str, object]
-#: Bytes of a batch, far below the limit of Arrow's lists, which count with 32 bits.
+#: Bytes of a batch, far below the limit of Arrow's lists, whose offsets have 32 bits.
 _BATCH_BYTES = 64 << 20
 
 
@@ -45,7 +45,7 @@ class Exported(int):
     """The number of contexts that were written.
 
     Attributes:
-        left_out: rows that are in no context: at the end of a request, or before a gap.
+        left_out: number of rows that are in no context: at the end of a request, or before a gap.
     """
 
     left_out: int
@@ -59,20 +59,18 @@ class Exported(int):
 def export_dataset(
     capture: Capture, folder: str | Path, streams: list[SiteLayer], dtype: Dtype = "float32"
 ) -> int:
-    """Write a dataset with one row per token: request, position, token_id and, for each
-    stream, `site.layer`; and a card, README.md, whose license is left to you. Returns the number of
-    rows.
+    """Write a dataset with one row per token, and a card, README.md. Returns the number of rows.
 
-    float32 holds every number of the other dtypes, so rows equal the captured ones; float32 rows
-    keep their bits.
+    The columns are request, position, token_id and, for each stream, `site.layer`. The card leaves
+    the license for you to choose. float32 holds every number of the other dtypes, so the rows equal
+    the captured ones; float32 rows keep their bits.
 
     Args:
-        folder: must not exist, or be empty.
-        dtype: of the rows; Arrow has no bf16.
+        folder: an empty folder, or the path of a new one.
+        dtype: the dtype of the rows; Arrow has no bf16.
 
     Raises:
-        FileError: the folder is not empty, or the streams of a request differ in their
-            positions.
+        FileError: the folder is not empty, or the streams of a request have different positions.
         ConfigError: pyarrow is missing, or `streams` is no list of (site, layer).
         KeyError: a stream was not captured.
     """
@@ -127,17 +125,17 @@ def export_saelens(
     dtype: Dtype = "float32",
 ) -> Exported:
     """Write the folder that SAELens takes as `cached_activations_path`. Returns the
-    number of contexts; its `left_out` is the number of rows that are in none.
+    number of contexts, with the number of rows that are in no context as `left_out`.
 
     Each request is cut into contexts of `context_size` consecutive positions. Remaining rows, at
     the request's end and before a gap, are left out.
 
     Args:
-        hook_name: the column, as in SAELens's configuration, e.g.
+        hook_name: the column, as in SAELens's configuration, such as
             `blocks.5.hook_resid_post`.
 
     Raises:
-        As `export_dataset`.
+        As `export_dataset`; also ConfigError if `context_size` is below 1.
     """
     pa = arrow()
     stream = (site, layer)
@@ -188,7 +186,7 @@ def export_saelens(
 
 
 def _context_starts(positions: np.ndarray, context_size: int) -> list[int]:
-    """The rows at which whole contexts of consecutive positions begin."""
+    """The indices of the rows at which whole contexts of consecutive positions begin."""
     if context_size < 1:
         raise ConfigError(f"context_size is {context_size}; it is at least 1.")
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
@@ -201,11 +199,11 @@ def _context_starts(positions: np.ndarray, context_size: int) -> list[int]:
 def chosen(
     capture: Capture, streams: list[SiteLayer]
 ) -> tuple[list[CapturedRequest], dict[SiteLayer, int]]:
-    """The requests that have all of the streams, and the numbers of a row of each stream.
+    """The requests that have all of the streams, and the width of each stream's rows.
 
     Raises:
-        ConfigError: no list of (site, layer).
-        FileError: rows of one stream differ in their width.
+        ConfigError: `streams` is no list of (site, layer).
+        FileError: the rows of one stream have different widths.
         KeyError: a stream was not captured.
     """
     listed = isinstance(streams, list | tuple) and len(streams) > 0
@@ -234,7 +232,7 @@ def value_of(dtype: str) -> _Feature:
 
 
 def list_of(dtype: str, length: int = -1) -> _Feature:
-    """-1: lists of any length."""
+    """The type of a column of lists. A length of -1 allows lists of any length."""
     return {"feature": value_of(dtype), "length": length, "_type": "List"}
 
 
@@ -250,7 +248,7 @@ def _numbers(rows: Tensor, dtype: Dtype) -> Array:
 
 
 def check_empty(folder: Path) -> None:
-    """Raises FileError."""
+    """Raise FileError if the folder exists and is not empty."""
     if folder.exists() and any(folder.iterdir()):
         raise FileError(f"{folder} is not empty; export into a folder of its own.")
 
@@ -263,11 +261,13 @@ def save(
     form: str | None = None,
     card: Callable[[int], str] | None = None,
 ) -> int:
-    """Write the files of `Dataset.save_to_disk`, last the one that readers look for.
+    """Write the files that `Dataset.save_to_disk` writes. Returns the number of rows.
+
+    The file that readers look for becomes visible last.
 
     Args:
         form: what readers get: None for Python's objects, "torch" for tensors.
-        card: of the number of rows, what README.md says.
+        card: a function from the number of rows to the text of README.md; None: no card.
     """
     pa = arrow()
     check_empty(folder)
@@ -288,7 +288,7 @@ def save(
     info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
     state: dict[str, object] = {
         "_data_files": [{"filename": data}],
-        # The key of the caches of `datasets`.
+        # `datasets` uses this fingerprint as the key of its caches.
         "_fingerprint": uuid.uuid4().hex[:16],
         "_format_columns": None if form is None else schema.names,
         "_format_kwargs": {},

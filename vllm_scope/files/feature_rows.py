@@ -19,7 +19,7 @@ from vllm_scope.codecs import make_codec
 from vllm_scope.codecs.packed import EncodedRows, Packing
 from vllm_scope.request.read_features import ReadFeatures
 
-#: What follows the name of the features in the name of their stream.
+#: The ending that makes a stream's name out of the name of its features.
 SUFFIX = ".features"
 
 

@@ -1,6 +1,6 @@
 """Features as a sparse matrix in Parquet.
 
-Owns:  `write_parquet` (of one result), `export_features` (of all captured requests).
+Owns:  `write_parquet` (for one result), `export_features` (for all captured requests).
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 
 def write_parquet(found: SparseFeatures, path: str | os.PathLike[str]) -> None:
-    """Write one result: the columns `position`, `index` and `value`, as `export_features` has
-    them, and its `metadata`. Raises ConfigError if pyarrow is missing."""
+    """Write one result's features, and their `metadata`. Raises ConfigError if pyarrow is missing.
+
+    The columns are `position`, `index` and `value` of `export_features`.
+    """
     arrow()
     import pyarrow.parquet as pq
 
@@ -37,15 +39,15 @@ def export_features(capture: Capture, path: str | Path, name: str) -> int:
     """Write the features of all requests as a sparse matrix in Parquet. Returns the number of rows.
 
     A row is one active feature of one token: `request` (the uid of its manifest), `position`,
-    `token_id`, `index` and `value`. They are in the order of requests and positions; in one
-    position the strongest comes first. A token without an active feature has one row whose `index`
-    and `value` are null.
+    `token_id`, `index` and `value`. Rows are in the order of requests and positions; at one
+    position the strongest feature comes first. A token without an active feature has one row whose
+    `index` and `value` are null.
 
     Args:
-        name: of the features, as `Features(..., name=...)` has it; without it, the SAE's name.
+        name: the name that the features got from `Features(..., name=...)`, or else the SAE's name.
 
     Raises:
-        KeyError: no request has them.
+        KeyError: no request has features of this name.
         FileError: the file cannot be written, or a captured file is damaged.
         ConfigError: pyarrow is missing.
     """

@@ -1,4 +1,4 @@
-"""Where files are read from: a local folder, one file, or a remote one.
+"""Folders from which files are read: what all have in common, and the local one.
 
 Owns:  the Folder protocol, LocalFolder.
 """
@@ -21,7 +21,7 @@ class Folder(Protocol):
     """Files below a root, read only. Safe to call from several threads."""
 
     def names(self) -> list[str]:
-        """The data files, `/` between folders, sorted."""
+        """The names of the data files, with `/` between folders, sorted."""
         ...
 
     def open(self, name: str) -> tuple[BinaryIO, int]:
@@ -46,7 +46,7 @@ class LocalFolder:
         if self._only is not None:
             return [self._only]
         found: list[str] = []
-        # Links are not followed. Hidden files are being written.
+        # Links are not followed. Hidden files are still being written.
         for folder, folders, names in os.walk(self._root):
             folders[:] = [name for name in folders if not name.startswith(".")]
             below = Path(folder).relative_to(self._root)

@@ -1,4 +1,4 @@
-"""What is stored about requests, beside their rows.
+"""The data about requests that is stored beside their rows.
 
 Owns:  RequestRecord (a writer's input when a request ends), IndexedRequest (what is stored and
        returned: `request.manifest`), DocumentSpan, Index (all requests of one file), and their
@@ -19,7 +19,7 @@ from vllm_scope.errors import FileError, shown
 from vllm_scope.request.read_features import ReadFeatures
 from vllm_scope.request.sites import SiteLayer
 
-#: `ok`: all rows that were asked for; `partial`: some of them; `error`: see the reason.
+#: `ok`: all rows that were asked for are there; `partial`: some are; `error`: see the reason.
 Status = Literal["ok", "partial", "error"]
 #: From best to worst.
 STATUSES: tuple[Status, ...] = get_args(Status)
@@ -35,10 +35,10 @@ class DocumentSpan(msgspec.Struct, frozen=True):
     """Some tokens of a document, in the prompt of a harvested request.
 
     Attributes:
-        document: its id.
-        first: index in the document of the first of these tokens.
-        num_tokens: how many they are.
-        total: number of the document's tokens.
+        document: the document's id.
+        first: the index of the span's first token in the document.
+        num_tokens: number of tokens in the span.
+        total: number of tokens in the document.
     """
 
     document: str
@@ -52,22 +52,23 @@ class RequestRecord:
     """A request, or one completion of it, at its end.
 
     Attributes:
-        request_id: the engine's; may repeat between runs and replicas.
+        request_id: the engine's id of the request; may repeat between runs and replicas.
         prompt_ids, output_ids: all tokens, the last sampled one included.
         model: name of the model.
         expected, delivered, dropped: rows of this stage that were asked for, that reached
             the writer (one per position), and that were lost.
         status: `ok`, `partial` (rows are missing) or `error`.
-        reason: why not `ok`.
+        reason: why the status is not `ok`.
         tag: a folder for requests that belong together.
-        name: the caller's. A later request replaces an earlier one of the same owner, tag and
-            name.
+        name: the caller's name of the request. A later request replaces an earlier one of the
+            same owner, tag and name.
         uid: unique among all requests; the same for all stages and completions of a request.
         child: index of the completion, if the request has n > 1.
         stage, num_stages: the pipeline stage of these rows.
-        owner: of the request, if several owners share a root: letters and digits.
-        documents: what the prompt is made of, in its order, if the request was harvested.
-        num_layers: of the model; None: not known.
+        owner: the request's owner, in letters and digits, if several owners share a root.
+        documents: the spans that the prompt is made of, in its order, if the request was
+            harvested.
+        num_layers: the model's number of layers; None: not known.
     """
 
     request_id: str
@@ -101,12 +102,12 @@ class IndexedStream(msgspec.Struct, frozen=True):
 
     Attributes:
         shape: (num_rows, hidden_size), decoded.
-        dtype: of decoded rows.
+        dtype: the dtype of decoded rows.
         codec: metadata for `codecs.codec_from`.
-        file: its name, in the folder of the manifest.
+        file: the name of the file, in the folder of the manifest.
         first: the request's first row in the file's stream.
-        features: which features were read, if it is a stream of features. Other streams do not have
-            the field, nor do files of earlier versions.
+        features: in a stream of features, which features were read. Other streams and files of
+            earlier versions do not have this field.
     """
 
     shape: tuple[int, int]
@@ -121,9 +122,9 @@ class IndexedRequest(msgspec.Struct, frozen=True):
     """One request as stored.
 
     Attributes:
-        files: names, in the folder of the manifest.
-        streams: by `site.layer`.
-        number: its index in the file.
+        files: names of the files, in the folder of the manifest.
+        streams: the request's streams, by `site.layer`.
+        number: the request's index in the file.
         first_token: the request's first token in the file's token ids.
 
     The other attributes are those of RequestRecord.
@@ -165,7 +166,7 @@ class Index(msgspec.Struct, frozen=True):
     """The requests of one file.
 
     Attributes:
-        dtypes: of tensors that are stored as bits of another dtype (npz).
+        dtypes: name of a tensor that is stored as bits of another dtype (npz) -> its own dtype.
     """
 
     layout: Literal["per_request", "packed", "sharded", "npz"]
@@ -178,7 +179,7 @@ class Index(msgspec.Struct, frozen=True):
 
     @staticmethod
     def decode(body: bytes | str, where: str) -> Index:
-        """Raises FileError."""
+        """The index of a file. Raises FileError."""
         try:
             index = msgspec.json.decode(body, type=Index)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -204,7 +205,7 @@ def stream_name(stream: SiteLayer) -> str:
 def parse_stream(name: str) -> SiteLayer:
     """The stream of `site.layer`. Raises FileError for other names."""
     site, _, layer = name.rpartition(".")
-    # int() refuses thousands of digits.
+    # int() raises ValueError for thousands of digits.
     if not site or not layer.isascii() or not layer.isdigit() or len(layer) > 9:
         raise FileError(f"{shown(name)} names no stream; streams are `site.layer`.")
     return site, int(layer)

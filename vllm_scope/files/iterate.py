@@ -27,14 +27,14 @@ from vllm_scope.files.streams import StoredStream
 #: Rows that are read at once for shuffling: 1 MB if a row has 4096 bf16 values.
 RUN_ROWS = 128
 POOL_RUNS = 256
-#: Batches whose memory is used again when their caller has dropped them.
+#: The memory of so many batches is kept for reuse after the caller has dropped them.
 _KEPT_BATCHES = 4
-#: Files that stay mapped. The kernel's tables of their pages take 1/512 of their bytes.
+#: Most files that stay mapped. The kernel's page tables take 1/512 of their bytes.
 _MOST_MAPPED = 512
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-#: The index of a stored stream, and its rows start to stop - 1.
+#: (index of a stored stream, start, stop): the stream's rows start to stop - 1.
 _Run = tuple[int, int, int]
 
 
@@ -46,15 +46,15 @@ def iter_rows(
     part: tuple[int, int] = (0, 1),
     skip: int = 0,
 ) -> Iterator[Tensor]:
-    """See Capture.iter_rows.
+    """The rows of stored streams in batches; see Capture.iter_rows.
 
     Args:
         part: (index, number of parts): only the rows of one part. Each row is in one part.
-        skip: batches to leave out at the beginning, mostly without reading them.
+        skip: number of batches to leave out at the beginning, mostly without reading them.
 
     Raises:
-        ValueError: no rows in a batch.
-        FileError: widths or dtypes differ.
+        ValueError: `batch_size` is below 1.
+        FileError: the streams' widths or dtypes differ.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; it is at least 1")
@@ -82,7 +82,7 @@ def _joined(stored: Sequence[StoredStream]) -> list[StoredStream]:
 
 
 def _runs(spans: Sequence[StoredStream], num_rows: int) -> list[_Run]:
-    """The spans cut into runs of at most `num_rows`."""
+    """The spans cut into runs of at most `num_rows`; a span that is not rowwise is one run."""
     found: list[_Run] = []
     for number, span in enumerate(spans):
         step, last = num_rows if span.codec.rowwise else span.num_rows, span.num_rows
@@ -141,16 +141,16 @@ def _shuffled(
 class _Pool:
     """The rows of some runs: decoded, or in mapped files, which the kernel reads ahead.
 
-    One gather takes rows of many files, each once and uncopied.
+    One gather copies rows of many files straight into a batch.
 
     Args:
-        mapped: all rows of a span that is not encoded, by the span's index.
+        mapped: a function from the index of a span that is not encoded to all its rows.
 
     Attributes:
         memory: uint8 [bytes, bytes of a row]: all memory from the first to the last row, as rows
             that overlap. Nothing between the runs is touched.
         starts: int64 [rows]: where each row begins in `memory`.
-        kept: what `memory` is a view of.
+        kept: the tensors whose memory `memory` shows; they must stay alive with it.
     """
 
     def __init__(
@@ -183,8 +183,8 @@ def _read_ahead(address: int, num_bytes: int) -> None:
 
 
 def _pools(order: list[int], runs: Sequence[_Run]) -> Iterator[list[int]]:
-    """The order cut into pools of POOL_RUNS runs. Runs that cannot be cut are longer, so that
-    a pool has fewer of them, with as many rows."""
+    """The order cut into pools of POOL_RUNS runs. If runs are longer than RUN_ROWS, a pool has
+    fewer runs, and about as many rows."""
     pool: list[int] = []
     num_rows = 0
     for i in order:
@@ -199,7 +199,7 @@ def _pools(order: list[int], runs: Sequence[_Run]) -> Iterator[list[int]]:
 
 
 def _batches(pieces: Iterator[Tensor], batch_size: int) -> Iterator[Tensor]:
-    """The pieces, cut and joined to batches. A piece of a batch's size is passed on uncopied."""
+    """The pieces, cut and joined to batches. A piece of a batch's size is passed on as it is."""
     waiting: list[Tensor] = []
     num_waiting = 0
     for piece in pieces:

@@ -29,16 +29,17 @@ def clean(text: str) -> str:
 
 
 def digest(text: str) -> str:
-    """16 hexadecimal digits."""
+    """A hash of the text, as 16 hexadecimal digits."""
     return hashlib.blake2s(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def place(record: RequestRecord) -> str:
     """The path of a request's file, below the root and without its suffix.
 
-    A request with a name always gets the same path in its owner's folder, so a later request of
-    this owner and name replaces its file. The path of a request without a name has its uid: every
-    engine counts its requests from zero, and a second run must not overwrite the first.
+    A request with a name always gets the same path in the folder of its owner and tag, so a later
+    request of this owner, tag and name replaces its file. The path of a request without a name has
+    a digest of its uid: every engine counts its requests from zero, and a second run must not
+    overwrite the first.
     """
     stem = clean(record.name) if record.name is not None else clean(record.request_id)
     if record.name is None:

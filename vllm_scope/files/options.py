@@ -35,8 +35,8 @@ class FileOptions(BaseModel):
         fsync: call fsync on each file before the file becomes visible, and on its folder after.
         file_mib: size at which `packed` and `sharded` begin a new file.
         packed_requests: number of requests after which `packed` begins a new file.
-        mode: of local files, in octal. Users who may read the files may enter the folders
-            that the writer makes. An existing root keeps its mode.
+        mode: the mode of local files, in octal. Users who may read the files may enter the
+            folders that the writer makes. An existing root keeps its mode.
         key_folders: True: files of requests over HTTP (`per_request`, `npz`) are in a folder
             of their API key, `key-` and a digest. False: keys may replace each other's files.
     """
@@ -70,7 +70,8 @@ class FileOptions(BaseModel):
 
     @staticmethod
     def parse(body: object) -> FileOptions:
-        """Raises ConfigError naming the option, what came and what is allowed."""
+        """Checked options. Raises ConfigError, which names the option, its value, and what is
+        allowed."""
         if not isinstance(body, Mapping):
             raise ConfigError(f"the file options are {shown(body)}; they are an object.")
         options = checked(FileOptions, body, "file option ")
@@ -82,8 +83,8 @@ class FileOptions(BaseModel):
                     f"codec_options has {shown(name)}; codec {options.codec!r} takes "
                     f"{', '.join(own) or 'no options'}."
                 )
-        # Check their values before any row comes. The width of rows is not known yet, so `k` is
-        # checked with the width that allows most.
+        # Check the values of the codec's options before any row comes. The width of rows is not
+        # known yet, so `k` is checked with a width that allows it, if there is one.
         k = options.codec_options.get("k")
         width = min(k, MAX_HIDDEN_SIZE) if isinstance(k, int) and k > 0 else 1024
         make_codec(options.codec, width, torch.float32, **options.codec_options)

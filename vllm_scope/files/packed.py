@@ -45,7 +45,7 @@ class PackedLayout(FileLayout):
         stored = Stored(manifest, self._published)
         full = self._nbytes >= self._options.file_bytes
         if full or len(self._manifests) >= self._options.packed_requests:
-            # A failure is set on the requests' futures.
+            # The requests' futures have the error.
             with suppress(FileError):
                 self.flush()
         return stored

@@ -1,6 +1,6 @@
 """One safetensors file per request.
 
-    resid_post.5              [n, hidden_size]   or resid_post.5.q, ... of a codec
+    resid_post.5              [n, hidden_size]   with a codec, its parts: resid_post.5.q, ...
     resid_post.5.positions    int64 [n]
     token_ids                 int32 [num_tokens]
 
@@ -21,12 +21,12 @@ from vllm_scope.files.publish import Publisher, Write, write_bytes
 from vllm_scope.files.stored import FileLayout, FinishedRequest, Stored, published
 from vllm_scope.files.tensors import write_tensors
 
-#: Where a safetensors file's metadata has the index.
+#: The name of the index in a safetensors file's metadata.
 KEY = "vllm_scope"
 
 
 def part_key(stream: str, part: str) -> str:
-    """A part's tensor name: the stream's own for rows that need no decoding."""
+    """The tensor name of a codec's part: the stream's own name for rows that need no decoding."""
     return stream if part == "rows" else f"{stream}.{part}"
 
 
@@ -41,7 +41,7 @@ def tensors_of(request: FinishedRequest, prefix: str = "") -> dict[str, list[Ten
 
 
 def publish_indexed(publisher: Publisher, name: str, write: Write, body: bytes) -> None:
-    """A data file, then its index beside it as `.json`."""
+    """Publish a data file, then its index beside it as `.json`."""
     stem = name.rpartition(".")[0]
     publisher.publish({name: write, f"{stem}.json": partial(write_bytes, body=body)})
 
@@ -49,7 +49,7 @@ def publish_indexed(publisher: Publisher, name: str, write: Write, body: bytes) 
 def publish_tensors(
     publisher: Publisher, stem: str, tensors: dict[str, list[Tensor]], index: Index
 ) -> None:
-    """A safetensors file that has the index in its metadata, and the index beside it."""
+    """Publish a safetensors file with the index in its metadata, and the index beside the file."""
     body = index.encode()
     write = partial(write_tensors, tensors=tensors, metadata={KEY: body.decode()})
     publish_indexed(publisher, f"{stem}.safetensors", write, body)

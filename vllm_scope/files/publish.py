@@ -1,6 +1,6 @@
 """Files that become visible whole, or not at all.
 
-Owns:  LocalPublisher, and the lock that says whether the writer of a temporary file runs.
+Owns:  LocalPublisher, and the lock that tells whether the writer of a temporary file still runs.
 Runs:  wherever a layout writes. Several publishers may share a root.
 
 Promise: a visible file is complete. It is written under a hidden temporary name in its folder,
@@ -33,16 +33,18 @@ class Publisher(Protocol):
     """Puts files below one root. Safe to call from several threads."""
 
     def publish(self, files: Mapping[str, Write]) -> None:
-        """Write files, then make them visible in this order, replacing files of their names.
+        """Write files, then make them visible in this order.
+
+        Existing files of the same names are replaced.
 
         Args:
-            files: name -> function that writes it to an empty, unbuffered file. Names are
-                below the root, all in one folder, `/` between folders (`names.place`).
+            files: name -> function that writes the content to an empty, unbuffered file. Names
+                are below the root, all in one folder, `/` between folders (`names.place`).
 
         Raises:
-            FileError: a file cannot be written. If a rename or the folder's fsync failed, the
-                files before it are visible, because the files that they replaced are gone.
-                Else none is visible.
+            FileError: a file cannot be written. If a rename failed, the files renamed before it
+                stay visible, because the files that they replaced are gone; if the folder's
+                fsync failed, all files stay visible. Otherwise no file is visible.
         """
         ...
 
@@ -51,7 +53,7 @@ class Publisher(Protocol):
 
 @contextmanager
 def whole_writes(file: BinaryIO) -> Iterator[BinaryIO]:
-    """A file whose `write` takes all or raises OSError, for libraries that ignore its result."""
+    """A file whose `write` takes all bytes or raises OSError, for libraries that do not check."""
     buffer = io.BufferedWriter(file, 1 << 20)
     try:
         yield buffer
@@ -70,8 +72,8 @@ class LocalPublisher:
     """Publishes below a local folder, which is made if it is missing.
 
     Args:
-        mode: of files. Users who may read them may enter the folders that are made. Files may
-            have private text: by default only this user may read them.
+        mode: the mode of files. Users who may read the files may enter the folders that are made.
+            Files may have private text: by default only this user may read them.
 
     Attributes:
         identity: part of the names of this writer's temporary files and lock.
@@ -111,7 +113,7 @@ class LocalPublisher:
     def _write(self, temporary: Path, write: Write) -> None:
         with suppress(FileNotFoundError):
             temporary.unlink()
-        # Not through a link that somebody else put there.
+        # The file must not be a link that another user put there.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(temporary, flags, 0o600), "wb", buffering=0) as file:
             os.fchmod(file.fileno(), self._mode)  # whatever the umask is
@@ -128,7 +130,7 @@ class LocalPublisher:
             raise NotADirectoryError(f"{self._root} is not a folder")
 
     def _make(self, folder: Path) -> None:
-        """Raises FileExistsError."""
+        """Make one folder. Raises FileExistsError."""
         folder.mkdir(0o700)
         folder.chmod(self._folder_mode)  # whatever the umask is
         if self._fsync:
@@ -163,7 +165,7 @@ def _lock(root: Path, mode: int) -> tuple[str, int]:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another writer may have removed it as a leftover before it was locked.
+            # Another writer may have removed the file as a leftover before it was locked.
             if os.stat(path).st_ino == os.fstat(fd).st_ino:
                 return identity, fd
         except (BlockingIOError, FileNotFoundError):
@@ -182,7 +184,7 @@ def _remove_leftovers(root: Path, own: str) -> None:
         if found and found[1] != own and not _removed(file.path):
             alive.add(found[1])
     for folder, folders, names in os.walk(root):
-        # Hidden ones are roots of other writers, with locks of their own (`files.staged`).
+        # Hidden folders are roots of other writers, with locks of their own (`files.staged`).
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             found = _TEMPORARY.fullmatch(name)
@@ -193,10 +195,10 @@ def _remove_leftovers(root: Path, own: str) -> None:
 
 
 def _removed(path: str) -> bool:
-    """Remove a lock that no process holds. Returns False if a process holds it.
+    """Remove a lock's file if no process holds the lock. Returns False if a process holds it.
 
-    The lock is unlinked while this process holds it. A writer that has just made the lock, and
-    has not taken it yet, then sees that it is gone.
+    The file is unlinked while this process holds the lock. A writer that has just made the file,
+    and does not hold the lock yet, then sees that the file is gone.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

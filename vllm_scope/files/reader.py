@@ -29,9 +29,9 @@ from vllm_scope.request.sites import SiteLayer
 
 
 class Capture:
-    """Requests in the order of their files' names, and within a file in the order of their ends.
+    """Requests in the order of their files' names, and within a file in the order they ended.
 
-    `[...]` takes an index, a name or a request id; `find` also a tag.
+    `[...]` takes an index, a name or a request id. `find` can also match a tag, a status, an owner.
     """
 
     def __init__(self, requests: list[CapturedRequest]) -> None:
@@ -47,7 +47,7 @@ class Capture:
         """The request of an index, a name or a request id.
 
         Raises:
-            IndexError, KeyError: there is none, or there are several of that name.
+            IndexError, KeyError: there is no such request, or there are several of that name.
         """
         if isinstance(which, int):
             return self._requests[which]
@@ -100,14 +100,15 @@ class Capture:
     ) -> Iterator[Tensor]:
         """Every row of a stream once, [batch_size, hidden_size]; the last batch may be smaller.
 
-        In order, a batch is a view of the file if there is no codec. Shuffled, rows are read
-        in runs of neighbours and mixed within a pool of many runs from all files: see
-        vllm_scope.files.iterate.
+        Without `shuffle`, a batch may be a view of the file, if there is no codec. With `shuffle`,
+        rows are read in runs of neighbours and mixed within a pool of many runs from all files:
+        see vllm_scope.files.iterate.
 
         Args:
-            shuffle: in random order, the same for the same seed.
+            shuffle: True: in random order, the same for the same seed.
             part: (index, number of parts), for several readers: each row is in one part.
-            skip: batches to leave out at the beginning, to go on after them.
+            skip: number of batches to leave out at the beginning, such as those that an earlier
+                reader had.
 
         Raises:
             KeyError: no request has this stream.
@@ -125,15 +126,14 @@ class Capture:
 def open(path: str | os.PathLike[str]) -> Capture:
     """The requests below a folder, in a file, or below a URL that fsspec knows.
 
-    Reads only indexes; rows are read when they are asked for. Other programs' files are passed
-    over.
+    Reads only indexes; rows are read when they are asked for. Files of other programs are skipped.
 
     Raises:
-        FileError: the path does not exist, or a file of ours is damaged.
+        FileError: the path does not exist, or a file of captured rows is damaged.
     """
     folder = find_folder(path)
     files = OpenFiles(folder)
-    #: (what the pieces of one request have in common) -> stage -> its pieces, mostly one.
+    #: Key that the pieces of one request share -> stage -> the stage's pieces, mostly one.
     groups: dict[tuple[str, int, int], dict[int, list[Piece]]] = {}
     for name in folder.names():
         index = read_index(folder, name)

@@ -41,7 +41,7 @@ def _file_system(url: str) -> tuple[AbstractFileSystem, str]:
 
 
 def read_remote(url: str, name: str) -> bytes | None:
-    """A small file below a URL; None if there is none. Raises FileError."""
+    """A small file below a URL, whole; None if there is no such file. Raises FileError."""
     system, root = _file_system(url)
     try:
         system.invalidate_cache()
@@ -142,7 +142,7 @@ class RemoteFolder:
         if self._only is not None:
             return [self._only]
         found: list[str] = []
-        self._system.invalidate_cache()  # others write there
+        self._system.invalidate_cache()  # other processes write there
         for path in self._system.find(self._root):
             name = path[len(self._root) :].lstrip("/")
             hidden = any(part.startswith(".") for part in name.split("/"))

@@ -1,6 +1,6 @@
 """Roots: a folder of this host, one file, or a URL.
 
-Owns:  `make_publisher` (writes below a root), `find_folder` (reads it), `read_file`.
+Owns:  `make_publisher` (writes below a root), `find_folder` and `read_file` (read below it).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ def make_publisher(root: str, fsync: bool, mode: int = 0o600) -> Publisher:
     """A publisher for a folder, or for a URL that fsspec knows.
 
     Args:
-        mode: of local files.
+        mode: the mode of local files.
 
     Raises:
         FileError: the root cannot be written to.
-        ConfigError: a URL, and either fsspec is not installed or `fsync` is true.
+        ConfigError: the root is a URL, and fsspec cannot open it, or `fsync` is true.
     """
     if "://" in root:
         if fsync:
@@ -32,7 +32,7 @@ def make_publisher(root: str, fsync: bool, mode: int = 0o600) -> Publisher:
 
 
 def find_folder(path: str | os.PathLike[str]) -> Folder:
-    """The files of a root. Raises FileError if it does not exist."""
+    """The files of a root. Raises FileError if the root does not exist."""
     text = os.fspath(path)
     if "://" in text:
         return RemoteFolder(text)

@@ -1,9 +1,9 @@
 """One request's rows on their way to a file.
 
 Owns:  RequestWriter (collects blocks of rows) and Stream (one stream, in order).
-Runs:  on the thread that drains. Never waits for a disk before `finish`.
+Runs:  on the thread that writes rows, such as a sink thread. Only `finish` may wait for a disk.
 
-Promise: each position has one row, the last that was written, in position order. Rows of
+Promise: rows are in position order, and each position has one row, the one written last. Rows of
 tokens that were never accepted are left out.
 """
 
@@ -33,9 +33,9 @@ class Stream:
 
     Attributes:
         positions: int64 [n], ascending.
-        blocks: the rows, each [some, hidden_size], n in all; at least one block.
-        codec: of rows that came encoded; the blocks then hold their bytes.
-        read: of rows that are features, which were read.
+        blocks: the n rows in one or more blocks, [some, hidden_size] each.
+        codec: the codec of rows that came encoded; the blocks then hold the encoded bytes.
+        read: if the rows are features, which features were read.
     """
 
     positions: Ints
@@ -45,12 +45,12 @@ class Stream:
 
 
 class RequestWriter:
-    """Collects the rows of one request. Without a call of `finish` no file is made.
+    """Collects the rows of one request. No file is made before `finish` is called.
 
     Args:
         buffers: memory for copies of the rows.
-        copies: False: the rows on the CPU are kept as they are, unless they would keep much more
-            memory than their own, and the caller does not change them until they are published.
+        copies: False: rows on the CPU are kept without a copy, unless they would keep much more
+            memory alive than their own. The caller must not change them until they are published.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class RequestWriter:
             positions: int64 [n], absolute.
             rows: [n, hidden_size], model dtype, on any device; or n encoded rows, which are
                 stored as they are, whatever the writer's own codec.
-            read: of rows that are features, which were read; the same for the whole stream.
+            read: if the rows are features, which features were read; the same for the whole stream.
 
         Raises:
-            ValueError: shapes or dtypes that contradict each other or the stream's so far.
+            ValueError: shapes, dtypes or codecs contradict each other or the stream's earlier rows.
         """
         codec = None
         self._read[site, layer] = read
@@ -106,7 +106,7 @@ class RequestWriter:
         blocks.append((np.array(positions, np.int64), rows if kept else self._buffers.copy(rows)))
 
     def finish(self, record: RequestRecord) -> Stored:
-        """Encode and store. Call it once.
+        """Encode and store the rows. Call this once.
 
         Raises:
             FileError: the request's own file could not be written.
@@ -125,8 +125,8 @@ class RequestWriter:
 
 
 def _fills_its_memory(rows: Tensor) -> bool:
-    """True for rows on the CPU if at least half of the memory that they keep is of rows: of their
-    own, and of those of other layers between them."""
+    """True for rows on the CPU if at least half of the memory that they keep alive holds them, or
+    rows of other layers between them."""
     used = len(rows) * rows.stride(0) * rows.itemsize
     return rows.device.type == "cpu" and 2 * used >= rows.untyped_storage().nbytes()
 

@@ -1,15 +1,15 @@
 """Rows of many requests in a few large files: the layout for training.
 
-    resid_post.5             [tokens, hidden_size]   or resid_post.5.q, ... of a codec
+    resid_post.5             [tokens, hidden_size]   with a codec, its parts: resid_post.5.q, ...
     resid_post.5.request     int32 [tokens]          number of the request in the index
     resid_post.5.positions   int64 [tokens]
-    resid_post.5.token_ids   int32 [tokens]          the token that the row is of
+    resid_post.5.token_ids   int32 [tokens]          the token of each row
     token_ids                int32 [all tokens]      prompt and output of all requests
     vllm_scope               uint8 [bytes]           the index, as JSON
-    resid_post.5.<name>      what a `Summary` makes of the stream's rows, if the writer has one
+    resid_post.5.<name>      tensors that the writer's `Summary` makes of the rows, if it has one
 
 The index is also beside the shard as `.json`, for people. In the file it is a tensor, because
-the index of many small requests is larger than a safetensors header may be.
+the index of many small requests can be larger than a safetensors header may be.
 
 Owns:  ShardedLayout and its shards.
 Runs:  `add` on the caller's thread keeps the pieces without a copy. Shards are written on
@@ -38,16 +38,16 @@ from vllm_scope.files.publish import Publisher
 from vllm_scope.files.stored import FileLayout, FinishedRequest, Stored, settling
 from vllm_scope.files.tensors import joined, write_tensors
 
-#: Shards that are written at once, unless the caller says another number. If one more is full, the
-#: caller waits.
+#: How many shards are written at once, unless the caller gives another number. If one more shard
+#: is full, `add` waits.
 NUM_WRITERS = 2
-#: Shards that are filled at once: rows of one stream under different codecs need different
+#: How many shards are filled at once: rows of one stream under different codecs need different
 #: shards. If one more is needed, the oldest is written.
 MOST_OPEN = 4
-#: Encoded rows that are decoded at once for a Summary.
+#: A block that is decoded for a Summary ends when it has at least this many rows.
 BLOCK_ROWS = 4096
-#: Makes tensors, by name, of the decoded rows of one stream of a shard, [some, hidden_size] each.
-#: Called on the threads that write shards.
+#: A function from the decoded rows of one stream of a shard, in blocks [some, hidden_size], to
+#: tensors by name. Called on the threads that write shards.
 Summary = Callable[[Iterator[Tensor]], dict[str, Tensor]]
 
 
@@ -57,9 +57,9 @@ class _Rows:
 
     Attributes:
         parts: part of the codec -> its pieces, of all requests.
-        requests, firsts: of each request with such rows: its number, and its first token among
-            those of the shard.
-        positions: of its rows.
+        requests, firsts: for each request with such rows, its number, and the index of its first
+            token among the shard's tokens.
+        positions: for each request with such rows, the rows' positions.
     """
 
     codec: Codec
@@ -70,7 +70,7 @@ class _Rows:
     positions: list[Ints] = field(default_factory=list)
 
     def tensors(self, name: str, token_ids: Tensor) -> dict[str, list[Tensor]]:
-        """Args: token_ids: int32, of all requests of the shard."""
+        """The tensors of stream `name`, by name. `token_ids`: int32, those of the whole shard."""
         counts = [len(positions) for positions in self.positions]
         positions = np.concatenate(self.positions)
         tokens = positions + np.repeat(self.firsts, counts)
@@ -87,8 +87,8 @@ class _Shard:
     """Requests whose rows go into one file.
 
     Attributes:
-        nbytes: of the tensors so far.
-        published: done when the file is visible, or why it will not be.
+        nbytes: bytes of the tensors so far.
+        published: done when the file is visible, or with the exception that prevented this.
     """
 
     def __init__(self, stem: str) -> None:
@@ -101,7 +101,7 @@ class _Shard:
         self._streams: dict[str, _Rows] = {}
 
     def fits(self, request: FinishedRequest) -> bool:
-        """True if each of its streams has the shard's width, dtype and codec."""
+        """True if the shard's streams have the same width, dtype and codec in the request."""
         known = self._streams
         return all(
             name not in known or known[name].codec == stream.codec
@@ -121,7 +121,7 @@ class _Shard:
             rows.requests.append(number)
             rows.firsts.append(self._num_tokens)
             rows.positions.append(stream.positions)
-            # Beside a row's position: the number of its request, and its token.
+            # 8 bytes for each row: the number of its request, and its token.
             self.nbytes += stream.nbytes + 8 * stream.shape[0]
         self.nbytes += request.token_ids.nbytes
         self._token_ids.append(request.token_ids)
@@ -185,7 +185,7 @@ class ShardedLayout(FileLayout):
         self._num_shards = 0
         self._threads = ThreadPoolExecutor(num_writers, thread_name_prefix="vllm-scope-shard")
         self._writing: list[Future[None]] = []
-        #: The oldest first.
+        #: The shards that are being filled, the oldest first.
         self._open: list[_Shard] = []
 
     def _shard_for(self, request: FinishedRequest) -> _Shard:
@@ -212,7 +212,7 @@ class ShardedLayout(FileLayout):
         self._writing.append(self._threads.submit(shard.publish, self._publisher, self._summary))
         if len(self._writing) > self._num_writers:
             wait(self._writing, return_when=FIRST_COMPLETED)
-        # A failure is set on the requests' futures.
+        # The requests' futures have the error of a shard that failed.
         self._writing = [one for one in self._writing if not one.done()]
 
     def flush(self) -> None:

@@ -7,11 +7,12 @@
     staged.remove(place)
 
 Owns:  the protocol Staged, `make_staged`.
-Runs:  in the process that decides what is visible, one thread.
+Runs:  in the process that decides which files are visible, on one thread.
 To:    harvests with several engines.
 
-Promise: a file is below its place or below the root, whole. So the process that moves alone decides
-what the root holds: what the other one writes after its last move is never visible.
+Promise: a whole file is either below its place or below the root. Only the process that moves files
+decides what the root holds: a file that another process writes after the last move is never
+visible.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from vllm_scope.errors import FileError
 from vllm_scope.files.publish import fsync_folder
 from vllm_scope.files.remote import RemoteStaged
 
-#: Below a root: hidden from readers.
+#: The folder of places below a root, hidden from readers.
 FOLDER = ".engines"
 
 
@@ -40,15 +41,15 @@ class Staged(Protocol):
         ...
 
     def places(self) -> list[str]:
-        """All places, those of earlier processes among them. Raises FileError."""
+        """All places, including those of earlier processes. Raises FileError."""
         ...
 
     def move(self, place: str, names: Iterable[str]) -> None:
-        """Make files visible, in this order. Raises FileError."""
+        """Make these files of a place visible, in this order. Raises FileError."""
         ...
 
     def remove(self, place: str) -> None:
-        """Remove a place and what is in it, as far as this is possible."""
+        """Remove a place and its files. What cannot be removed is left, without an error."""
         ...
 
 
@@ -61,7 +62,7 @@ class LocalStaged:
     """Places below a local folder.
 
     Args:
-        mode: of files, as for LocalPublisher.
+        mode: the mode of files, as for LocalPublisher.
     """
 
     def __init__(self, root: Path, fsync: bool, mode: int) -> None:
@@ -98,5 +99,5 @@ class LocalStaged:
 
     def remove(self, place: str) -> None:
         shutil.rmtree(place, ignore_errors=True)
-        with suppress(OSError):  # others are there
+        with suppress(OSError):  # other places are there
             (self._root / FOLDER).rmdir()

@@ -1,4 +1,4 @@
-"""A request that ended, on its way into a file; and what became of it.
+"""A request that has ended, on its way into a file, and the result of storing it.
 
 Owns:  EncodedStream, FinishedRequest (a layout's input), Stored (its output), FileLayout.
 """
@@ -27,14 +27,13 @@ Text = TypeVar("Text", str, str | None)
 
 @dataclass(frozen=True)
 class Stored:
-    """What became of a request.
+    """The result of storing a request.
 
     Attributes:
         manifest: true once `published` is done; until then the rows are only in this
             process's memory.
-        published: done when the file is visible. If it has an exception, that says why the file
-            will not be visible.
-        folder: of the file, below the root.
+        published: done when the file is visible, or with the exception that prevented this.
+        folder: the file's folder, below the root.
     """
 
     manifest: IndexedRequest
@@ -69,9 +68,9 @@ class EncodedStream:
     """One stream of a request, ready for a file.
 
     Attributes:
-        positions: of the rows, [num_rows].
+        positions: the rows' positions, [num_rows].
         parts: part of the codec -> its pieces along the first axis, at least one.
-        read: of rows that are features, which were read.
+        read: if the rows are features, which features were read.
     """
 
     positions: Ints
@@ -92,7 +91,7 @@ class FinishedRequest:
     """A request with all of its rows, encoded.
 
     Attributes:
-        streams: by `site.layer`.
+        streams: the request's streams, by `site.layer`.
         token_ids: int32 [num_tokens], prompt and output.
     """
 
@@ -163,11 +162,11 @@ class FileLayout(ABC):
 
     @abstractmethod
     def add(self, request: FinishedRequest) -> Stored:
-        """Take a request. Raises FileError if its file is written now, and cannot be."""
+        """Take a request. Raises FileError if the layout writes its file now, and that fails."""
 
     def flush(self) -> None:  # noqa: B027
         """Wait until every request is published or has failed. Raises the first FileError."""
 
     def close(self) -> None:
-        """`flush`, and end the layout's threads."""
+        """Flush, then end the layout's threads."""
         self.flush()

@@ -1,4 +1,4 @@
-"""Rows of one stream in one file, and the files that are open.
+"""Rows of one stream in one file, and the open files of a folder.
 
 Owns:  StoredStream, OpenFiles.
 From:  captured (which names the stream).   To: captured, iterate.
@@ -20,7 +20,7 @@ from vllm_scope.files.datafile import MappedFile, NpzFile, open_data
 from vllm_scope.files.folder import Folder
 from vllm_scope.files.per_request import part_key
 
-#: Files that are open at once. A tensor of a closed file stays valid.
+#: Most files that are open at once. A tensor of a closed file stays valid.
 MAX_OPEN = 64
 
 
@@ -41,10 +41,10 @@ class StoredStream:
     """Rows of one stream in one file, of one request or of consecutive ones.
 
     Attributes:
-        name: of the file.
-        key: of the stream in the file.
-        first, num_rows: the rows, in the file's stream.
-        codec: of the rows.
+        name: the file's name.
+        key: the stream's name in the file.
+        first, num_rows: the first row in the file's stream, and the number of rows.
+        codec: the codec of the rows.
     """
 
     files: OpenFiles
@@ -61,28 +61,29 @@ class StoredStream:
 
     @property
     def positions(self) -> Tensor:
-        """int64 [num_rows]."""
+        """int64 [num_rows]: the absolute positions of the rows."""
         found = self._slice(f"{self.key}.positions", torch.int64)
         if found.dim() != 1:
             raise FileError(f"{self.name}: positions of {self.key} are {list(found.shape)}")
         return found
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """[stop - start, hidden_size], decoded; a view of the file if there is no codec."""
+        """Rows `start` to `stop` - 1, decoded: [stop - start, hidden_size]. Without a codec they
+        are a view of the file."""
         if not self.codec.rowwise:
             return self._decode(self._parts(), self.num_rows)[start:stop]
         parts = {name: part[start:stop] for name, part in self._parts().items()}
         return self._decode(parts, stop - start)
 
     def take(self, index: Tensor) -> Tensor:
-        """[len(index), hidden_size], decoded."""
+        """The rows of these indices, [len(index), hidden_size], decoded."""
         if not self.codec.rowwise:
             return self._decode(self._parts(), self.num_rows)[index]
         parts = {name: _select(part, index) for name, part in self._parts().items()}
         return self._decode(parts, len(index))
 
     def joined(self, other: StoredStream) -> StoredStream | None:
-        """Both as one if the other's rows follow in the file, else None."""
+        """Both streams as one if the rows of `other` follow in the file; else None."""
         if (
             self.codec.rowwise
             and (self.name, self.key, self.codec) == (other.name, other.key, other.codec)

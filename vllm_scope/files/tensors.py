@@ -4,7 +4,7 @@ Owns:  `write_tensors`, `head_of`, Header and its checks.
 
 The format's own library needs each tensor in one piece. A shard has the rows of many
 requests, and joining them would cost one more copy, so the header is written here. Tests
-read everything back by the library.
+read everything back with that library.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from vllm_scope.errors import FileError, shown
 from vllm_scope.files.buffers import bytes_of, cat_rows, copy_rows
 from vllm_scope.files.publish import write_bytes
 
-#: Headers beyond this are refused before they are read; the format allows 100 MB.
+#: Larger headers are refused before they are read; the format allows 100 MB.
 MAX_HEADER_BYTES = 64 << 20
-#: Our tensors have one or two.
+#: Limit for a tensor in a file that is read. Tensors of captured rows have one or two dimensions.
 MAX_DIMS = 8
 #: Largest number of elements of a tensor, in torch too.
 _MAX_NUMBERS = (1 << 63) - 1
 #: Smaller pieces are joined: a system call per row would cost more than a copy.
 _SMALL_BYTES = 1 << 16
-#: Rows of one of several layers do not lie one behind another. So many bytes of them are copied
-#: before they are written and hashed, while a core's cache has them.
+#: If a block holds several layers, the rows of one layer do not lie one behind another. This many
+#: bytes of them are copied at a time, then written and hashed while a core's cache has them.
 _COPIED_BYTES = 1 << 19
 
 CODE_OF = {
@@ -59,7 +59,7 @@ def write_tensors(
         file: unbuffered and empty.
         tensors: name -> pieces along the first axis, at least one; their dtype and other
             axes are equal.
-        metadata: for the header.
+        metadata: the header's metadata.
     """
     # Wide dtypes first: each tensor is then aligned in the mapped file.
     names = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))
@@ -77,8 +77,10 @@ def write_tensors(
 
 
 def _in_turn(piece: Tensor) -> Iterator[Tensor]:
-    """The piece; or, if its rows lie at a distance, copies of some of them at a time, each in the
-    memory of the one before."""
+    """Yield the piece; or, if there are gaps between its rows, copies of some rows at a time.
+
+    Each copy overwrites the memory of the copy before.
+    """
     if piece.is_contiguous() or piece.dim() != 2 or piece.stride(1) != 1:
         yield piece
         return
@@ -93,13 +95,13 @@ def _in_turn(piece: Tensor) -> Iterator[Tensor]:
 def head_of(
     tensors: Iterable[tuple[str, str, list[int], int]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """What stands before the tensors in a file.
+    """The bytes before the tensors in a file: the header's length, and the header.
 
     Args:
-        tensors: name, dtype's code, shape and bytes of each, in the file's order.
+        tensors: name, dtype's code, shape and number of bytes of each, in the file's order.
 
     Raises:
-        FileError: it would be larger than MAX_HEADER_BYTES.
+        FileError: the header would be larger than MAX_HEADER_BYTES.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
@@ -117,7 +119,7 @@ def head_of(
 
 
 def joined(pieces: Sequence[Tensor]) -> list[Tensor]:
-    """The pieces in order, neighbouring small ones joined."""
+    """The pieces in order; neighbouring small pieces are joined."""
     found: list[Tensor] = []
     small: list[Tensor] = []
     num_numbers = 0
@@ -146,7 +148,7 @@ class Header(msgspec.Struct, frozen=True):
     """A checked header: every tensor lies within the file and has its shape's size.
 
     Attributes:
-        num_bytes: of the header; the tensors begin behind it.
+        num_bytes: bytes of the header and of the number before it; the tensors begin behind them.
     """
 
     metadata: dict[str, str]
@@ -159,13 +161,13 @@ def read_header(file: BinaryIO, size: int, where: str, mark: str | None = None) 
 
     Args:
         file: at its beginning.
-        size: of the file, in bytes.
+        size: the file's size in bytes.
         where: the file's name, for messages.
-        mark: if neither the metadata nor the tensors have this name, the file is not ours,
-            and its tensors are not looked at. None: the tensors of every file are checked.
+        mark: if neither the metadata nor the tensors have this name, another program wrote the
+            file, and its tensors are not looked at. None: the tensors of every file are checked.
 
     Raises:
-        FileError: not safetensors, or sizes that contradict the file's.
+        FileError: the file is not safetensors, or sizes in the header contradict the file's.
     """
     first = file.read(8)
     if len(first) < 8:

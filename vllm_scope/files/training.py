@@ -19,24 +19,25 @@ from vllm_scope.files.reader import open as open_capture
 
 
 class RowDataset(IterableDataset[Tensor]):
-    """Batches of rows of one stream, [batch_size, hidden_size], in an order of each epoch's own.
+    """Batches of rows of one stream, [batch_size, hidden_size], shuffled anew in each epoch.
 
     Use `DataLoader(dataset, batch_size=None, num_workers=...)`. Each row comes once in an epoch, in
-    one of the workers; each worker's last batch may be smaller. The files are opened where they are
-    read, so the data set can be sent to any process.
+    one of the workers; each worker's last batch may be smaller. Each process opens the files when
+    it reads them, so the data set can be sent to any process.
 
     The object counts its epochs. A worker has a copy of the object: keep the workers from epoch to
-    epoch (`persistent_workers=True`), or call `set_epoch` before each. Otherwise each epoch has the
-    order of the first.
+    epoch (`persistent_workers=True`), or call `set_epoch` before each epoch. Otherwise each epoch
+    has the order of the first.
 
     `state_dict` says how many batches were taken, and `load_state_dict` goes on after them, mostly
     without reading them. torchdata's StatefulDataLoader calls both in each worker. A plain
     DataLoader calls neither; call them yourself, without workers.
 
     Args:
-        path: of captured rows, as for `vllm_scope.open`.
-        shuffle: False: in the order of the files.
-        seed: of the first epoch. An epoch begins with each new iterator after a whole one.
+        path: the path of captured rows, as for `vllm_scope.open`.
+        shuffle: False: in the order of the files, in every epoch.
+        seed: the seed of epoch 0; epoch n has seed + n. The next epoch begins after an iterator
+            has given its last batch.
         part: (index, number of parts), for several training processes.
 
     Raises:
@@ -78,19 +79,19 @@ class RowDataset(IterableDataset[Tensor]):
         self._epoch, self._taken = self._epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iterator begin this epoch; the first one is 0. Workers that run already keep
-        their own count."""
+        """Let the next iterator begin this epoch; the first epoch is 0. Workers that run already
+        keep their own count."""
         self._epoch, self._taken = epoch, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iterator is."""
+        """The epoch, the batches taken in it, and the settings that fix their order."""
         return {"epoch": self._epoch, "taken": self._taken, "part": self._parts()} | self._order()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the batches of a state.
 
         Raises:
-            FileError: the state is of another order or number of readers.
+            FileError: the state has another seed, `shuffle`, batch size or part.
         """
         now = {"part": self._parts()} | self._order()
         for name, value in now.items():
@@ -105,7 +106,7 @@ class RowDataset(IterableDataset[Tensor]):
         return {"seed": self._seed, "shuffle": self._shuffle, "batch_size": self._batch_size}
 
     def _parts(self) -> tuple[int, int]:
-        """This process's part of its part."""
+        """(index, number of parts): the data set's part, or a worker's part of that part."""
         index, count = self._part
         worker = get_worker_info()
         if worker is None:

@@ -1,10 +1,10 @@
-"""Captured rows into files: what an engine's sink calls.
+"""Captured rows into files: the interface for an engine's sink.
 
     writer = open_writer(FileOptions.parse({"root": "captures"}))
     request = writer.begin()
     request.write("resid_post", 5, positions, rows)     # any interleaving
     stored = request.finish(RequestRecord(...))
-    writer.flush()                                     # or the file is full
+    writer.flush()                                     # not needed once the file is full
     stored.published.result()                          # stored.manifest is true from here on
     writer.close()
 
@@ -12,9 +12,9 @@ Owns:  Writer, `open_writer`.
 Runs:  on one thread at a time. `sharded` writes its files on threads of its own.
 To:    one of per_request, packed, sharded, npz.
 
-Promise: `finish` returns the manifest that will be on disk, and a future that is done when
-it is. With per_request and npz the file is there when `finish` returns; with packed and
-sharded when it is full, or once `flush` or `close` has returned.
+Promise: `finish` returns the manifest that will be on disk, and a future that is done when the
+file is visible. With per_request and npz the file is visible when `finish` returns. With packed
+and sharded it becomes visible after it is full, at the latest when `flush` or `close` returns.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _LAYOUTS: dict[str, type[FileLayout]] = {
 
 
 class Writer:
-    """All requests of one root. Use as a context, or call `close`.
+    """Writes the requests of one root. Use it as a context manager, or call `close`.
 
     Args:
-        layout: how requests become files; None: as the options say.
+        layout: how requests become files; None: the layout of the options.
         copies: False: most rows are kept as they are; see RequestWriter.
 
     Attributes:
@@ -113,7 +113,7 @@ class Writer:
         return self._codecs[key]
 
     def flush(self) -> None:
-        """Return once every finished request is visible. Raises FileError."""
+        """Wait until the files of all finished requests are visible. Raises FileError."""
         self._layout.flush()
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class Writer:
 
 
 def open_writer(options: FileOptions) -> Writer:
-    """A writer. Removes what killed writers left in a local root.
+    """A writer for a root. Removes the files that killed writers left in a local root.
 
     Raises:
         FileError: the root cannot be written to.

@@ -16,9 +16,9 @@
 With vLLM's own LLM and SamplingParams the same fields are keys of `extra_args`.
 
 Hooks are pre_attn, post_attn and post_block. A request can use a hook only if the engine taps
-it (`additional_config={"scope": {"sites": [...]}}`). Vectors of all tiers, of a module and of
-the request, add up; clamps apply after all additions, and clamps of features after these. A
-tier is chosen by the token's position, so a prompt that is computed again after a preemption
+it (`additional_config={"scope": {"sites": [...]}}`). The vectors of a module and of the request's
+tiers add up. Clamps apply after all additions, and clamps of features after all other clamps. A
+tier is chosen by the token's position, so a token that is computed again after a preemption
 keeps its tier.
 
 Steering modules are loaded with `load_modules(llm, ["formal=formal.json"])`, or at start
@@ -27,7 +27,7 @@ with `additional_config={"scope": {"modules": {"formal": "formal.json"}}}`.
 engine.py   LLM, SamplingParams
 keys.py     the keys of a request as actions; load_modules
 vectors.py  tiers of vectors and of clamps, and their bounds
-gates.py    what is added on a condition
+gates.py    vectors that are added on a condition
 features.py clamps on features of sparse autoencoders
 capture.py  captures, capture_results, reading files back
 http.py     the keys in a server's bodies, capture_results in its answers, /v1/steering
@@ -56,7 +56,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # They import vLLM, which reading files back does not need.
+    # LLM and SamplingParams import vLLM, which `read_request` does not need.
     if name not in ("LLM", "SamplingParams"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm_scope.compat.steering_http import engine

@@ -4,7 +4,7 @@
                             "hooks": {"post_block": [12], "pre_attn": "all"},
                             "positions": "last_prompt"}}
     output.capture_results["filesystem"].status     # pending, ok, partial_error, error
-    output.capture_results["filesystem"].payload    # of files: their paths
+    output.capture_results["filesystem"].payload    # the paths of the files
     read_request("/data/captures/run-7/q-42")[12, "post_block"].array
 
 A consumer is the name of a sink that the operator has set up (`additional_config={"scope":
@@ -60,7 +60,7 @@ class FilesystemCaptureRequest:
         request_id, tag: the name of the files, and their folder below the root.
         hooks: hook -> layers, "all", or {"layers": [...], "ranges": [[first, last], ...]}.
         positions: last_prompt, all_prompt, all_generated, all, or a list.
-        layout: None; the operator sets it.
+        layout: must be None; the operator sets the layout.
     """
 
     request_id: str
@@ -78,8 +78,8 @@ class CaptureResult:
         status: "pending" while the request runs, "ok", "partial_error" (rows are missing), or
             "error". It stays "pending" if the sink does not answer in time.
         error: why the status is not "ok".
-        payload: of `filesystem` the paths of files; over HTTP without the operator's key their
-            names. Of another sink the details of its manifest.
+        payload: for `filesystem`, the paths of the files, or only their names over HTTP without
+            the operator's key. For another sink, the details of its manifest.
     """
 
     status: str
@@ -87,13 +87,13 @@ class CaptureResult:
     payload: object = None
 
     def to_json(self) -> dict[str, object]:
-        """As the fork's server sends it: the payload is an object."""
+        """The result as the fork's server sends it, with an object as payload."""
         payload = {"items": self.payload} if isinstance(self.payload, list) else self.payload
         return {"status": self.status, "error": self.error, "payload": payload or {}}
 
 
 def reads_of(capture: object, sites: Sites, room: Room) -> list[tuple[Read, dict[str, str]]]:
-    """One Read for each hook of each consumer, and its names in errors.
+    """One Read for each hook of each consumer, with the caller's names of its fields, for errors.
 
     Args:
         room: counts the request's reads and positions.
@@ -167,10 +167,10 @@ def positions_of(positions: object, where: str) -> str | list[object]:
 
 
 def layers_of(layers: object, where: str, num_layers: int = MAX_LAYER + 1) -> object:
-    """The layers of a Read; ranges become numbers.
+    """A capture's layers as those of a Read; ranges become numbers.
 
     Args:
-        num_layers: the model's, if known.
+        num_layers: the model's number of layers, if it is known.
     """
     if not isinstance(layers, Mapping):
         few(layers, num_layers, "layers", where)
@@ -204,7 +204,7 @@ def decorate(
 
 
 class _Files(msgspec.Struct):
-    """What the sink `filesystem` says of a request."""
+    """The details that the sink `filesystem` reports about a request."""
 
     paths: list[str] = []
 
@@ -229,9 +229,9 @@ class CaptureEntry:
     """Rows of one layer at one hook.
 
     Attributes:
-        array: [num_rows, hidden_size]; bfloat16 as its bits, uint16.
-        dtype: of the rows, by its name.
-        positions: of the rows, absolute.
+        array: [num_rows, hidden_size]; bfloat16 rows as their bits, in uint16.
+        dtype: the name of the rows' dtype.
+        positions: the rows' absolute positions.
     """
 
     layer: int
@@ -245,8 +245,8 @@ def read_request(path: str | Path) -> dict[tuple[int, str], CaptureEntry]:
     """A captured request: (layer, hook) -> its rows.
 
     Args:
-        path: root/tag/request_id for any layout of the files; or a file of one request from
-            the payload.
+        path: root/tag/request_id, for any layout of the files; or a path from the payload, if
+            that file holds one request.
 
     Raises:
         FileError, KeyError: there is no such request, or there are several.

@@ -25,7 +25,7 @@ from vllm_scope.request.sites import STREAM_SITES
 from vllm_scope.sinks.options import FILESYSTEM
 from vllm_scope.vectors.hooks import mapping, site_of
 
-#: Options of the consumer `filesystem` -> vllm-scope's.
+#: Options of the consumer `filesystem` -> options of vllm-scope's sink.
 _FILES = {"root": "root", "writer_threads": "threads", "fsync": "fsync"}
 _LAYOUTS = {"per_file": "per_request", "packed": "packed", "sharded": "sharded"}
 #: Options of the consumer `filesystem` with one possible value here.
@@ -38,13 +38,13 @@ _IDLE = {
 _GLOBAL = {"global_hooks", "global_positions", "default_tag"}
 
 
-#: hook -> layer -> a vector; or JSON of that.
+#: hook -> layer -> a vector; or the same as a JSON text.
 Tier = Mapping[str, Mapping[int | str, object]] | str
 P = ParamSpec("P")
 
 
 class SamplingParams(vllm.SamplingParams):
-    """vLLM's, with the fork's fields; they move into `extra_args`."""
+    """vLLM's SamplingParams with the fork's fields, which move into `extra_args`."""
 
     steering_vectors: Tier | None = None
     prefill_steering_vectors: Tier | None = None
@@ -71,7 +71,7 @@ class SamplingParams(vllm.SamplingParams):
 
 
 def _with_results(method: Callable[P, list[RequestOutput]]) -> Callable[P, list[RequestOutput]]:
-    """A method of vllm.LLM whose outputs all have `capture_results`."""
+    """The method of vllm.LLM, changed so that all its outputs have `capture_results`."""
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> list[RequestOutput]:
@@ -85,7 +85,7 @@ def _with_results(method: Callable[P, list[RequestOutput]]) -> Callable[P, list[
 
 
 class LLM(vllm.LLM):
-    """vLLM's, with the fork's arguments; every hook can be steered and captured.
+    """vllm.LLM with the fork's arguments; every hook can be steered and captured.
 
     Args:
         model, vllm_kwargs: as for vllm.LLM.
@@ -120,7 +120,7 @@ class LLM(vllm.LLM):
 
 
 def sink_of(consumer: object) -> tuple[str, str, dict[str, object]]:
-    """("sinks" or "global_sinks", the sink's name, its options).
+    """A consumer as a sink: ("sinks" or "global_sinks", the sink's name, its options).
 
     Raises:
         ConfigError: `consumer` is not {"name", "params"}, or an option is not supported.

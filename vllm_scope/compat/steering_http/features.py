@@ -8,15 +8,16 @@
         ]}},
     }]
 
-With f the feature's activation in the row, `absolute` adds (value - f) and `additive` adds value
-times the decoder's row. With `only_if_active` they do so where f is above 0.
+Let f be the feature's activation in the row. `absolute` adds (value - f) times the feature's
+decoder row, `additive` adds value times that row. With `only_if_active` they add only if f is
+above 0.
 
-Owns:  `features_of`, and the check that an SAE is of the clamped place.
+Owns:  `features_of`, and the check that an SAE belongs to the clamped place.
 Runs:  in the front-end, for a request on the event loop of an API server.
 To:    keys.
 
-Promise: the clamps of one SAE at one place and on one token see the same row, whichever of the
-specs they stand in, and come after all vectors and clamps along directions.
+Promise: on one token, all clamps of one SAE at one place see the same row, even if they stand in
+different specs. They apply after all vectors and after all clamps along directions.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Asked:
     """One SetFeature of a request.
 
     Attributes:
-        module, place: the SAE's name, and where the caller clamps it.
+        module, place: the SAE's name, and the place where the caller clamps its features.
         words: the caller's names of the edit and its fields, for errors.
     """
 
@@ -71,7 +72,7 @@ class Asked:
     words: dict[str, str]
 
 
-#: By SAE, place and tokens: the clamps, each with its path.
+#: (the SAE's name, place) -> tokens -> clamp -> the clamp's path.
 _Grouped = dict[tuple[str, Place], dict[str, dict[_Clamp, str]]]
 
 
@@ -97,11 +98,11 @@ def features_of(body: object, sites: Sites, room: Room) -> list[Asked]:
 
 
 def check_places(asked: Iterable[Asked], saes: Mapping[str, Any]) -> None:
-    """Raises SpecError if an SAE is of another place than the one that is clamped.
+    """Raise SpecError if an SAE belongs to another place than the clamped one.
 
     Args:
-        saes: name -> the SAE, of those that the engine holds. An unknown name passes; the edit
-            refuses it.
+        saes: the SAEs that the engine holds, by name. An unknown name passes here; the check of
+            its SetFeature refuses the request.
     """
     for one in asked:
         sae = saes.get(one.module)
@@ -114,7 +115,7 @@ def check_places(asked: Iterable[Asked], saes: Mapping[str, Any]) -> None:
 
 
 def _group(spec: object, where: str, groups: _Grouped, sites: Sites, room: Room) -> None:
-    """Add the clamps of one spec."""
+    """Add the clamps of one spec to `groups`."""
     fields = few_fields(spec, 4, "fields", where)
     if not {"module_name", "clamps"} <= set(fields) <= {"module_name", "clamps", "phase", "gated"}:
         raise SpecError(
@@ -173,7 +174,7 @@ def _clamp(entry: object, where: str) -> _Clamp:
 
 
 def _edits(module: str, place: Place, tiers: Mapping[str, dict[_Clamp, str]]) -> Iterator[Asked]:
-    """One SetFeature, or one for each phase if the clamps differ."""
+    """One SetFeature for all tokens, or one for each phase if the phases' clamps differ."""
     prompt, generated = (tiers.get(tokens, {}) for tokens in _PHASES["both"])
     same = set(prompt) == set(generated)
     by_tokens = {"all": prompt} if same else {"prompt": prompt, "generated": generated}

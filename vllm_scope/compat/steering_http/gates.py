@@ -1,4 +1,4 @@
-"""Gates of the steering fork: what a request adds on a condition, as Adds that have a Gate.
+"""Gates of the steering fork: vectors that a request adds on a condition, as Adds with a Gate.
 
     steering=[{
         "when": {"kind": "probe", "probe": SOURCE, "threshold": 2.0, "sharpness": 1.0},
@@ -6,16 +6,16 @@
         "apply": {"kind": "add", "steer": SOURCE, "strength": 1.0},
     }]
 
-A SOURCE is {"kind": "inline", "packed": a tier of vectors}. That of `steer` may also be {"kind":
-"name", "name": a steering module}. Each generated token gets g * strength times the vectors, with
-g = sigmoid(sharpness * (row . probe - threshold)) of the token's own row, at the probe's hook and
-layer, before the edits of that hook. With {"kind": "always"}, g is 1.
+A SOURCE is {"kind": "inline", "packed": a tier of vectors}. The SOURCE of `steer` may also be
+{"kind": "name", "name": a steering module}. At each generated token, g * strength times the vectors
+are added, with g = sigmoid(sharpness * (row . probe - threshold)). `row` is the token's own row at
+the probe's hook and layer, before the edits of that hook. With {"kind": "always"}, g is 1.
 
 Owns:  `gated`.
 Runs:  in the front-end, for a request on the event loop of an API server.
 From:  vectors, beside this file.   To: keys.
 
-Promise: a gate that acts on other tokens or other steering than that is refused with the reason.
+Promise: a gate that would act on other tokens or on other steering is refused with the reason.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _SCOPES = {
 
 
 def gated(body: object, sites: Sites, room: Room) -> Iterator[tuple[Add, dict[str, str]]]:
-    """The Adds of a request's gates, and their names in errors.
+    """Yield the Adds of a request's gates, each with the caller's names of its fields, for errors.
 
     Args:
         room: counts the vectors and numbers of the request.

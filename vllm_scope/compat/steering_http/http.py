@@ -1,4 +1,4 @@
-"""The steering fork over HTTP: its words in bodies, `capture_results` in answers, `/v1/steering`.
+"""The steering fork over HTTP: its keys in bodies, `capture_results` in answers, `/v1/steering`.
 
 Owns:  HTTP (the registration of this face with the server), the routers, and the types of their
        bodies and answers.
@@ -6,7 +6,7 @@ Runs:  in each API server process, inside of vLLM's authentication.
 From:  tiers (edits of every request), vllm_scope.vectors.hooks (modules).
 
 A response has the `capture_results` of its first choice. If there are several choices (n > 1,
-or several prompts), each choice has its own too.
+or several prompts), each choice also has its own.
 
 Promise: these routes and those below /v1/scope set and show the same edits and modules. A wrong
 body changes nothing.
@@ -57,7 +57,7 @@ class _Tiers(BaseModel):
     decode_clamps: Hooks = Field(default=None, description="Likewise, for generated tokens.")
 
     def tiers(self) -> dict[str, object]:
-        """The given tiers. Not `model_dump`, which would copy them."""
+        """The tiers that the body gives, not copied (`model_dump` would copy them)."""
         values = {name: getattr(self, name) for name in _Tiers.model_fields}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -74,7 +74,7 @@ class SetSteering(_Tiers):
 
 
 class ClearSteering(BaseModel):
-    """What is cleared."""
+    """The body of `clear`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -102,7 +102,7 @@ class SteeringStatus(BaseModel):
 
 
 class Cleared(BaseModel):
-    """Nothing is edited server-wide."""
+    """The answer of `clear`: no server-wide edits are left."""
 
     status: str = "ok"
 
@@ -120,7 +120,7 @@ class SteerableLayers(BaseModel):
 
 
 class RegisterModule(_Tiers):
-    """A steering module: vectors of up to three tiers, by a name."""
+    """A steering module: a name, and vectors of up to three tiers."""
 
     name: str = Field(min_length=1, max_length=MAX_NAME)
     kind: str = Field(default="additive", description="additive.")
@@ -128,7 +128,7 @@ class RegisterModule(_Tiers):
 
 
 class UnregisterModule(BaseModel):
-    """A name to forget."""
+    """The name of a steering module to forget."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -136,14 +136,14 @@ class UnregisterModule(BaseModel):
 
 
 class Modules(BaseModel):
-    """The names that requests can use."""
+    """The names of steering modules that requests can use."""
 
     modules: list[str]
     count: int
 
 
 class ModuleChanged(BaseModel):
-    """The module that was registered, or forgotten."""
+    """The module that was registered or forgotten, and those that are left."""
 
     status: str = "ok"
     name: str
@@ -195,7 +195,7 @@ async def get_layers(request: Request, target: Target = None) -> SteerableLayers
 
 @reading.get("/modules", summary="The names of steering modules")
 async def get_modules(request: Request) -> Modules:
-    """GET /v1/scope/modules has the digest and the streams of each."""
+    """Names only. GET /v1/scope/modules also has each module's digest and streams."""
     names = await _names(request)
     return Modules(modules=names, count=len(names))
 
@@ -241,7 +241,7 @@ async def register_module(request: Request, body: RegisterModule) -> ModuleChang
 
 
 def _module(tiers: dict[str, object], sites: Sites) -> bytes:
-    """A module's content. Raises SpecError for more than this model can use."""
+    """A module's content as bytes. Raises SpecError if it does not fit this model."""
     room = Room()
     fields = {
         name: bounded(value, sites, room, f"the body[{name!r}]")
@@ -253,7 +253,7 @@ def _module(tiers: dict[str, object], sites: Sites) -> bytes:
 
 @changing.post("/modules/unregister", summary="Forget a steering module", responses=errors(404))
 async def unregister_module(request: Request, body: UnregisterModule) -> ModuleChanged:
-    """Running requests keep the module."""
+    """Later requests cannot use the module. Running requests keep it."""
     async with in_turn(request):
         known = await asked(engine_of(request).unregister(body.name))
     names = await _names(request)

@@ -36,7 +36,7 @@ REFUSED = {
 
 
 def translate(values: Mapping[str, object], sites: Sites) -> Translation:
-    """The edits and reads of the fork's keys of one request.
+    """The edits and reads that the fork's keys of one request ask for.
 
     Raises:
         SpecError: a value of a wrong form, or a key that is not supported.
@@ -65,7 +65,8 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
 
 
 def _module(values: Mapping[str, object]) -> list[tuple[Edit, dict[str, str]]]:
-    """The edit of `steering_module_ref` or `steering_name`: (name, scale), or a name alone."""
+    """The edit of `steering_module_ref` or `steering_name`, whose value is (name, scale) or a name;
+    [] if the request has neither."""
     given = [k for k in ("steering_module_ref", "steering_name") if values.get(k) is not None]
     if not given:
         return []
@@ -82,17 +83,17 @@ def _module(values: Mapping[str, object]) -> list[tuple[Edit, dict[str, str]]]:
 
 
 def load_modules(llm: LLM, modules: Iterable[str]) -> dict[str, str]:
-    """Register modules with a running engine, as `--steering-modules name=path` did.
+    """Register modules with a running engine, as the fork's `--steering-modules name=path` did.
 
     Args:
-        modules: "name=path" each, of files that `vllm_scope.vectors.load_vectors` reads, such
-            as the fork's JSON. A known name gets the new content for later requests.
+        modules: "name=path" each. A path is a file that `vllm_scope.vectors.load_vectors` reads,
+            such as the fork's JSON. A known name gets the new content for later requests.
 
     Returns:
-        name -> digest of its content.
+        name -> digest of the module's content.
 
     Raises:
-        SpecError: not name=path, or a file that is no module of this model.
+        SpecError: an item is not name=path, or a file is no module of this model.
     """
     digests = {}
     for module in modules:

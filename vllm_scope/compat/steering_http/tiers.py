@@ -2,11 +2,11 @@
 
 Owns:  Wanted (the body of `set`), `merged` and `status`.
 Runs:  in an API server process.
-To:    routes.
+To:    http.
 
 Promise: the engine has the only list of server-wide edits. An Add or a Clamp in that list belongs
 to a tier if it has numbers, layers and the tier's tokens, whichever route set it. All other edits
-(modules by name, ablations, gates, doses ...) stay as they are.
+(modules by name, ablations, edits with a gate or a dose ...) stay as they are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_scope.request.spec import Spec, scope
 from vllm_scope.vectors.hooks import MODULE_TIERS, tiers
 
 CLAMP_TIERS = tiers("clamps")
-#: A tier's tokens -> the name of its norm, and of the number of its clamps.
+#: A tier's tokens -> the field of `status` with its norm, and the field with its number of clamps.
 _NORMS = {tokens: name for name, tokens in tiers("norm").items()}
 _COUNTS = {tokens: name for name, tokens in CLAMP_TIERS.items()}
 
@@ -41,7 +41,7 @@ class Wanted:
 
     Attributes:
         edits: Adds, then Clamps.
-        places: those whose earlier edits are replaced.
+        places: the places whose earlier edits are replaced.
     """
 
     edits: tuple[Edit, ...]
@@ -49,7 +49,7 @@ class Wanted:
 
     @staticmethod
     def parse(body: Mapping[str, object], sites: Sites) -> Wanted:
-        """From the fields of a body.
+        """A Wanted from the fields of a body.
 
         Raises:
             SpecError: a wrong value, with its path; nothing is set.
@@ -91,12 +91,12 @@ def merged(text: str | None, wanted: Wanted, alone: bool) -> str | None:
     """The new server-wide edits as a spec.
 
     Args:
-        text: the present ones as a spec.
-        alone: end all of them first; else those at other places stay.
+        text: the present server-wide edits as a spec; None: there are none.
+        alone: True: end all present edits first. False: present edits at other places stay.
     """
     held = [] if alone or text is None else Spec.from_json(text).edits
     left = [e for edit in held for e in _without(edit, wanted.places)]
-    # As in a request, clamps come after all that is added.
+    # As in a request, clamps apply after all additions.
     first = next((i for i, edit in enumerate(left) if isinstance(edit, Clamp)), len(left))
     adds = [edit for edit in wanted.edits if isinstance(edit, Add)]
     clamps = [edit for edit in wanted.edits if isinstance(edit, Clamp)]
@@ -105,7 +105,7 @@ def merged(text: str | None, wanted: Wanted, alone: bool) -> str | None:
 
 
 def _places(edit: Edit) -> list[_Place]:
-    """The places of an edit in its tier; none if it belongs to no tier."""
+    """The places of an edit in its tier; [] if the edit belongs to no tier."""
     values = getattr(edit, edit.fields[0])
     tokens, layers = edit.tokens.to_json(), edit.layer_numbers
     plain = isinstance(edit, Add | Clamp) and edit.gate is None and edit.dose is None
@@ -126,7 +126,7 @@ def _rows(edit: Edit) -> Iterator[np.ndarray]:
 
 
 def _without(edit: Edit, places: Iterable[_Place]) -> list[Edit]:
-    """The edit without the places that are replaced: one edit or none."""
+    """[the edit without `places`], or [] if the edit has no other places."""
     own = _places(edit)
     stays = [place not in places for place in own]
     if all(stays):
@@ -142,7 +142,7 @@ def _without(edit: Edit, places: Iterable[_Place]) -> list[Edit]:
 
 
 def status(text: str | None) -> dict[str, object]:
-    """Norms and clamps by layer and hook, and how many edits are of no tier."""
+    """Norms and numbers of clamps by layer and hook, and how many edits belong to no tier."""
     sums: dict[_Place, np.ndarray] = {}
     active: dict[int, dict[str, dict[str, float]]] = {}
     others = 0
@@ -155,7 +155,7 @@ def status(text: str | None) -> dict[str, object]:
         others += not places
         for place, row in zip(places, _rows(edit), strict=False):
             if isinstance(edit, Add):
-                # In float64, where no length is infinite.
+                # In float64, no length becomes infinite.
                 sums[place] = sums.get(place, 0) + edit.scale * row.astype(np.float64)
             else:
                 entry, name = entry_of(place), _COUNTS[place[1]]

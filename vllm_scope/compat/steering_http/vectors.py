@@ -6,7 +6,7 @@
 
 Owns:  tiers of vectors and of clamps: `bounded`, and the tiers as Adds and Clamps.
 Runs:  in the front-end, for a request on the event loop of an API server.
-From:  vllm_scope.vectors.hooks.   To: keys and gates (of a request), tiers and routes (of
+From:  vllm_scope.vectors.hooks.   To: keys and gates (for one request), tiers and http (for
        all requests).
 
 Promise: a tier is counted before anything is built from it.
@@ -39,7 +39,7 @@ from vllm_scope.vectors.hooks import (
 
 HOOKS = {site: hook for hook, site in ALIASES.items()}
 _BOUNDS = {"min", "max", "value"}
-#: Numbers of fields of a packed hook, a vector with a scale, and a clamp.
+#: Most fields of a packed hook, of a vector with a scale, and of a clamp.
 _PACKED_FIELDS, _VECTOR_FIELDS, _CLAMP_FIELDS = 7, 3, 5
 
 
@@ -49,11 +49,13 @@ _PACKED_FIELDS, _VECTOR_FIELDS, _CLAMP_FIELDS = 7, 3, 5
 def bounded(
     body: object, sites: Sites, room: Room, where: str, *, clamps: bool = False
 ) -> Mapping[object, object]:
-    """A tier as objects: at most one vector for each layer of a hook, or with `clamps` at most as
-    many clamps as a request can have edits.
+    """The hooks of a tier, after their vectors or (with `clamps`) their clamps are counted.
+
+    A hook has at most one vector for each layer. Clamps count as edits of the request.
 
     Raises:
-        SpecError: more than that, or vectors that are not of this model's size.
+        SpecError: too many vectors or clamps, a layer that the model lacks, or a vector of another
+            size.
     """
     hooks = few_fields(parsed(body, where), len(ALIASES), "hooks", where)
     for hook, by_layer in hooks.items():
@@ -92,7 +94,7 @@ def _check_entry(entry: object, sites: Sites, room: Room, path: str, most: int) 
 
 
 def _check_packed(body: Mapping[object, object], sites: Sites, most: int | None, where: str) -> int:
-    """The number of rows that a packed hook claims; 0 if the parser will refuse it."""
+    """The number of rows that a packed hook claims; 0 if the parser will refuse the hook."""
     few(body, _PACKED_FIELDS, "fields", where)
     shape = body.get("shape")
     few(shape, 3, "numbers", f"{where}.shape")
@@ -127,7 +129,7 @@ def vectors_of(body: object, where: str, sites: Sites, room: Room) -> HookVector
 def stacked(
     vectors: HookVectors, tokens: str, scale: float = 1.0, gate: Gate | None = None
 ) -> list[Add]:
-    """One Add for each site."""
+    """Vectors as Adds, one for each site."""
     by_site: dict[str, dict[int, np.ndarray]] = {}
     for (site, layer), vector in vectors.items():
         by_site.setdefault(site, {})[layer] = vector
@@ -143,8 +145,10 @@ def stacked(
 def clamps_of(
     body: object, tokens: str, where: str, sites: Sites, room: Room
 ) -> dict[SiteLayer, list[Clamp]]:
-    """The Clamps of each place of a tier, in their order; none for an empty list. Arguments and
-    errors as `vectors_of`."""
+    """The Clamps of each place of a tier, in their order; [] for a place with an empty list.
+
+    Arguments and errors as `vectors_of`.
+    """
     found: dict[SiteLayer, list[Clamp]] = {}
     for hook, by_layer in bounded(body, sites, room, where, clamps=True).items():
         site, place = site_of(hook, where), f"{where}[{hook!r}]"

@@ -10,17 +10,17 @@
 
 Rows are read after all steering. Layer k is Hugging Face's `hidden_states[k + 1]`.
 
-Keys, in `extra_args`; over HTTP in `vllm_xargs`, as JSON strings:
+Keys in `extra_args`, or over HTTP in `vllm_xargs`, as JSON strings:
     output_residual_stream   Read("resid_post", layers): True for all layers, a list of
                              them, False or None for nothing
     apply_steering_vectors   an Add for each vector; for 3-D activations one for each position
     apply_hooks              Python between the layers: offline, in this process, eager
     output_qk                Read("q", layers) and Read("k", layers), where they are tapped
-    activations_transport    over HTTP "binary": rows as a file; changes nothing offline
+    activations_transport    over HTTP, "binary": tensors as files; changes nothing offline
 
 keys.py        the keys of a request as actions, and Activations
 steering.py    SteeringVector
-hooks.py       Hook and HookContext, of one request and of all
+hooks.py       Hook and HookContext, for one request or for all
 model.py       the pydantic methods of SteeringVector and Hook
 attention.py   attention patterns, from queries and keys
 wire.py        tensors in JSON
@@ -55,7 +55,7 @@ __all__ = [
     "deserialize_tensor", "serialize_activations", "serialize_tensor", "translate",
 ]  # fmt: skip
 
-#: Name -> its module; all others are in `wire`.
+#: Exported name -> its module; all other names are in `wire`.
 _MODULES = {
     "HTTP": "http", "Activations": "keys", "translate": "keys", "SteeringVector": "steering",
     "GenerateOutput": "client", "VLLMLensClient": "client", "Hook": "hooks", "HookContext": "hooks",

@@ -44,15 +44,15 @@ def attention_patterns(
     """The pattern of one layer over all positions that were captured.
 
     Args:
-        activations: of a request with `output_qk`, or of a decoded answer.
+        activations: those of a request with `output_qk`, or of a decoded answer.
         layer: one of `activations["qk_layers"]`.
-        dtype: of the computation.
+        dtype: the dtype of the computation.
 
     Returns:
         [heads, positions, positions]: rows are queries.
 
     Raises:
-        KeyError: no queries and keys were captured. SpecError: not those of this layer.
+        KeyError: no queries and keys were captured. SpecError: this layer's were not captured.
         ScopeError: rows are missing, or the pattern does not follow from q and k.
     """
     if "qk_layers" not in activations:
@@ -95,14 +95,14 @@ def compute_attention_weights(
         q: [num_queries, heads, head_dim].
         k: [num_keys, kv_heads, head_dim]; each head of `k` serves heads / kv_heads successive
             heads of `q`.
-        scale: of q.k.
+        scale: the factor of q.k.
         causal: a query sees keys up to its own position.
         q_start: position of the first query among the keys; None: the queries are last.
         sliding_window: how many positions a query sees before and after its own; -1: all.
         logits_soft_cap: cap * tanh(score / cap); 0: none.
         alibi_slopes: [heads]; slope * (key position - query position) is added to a score.
         sinks: [heads]; a score that takes part in the softmax and has no key.
-        dtype: of the computation.
+        dtype: the dtype of the computation.
 
     Returns:
         [heads, num_queries, num_keys]; zeros where a query sees no key.
@@ -139,7 +139,7 @@ def compute_attention_weights(
 
 
 def _by_head(values: Tensor | Sequence[float] | None, name: str, heads: int) -> Tensor | None:
-    """[heads]"""
+    """`values` as a tensor [heads]; None stays None."""
     if values is None:
         return None
     found = torch.as_tensor(values).flatten()

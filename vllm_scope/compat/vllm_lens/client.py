@@ -5,8 +5,8 @@
     out = client.generate("Hello", max_tokens=10, capture_layers=[15])
     out.activations["residual_stream"]
 
-Needs no vLLM, and torch only for tensors. A wrong request raises SpecError; every other refusal
-raises ServerError.
+Needs no vLLM, and torch only for tensors. A wrong request raises SpecError, a full server
+CapacityError; every other refusal raises ServerError.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ class GenerateOutput:
     """The answer to one request.
 
     Attributes:
-        text: of the first choice.
-        activations: {"residual_stream": [n_layers, n_positions, hidden]} of the first
-            choice, a torch tensor, and with `capture_qk` attn_q, attn_k, qk_layers and
-            qk_meta, for `attention_patterns`; None if nothing was captured. Of other choices:
+        text: the text of the first choice.
+        activations: those of the first choice; None if nothing was captured.
+            "residual_stream" is a torch tensor [n_layers, n_positions, hidden]. With
+            `capture_qk` there are also attn_q, attn_k, qk_layers and qk_meta, for
+            `attention_patterns`. For choice i, call
             `decode_activations(out.raw["choices"][i], fetch_bytes=client.fetch_bytes)`.
         hook_results: None; there are no hooks over HTTP.
-        logprobs: as the server's JSON has them.
-        raw: the whole JSON.
+        logprobs: those of the first choice, as the server's JSON has them.
+        raw: the whole JSON of the answer.
     """
 
     text: str
@@ -59,10 +60,10 @@ class VLLMLensClient:
     """A client of `vllm serve` with vllm-scope.
 
     Args:
-        base_url: of the server.
+        base_url: the server's URL.
         model: one of the server's models; None: its first one.
         api_key: as for vLLM's --api-key.
-        timeout: seconds for an answer.
+        timeout: seconds to wait for an answer.
         transport: an httpx transport, for tests and proxies.
     """
 
@@ -137,7 +138,7 @@ class VLLMLensClient:
         activations_transport: str | None = None,
         **fields: object,
     ) -> GenerateOutput:
-        """Answer messages. Arguments and errors as `generate`."""
+        """Let the model answer messages. Arguments and errors as `generate`."""
         words = _words(hooks, capture_layers, capture_qk, steering_vectors, activations_transport)
         body = {
             "messages": list(messages), "max_tokens": max_tokens, "temperature": temperature,

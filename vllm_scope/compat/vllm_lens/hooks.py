@@ -1,4 +1,4 @@
-"""Hook: Python functions inside the model, in this process alone, of one request or of all.
+"""Hook: a Python function inside the model, for one request or for all, in this process alone.
 
     def ablate_neuron(ctx, h):                  # h: [seq_len, hidden], the rows of this step
         ctx.saved.setdefault("before", []).append(h[:, 42].cpu())
@@ -10,13 +10,13 @@
     params = SamplingParams(extra_args={"apply_hooks": [Hook(ablate_neuron, [15])]})
     llm.generate(prompt, params)[0].hook_results["0"]["before"]
 
-A function is called once per layer and step that has tokens of its request: for each chunk of
-the prompt, then for each token. With async scheduling the last call may be for a token that is not
-kept. The model continues with the rows that the function returns. A function is never pickled and
-never leaves this process; it has this process's rights.
+A function is called for each of its layers, once in each step that has tokens of its request: for
+each chunk of the prompt, then for each token. With async scheduling the last call may be for a
+token that is not kept. The model continues with the rows that the function returns. A function is
+never pickled and never leaves this process; it has this process's rights.
 
-vllm-lens adds `llm.register_hooks(...)` and the methods beside it to vllm.LLM. Here vllm.LLM gets
-them when Hook is imported.
+vllm-lens adds `llm.register_hooks(...)` and related methods to vllm.LLM. Here vllm.LLM gets these
+methods when Hook is imported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vllm_scope.errors import ScopeError, SpecError, shown
 if TYPE_CHECKING:
     from vllm import LLM
 
-#: Whatever a hook keeps.
+#: The values that a hook keeps, by any names.
 Saved = dict[str, Any]
 
 
@@ -45,9 +45,9 @@ class HookContext:
     Attributes:
         layer_idx: the layer.
         seq_len: number of rows.
-        positions: absolute, of the rows.
+        positions: the rows' absolute positions.
         saved: whatever the hook puts here; becomes `output.hook_results[index]`.
-        model: vLLM's.
+        model: vLLM's model.
     """
 
     model: torch.nn.Module
@@ -71,8 +71,8 @@ class Hook(Model):
     Attributes:
         fn: (HookContext, rows) -> the new rows, or None to keep them. `rows` is a copy of
             the residual stream, [seq_len, hidden], in the model's dtype, on its device.
-        layer_indices: from 0.
-        pre: call it before the layers, with their input.
+        layer_indices: the layers, from 0.
+        pre: True: call `fn` before each layer, with the layer's input. False: after it.
     """
 
     fn: Callable[[HookContext, Tensor], Tensor | None]
@@ -135,7 +135,8 @@ class HookRun:
         self._errors[child] = error
 
     def results(self, child: int, *, of_all: bool = False) -> HookResults:
-        """What the request's own hooks, or those of every request, saved for a completion."""
+        """What the request's own hooks saved for a completion; with `of_all`, those of every
+        request."""
         start = 0 if of_all else self._num_of_all
         stop = self._num_of_all if of_all else len(self._hooks)
         contexts = self._contexts.get(child, {})

@@ -4,8 +4,9 @@ Owns:  HTTP, the registration of this face with the server.
 Runs:  in each API server process.
 
 A response has the `activations` of its first choice. If there are several choices (n > 1, or
-several prompts), each choice has its own too. With `activations_transport: "binary"` a tensor is
-a handle: its bytes are a file of the server, which only the request's key can fetch.
+several prompts), each choice also has its own. With `activations_transport: "binary"` a handle
+stands for each tensor, whose bytes are in a file of the server. Only the request's API key can
+fetch that file.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from vllm_scope.server.faces import FirstReply, HttpFace, Keep, Reply
 if TYPE_CHECKING:
     from vllm import CompletionOutput
 
-#: Key in the metadata of a kept file: the dtype and the shape of its tensor.
+#: Key in the metadata of a kept file, for the dtype and the shape of its tensor.
 _DESCRIBED = "activations"
 
 
@@ -40,7 +41,7 @@ class LensReply(FirstReply):
     """`activations`: the name of a tensor -> the tensor as JSON, or a handle, or an error.
 
     Args:
-        keep: keeps a tensor as a file; None: tensors are inline.
+        keep: a function that keeps a tensor as a file; None: tensors are inline.
     """
 
     name = "activations"
@@ -101,7 +102,7 @@ async def get_activation(
     handle: Annotated[str, Path(description="`handle` of a tensor in an answer.")],
     delete: Annotated[bool, Query(description="Delete the tensor after this answer.")] = False,
 ) -> StreamingResponse:
-    """Little-endian numbers of the dtype and the shape that the answer has.
+    """The tensor's numbers, little-endian. The answer with the handle has their dtype and shape.
 
     Send the Authorization header of the request that made the tensor.
     """

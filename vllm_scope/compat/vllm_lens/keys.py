@@ -35,8 +35,8 @@ class Activations(Mapping[str, Any]):
     """`output.activations`: the tensors that were asked for, stacked on access.
 
     residual_stream: CPU, model dtype, [n_layers, n_positions, hidden_size], layers
-    ascending; n_positions is n_prompt + n_generated - 1, and fewer while the request
-    runs. attn_q, attn_k: the same, [n_layers, n_positions, heads, head_dim].
+    ascending; n_positions is n_prompt + n_generated - 1, or less while the request
+    runs. attn_q, attn_k: likewise, [n_layers, n_positions, heads, head_dim].
     qk_layers, qk_meta: the layers of attn_q and attn_k, and the options of their kernels.
 
     Raises:
@@ -79,7 +79,7 @@ class Activations(Mapping[str, Any]):
 
 
 def translate(values: Mapping[str, object], sites: Sites) -> Translation:
-    """The actions and hooks of vllm-lens's keys of one request.
+    """The actions and hooks that vllm-lens's keys of one request ask for.
 
     Raises:
         SpecError: a key has a wrong value, or this engine cannot do what the key asks.
@@ -115,7 +115,7 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
 
 
 def _named(read: Read, key: str) -> tuple[Action, dict[str, str]]:
-    """A read that a key has made, and its names in errors."""
+    """A read that a key has made, and the caller's names of its fields, for errors."""
     return read, dict.fromkeys(("", ".layers", ".site"), key)
 
 
@@ -182,7 +182,7 @@ def _layers(values: Mapping[str, object], key: str, sites: Sites) -> list[int] |
 
 
 def _steering(asked: object, sites: Sites) -> list[tuple[Action, dict[str, str]]]:
-    """The Adds of `apply_steering_vectors`, and their names in errors."""
+    """The Adds of `apply_steering_vectors`, and the caller's names of their fields, for errors."""
     key, room = "apply_steering_vectors", Room()
     asked = parsed(asked, key)
     if asked is None:
@@ -196,7 +196,7 @@ def _steering(asked: object, sites: Sites) -> list[tuple[Action, dict[str, str]]
 
 
 def _adds(given: object, where: str) -> list[tuple[Action, dict[str, str]]]:
-    """The Adds of a SteeringVector or of its JSON, and their names in errors."""
+    """The Adds of a SteeringVector or of its JSON, and the caller's names of their fields."""
     words = dict.fromkeys((".layers", ".site"), f"{where}.layer_indices")
     words |= {"": where, ".vector": f"{where}.activations", ".tokens": f"{where}.position_indices"}
     with called({"SteeringVector": where} | {f"Add{end}": path for end, path in words.items()}):

@@ -31,9 +31,9 @@ class SteeringVector(Model):
         layer_indices: one layer for each row of `activations`.
         scale: the factor of the vectors.
         norm_match: add `scale * ||h||` times the vector's direction, per token.
-        position_indices: absolute, each once. If `activations` has two dimensions: the tokens
-            that get the vector; None: every token. If it has three: one for each of its
-            positions; None: 0 to num_positions - 1.
+        position_indices: absolute positions, each once. If `activations` has two dimensions, the
+            tokens that get the vector (None: every token). If it has three, one position for each
+            index of the second dimension (None: 0 to num_positions - 1).
 
     Raises:
         SpecError: shapes and indices do not fit, or a position is negative or comes twice.
@@ -103,7 +103,7 @@ class SteeringVector(Model):
         ]  # fmt: skip
 
     def model_dump(self, mode: str = "json") -> dict[str, object]:
-        """JSON in every mode; `SteeringVector.model_validate` reads it."""
+        """The vector as JSON, whatever the mode; `SteeringVector.model_validate` reads it."""
         body = {name: getattr(self, name) for name in FIELDS}
         return body | {"activations": serialize_tensor(self.activations, compress=False)}
 
@@ -114,7 +114,7 @@ FIELDS = tuple(field.name for field in fields(SteeringVector))
 def claimed_shape(values: object) -> list[int] | None:
     """The shape that a tensor, an array, lists or JSON of a tensor claim; None if there is none.
 
-    Of lists only the first items are read.
+    In lists, only the first item of each level is looked at.
     """
     if isinstance(values, Mapping):
         shape = values.get("shape")

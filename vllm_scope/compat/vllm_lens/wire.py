@@ -27,11 +27,11 @@ from vllm_scope.codecs.zstd import zstd_library
 from vllm_scope.compat.bounds import few
 from vllm_scope.errors import ConfigError, ScopeError, SpecError, shown
 
-#: numpy's names.
+#: The dtypes that tensors may have, by numpy's names.
 DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
 MAX_DIMENSIONS = 8
 FIELDS = ("data", "dtype", "original_dtype", "shape", "compression")
-#: Fields of a tensor. Unknown fields, which a later version may have, are ignored.
+#: Most fields of a tensor's JSON. Unknown fields, which a later version may have, are ignored.
 MOST_FIELDS = 16
 #: A zstd frame of n bytes may become SMALL_BYTES + MOST_TIMES * n bytes.
 MOST_TIMES, SMALL_BYTES = 64, 1 << 16
@@ -39,7 +39,7 @@ MOST_TIMES, SMALL_BYTES = 64, 1 << 16
 PLAIN = "__json__"
 #: Handle -> its bytes.
 Fetch = Callable[[str], bytes]
-#: Name -> a tensor; of qk_layers and qk_meta their JSON.
+#: Name -> a tensor; for qk_layers and qk_meta, their JSON.
 Decoded = dict[str, Any]
 
 
@@ -47,7 +47,7 @@ def serialize_tensor(tensor: Tensor, compress: bool | None = None) -> dict[str, 
     """A tensor as JSON.
 
     Args:
-        compress: with zstd; None: if zstd is installed.
+        compress: False: do not compress. True or None: compress with zstd if it is installed.
     """
     raw, more = _bits(tensor).numpy().tobytes(), {}
     zstd = None if compress is False else _zstd()
@@ -89,11 +89,11 @@ def deserialize_tensor(
     """The tensor that `serialize_tensor` wrote.
 
     Args:
-        most_bytes: bound of the tensor, for bodies that strangers sent.
-        where: its path, for errors.
+        most_bytes: limit of the tensor's bytes, for bodies of untrusted senders; None: no limit.
+        where: the tensor's path, for errors.
 
     Raises:
-        SpecError: another form, or sizes that do not fit.
+        SpecError: the body has another form, too many bytes, or sizes that contradict each other.
     """
     few(body, MOST_FIELDS, "fields", where)
     if "data" not in body:
@@ -181,7 +181,7 @@ def decode_activations(body: Mapping[str, object], *, fetch_bytes: Fetch | None 
 
     Args:
         body: JSON with the field `activations`.
-        fetch_bytes: returns the answer of GET /v1/activations/{handle}, for handles.
+        fetch_bytes: a function from a handle to its bytes: GET /v1/activations/{handle}.
 
     Raises:
         ScopeError: the server could not deliver a tensor, or there is a handle and no
