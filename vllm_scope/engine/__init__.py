@@ -7,18 +7,18 @@ http/             `vllm serve`: a scope in each answer, our routes beside vLLM's
 plugin.py         the entry point
 seams.py          the contract: every symbol of vLLM that is wrapped or used
 vllm_types.py     the parts of vLLM's objects that are used, for mypy
-beside.py         what this package keeps about an object of vLLM's
-heap.py           the garbage collector beside many requests
+beside.py         keeps this package's state about an object of vLLM's
+heap.py           makes garbage collections rarer while many requests run
 wrapping.py       replaces a symbol of vLLM after a check that it has not changed
-digests.py        which symbols of the installed vLLM differ from the releases that were read
+digests.py        compares symbols of the installed vLLM with the releases that were read
 environment.py    makes our environment variables known to vLLM
 params.py         our fields in a request's SamplingParams
 refusals.py       carries an error from EngineCore to the caller
-rust_frontend.py  refuses requests that come from vLLM's Rust front-end
+rust_frontend.py  refuses requests with a scope that come from vLLM's Rust front-end
 model.py          whether this model can be tapped, and where its decoder layers are
 monitors.py       an operator's probes on every request
 judge.py          what monitors found in a request: counted, and told
-webhook.py        verdicts told to an address outside
+webhook.py        sends verdicts to an operator's HTTP address
 describe.py       which sites of a model can be read, without an engine (`vllm-scope doctor`)
-functions.py      Python functions of requests between layers: one process, no graphs
+functions.py      Python functions that requests run between layers, in one process without graphs
 """

@@ -1,9 +1,9 @@
-"""State that this package keeps about vLLM's objects, beside them.
+"""Keeps this package's state about vLLM's objects, in a table beside them.
 
 Owns:  Beside.
 Runs:  in every process.
 
-Promise: such state needs no attribute on vLLM's object, and is dropped when that object is freed.
+Promise: this state needs no attribute on vLLM's object, and is dropped when that object is freed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ State = TypeVar("State")
 
 
 class Beside(Generic[State]):
-    """A State for each of some objects, for as long as the object lives.
+    """Maps objects to one State each. A State is dropped when its object is freed.
 
     Objects are told apart by identity: some of vLLM's objects equal others, or have no hash.
 
-    A State must not refer to its object, also not by way of a traceback: both would stay.
+    A State must not refer to its object, directly or through a traceback: else neither is freed.
     """
 
     def __init__(self) -> None:

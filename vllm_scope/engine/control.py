@@ -1,11 +1,12 @@
-"""The server-wide edits of an engine, for a Controller.
+"""Gives a Controller access to the server-wide edits of an engine.
 
 Owns:  `edits_of`, `flush`, and `configured` (the controller of a server).
 Runs:  in the front-end.
 From:  controller.   To: the remote calls of engine.core.entry; monitors (observations).
 
-LLM talks to EngineCore by a socket that only the caller's thread may use. A change that comes on
-another thread waits there until the next request enters, which is the first that can see it.
+LLM talks to EngineCore over a socket that only the caller's thread may use. If another thread
+changes the edits, the change waits until the caller's thread adds the next request, which is the
+first request that can see the change.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class _Listening:
 
 
 class _OfLlm(_Listening):
-    """Those of an LLM."""
+    """The server-wide edits of an LLM."""
 
     def __init__(self, engine: LLMEngine) -> None:
         super().__init__(engine.vllm_config)
@@ -66,7 +67,7 @@ class _OfLlm(_Listening):
             waiting.clear()
             _set(self._engine, text)
             return
-        # EngineCore checks it too, but then its refusal no longer reaches the callback.
+        # EngineCore checks the edits too, but later: its refusal cannot reach the callback.
         connection = connections.of(self._engine.output_processor)
         if connection is not None and text is not None:
             connection.resolve(Spec.from_json(text))
@@ -74,7 +75,7 @@ class _OfLlm(_Listening):
 
 
 class _OfAsync(_Listening):
-    """Those of an AsyncLLM, from any thread but its event loop's."""
+    """The server-wide edits of an AsyncLLM. Called on any thread but that of its event loop."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine.vllm_config)
@@ -89,7 +90,7 @@ class _OfAsync(_Listening):
 
     @property
     def on_its_loop(self) -> bool:
-        """True on the event loop that the engine answers on."""
+        """True if this code runs on the engine's event loop, which must not wait for itself."""
         with suppress(RuntimeError):
             return asyncio.get_running_loop() is self._loop
         return False
@@ -99,7 +100,7 @@ class _OfAsync(_Listening):
         return asyncio.run_coroutine_threadsafe(call, self._loop).result(TIMEOUT_S)[0]
 
 
-#: LLMEngine -> the spec that waits for its thread, if one does.
+#: LLMEngine -> the newest edits that wait for the caller's thread, as a spec; empty if none wait.
 _waiting: Beside[deque[str | None]] = Beside()
 
 
@@ -140,13 +141,13 @@ find_edits_by(edits_of)
 
 
 def _set(engine: LLMEngine, text: str | None) -> None:
-    """On the engine's thread."""
+    """Set the server-wide edits. Called on the caller's thread."""
     engine.collective_rpc("scope_set_edits", args=(text,))
 
 
 def flush(engine: LLMEngine) -> None:
-    """Set the edits that wait for the caller's thread. An error is the controller's, and no
-    request's."""
+    """Set the edits that wait for the caller's thread. If EngineCore refuses them, the log says so;
+    no request fails."""
     waiting = _waiting.of(engine)
     if not waiting:
         return

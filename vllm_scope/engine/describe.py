@@ -1,4 +1,4 @@
-"""What can be read of a model: vLLM's own worker builds it, and each site is tapped in turn.
+"""Finds what can be read of a model: vLLM's worker builds the model, then each site is tapped.
 
 Owns:  `describe_model`, ModelReport, SiteReport.
 Runs:  in `vllm-scope doctor`, in one process. The modules have no weights (torch's meta device):
@@ -41,7 +41,7 @@ LEAST_MEMORY = 0.01
 
 @dataclass(frozen=True)
 class SiteReport:
-    """The layers at which a site can be tapped (MODEL_SITES: 0), and why not at the others."""
+    """The layers at which a site can be tapped (MODEL_SITES: 0), and why the others cannot."""
 
     layers: tuple[int, ...]
     reason: str | None
@@ -55,11 +55,12 @@ class ModelReport:
         vllm_version, runner: vLLM's version, and its model runner, "V1" or "V2".
         num_layers, hidden_size, dtype: of the model.
         reason: why an engine with the configured sites reads nothing of this model, or None.
-        sites: every site that vllm-scope taps; empty if the model's layers are of no known kind.
+        sites: site -> its report, for every site of vllm-scope; empty if taps do not support the
+            model's layers, or this engine.
         configured: the sites that were asked for.
         num_taps, arena_mib: of an engine with the configured sites; 0 if there is a reason.
-        unread: True if the reason is source that is not understood. An engine that compiles the
-            model then decides by numbers.
+        unread: True if the reason is that the model's source is not understood. An engine that
+            compiles the model then decides by the numbers of a forward.
     """
 
     vllm_version: str
@@ -78,7 +79,7 @@ class ModelReport:
 def describe_model(
     model: str, options: dict[str, object], sites: Sequence[str] | None = None
 ) -> ModelReport:
-    """Build a model without weights and tap each site of it.
+    """Build a model without weights, tap each of its sites, and report what can be read.
 
     Args:
         model: name or folder, as vLLM takes it.
@@ -87,7 +88,7 @@ def describe_model(
 
     Raises:
         ConfigError: the sites are wrong.
-        CompatError: this vLLM is unknown, or a wrapped symbol is not as it was read.
+        CompatError: this vLLM is unknown, or lacks what a wrapper needs.
         Exception: what vLLM raises if it cannot build the model, or if the device lacks the
             memory that `gpu_memory_utilization` asks for.
     """
@@ -105,14 +106,14 @@ def describe_model(
 
 
 def _config_of(model: str, options: dict[str, object]) -> VllmConfig:
-    """vLLM's configuration without our part: its worker gets no taps."""
+    """vLLM's configuration without this package's part, so that the worker gets no taps."""
     from vllm.engine.arg_utils import EngineArgs
 
     arguments: dict[str, object] = {
         "load_format": LOAD_FORMAT,
         "skip_tokenizer_init": True,
-        # Of a multimodal model the decoder alone is tapped. Its processor would need a tokenizer,
-        # and files that are not its configuration.
+        # Of a multimodal model only the decoder is tapped. The model's processor would need a
+        # tokenizer, and files beside the configuration.
         "language_model_only": True,
         "gpu_memory_utilization": LEAST_MEMORY,
     }
@@ -127,8 +128,8 @@ def _config_of(model: str, options: dict[str, object]) -> VllmConfig:
 
 
 def _say_import(error: ValueError) -> None:
-    """Raises ConfigError with the cause if vLLM cannot import the code of an architecture that it
-    has. vLLM's own error only names its log."""
+    """Raises ConfigError with the cause if vLLM has code for the architecture but cannot import it.
+    vLLM's own error only points to the log."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     for name in re.findall(r"'(\w+)'", reason_of(error)):
@@ -166,7 +167,7 @@ def _register_loader() -> None:
 
     if hasattr(registry, "_run_in_subprocess"):
         # vLLM inspects a model's class in another process, to keep CUDA out of this one. That
-        # takes as long as all the rest, and here nothing is forked later.
+        # takes as long as all other work together, and here no process is forked later.
         registry._run_in_subprocess = lambda ask: ask()
 
     class NoWeights(BaseModelLoader):
@@ -222,7 +223,7 @@ def _report(worker: Worker, vllm_config: VllmConfig, config: ScopeConfig) -> Mod
 
 
 def _site_report(anatomy: Anatomy, vllm_config: VllmConfig, site: str) -> SiteReport:
-    """Try all layers at once; if that is refused, each layer by itself."""
+    """The report of a site. All layers are tried at once; if that fails, each layer by itself."""
     layers = (0,) if site in MODEL_SITES else tuple(range(anatomy.num_layers))
     refused = _refusal(anatomy, vllm_config, site, layers)
     if refused is None:
@@ -244,10 +245,10 @@ def _refusal(
 
 
 def _tap(anatomy: Anatomy, vllm_config: VllmConfig, config: ScopeConfig) -> int:
-    """The number of taps of a configuration, which are installed and taken off again.
+    """Install the taps of a configuration, remove them again, and return their number.
 
     Raises:
-        CompatError, ConfigError: as an engine with this configuration would.
+        CompatError, ConfigError: what an engine with this configuration would raise.
     """
     sites = sites_of(vllm_config, config)
     anatomy = with_parts(anatomy, sites, 1)
@@ -264,7 +265,7 @@ def _tap(anatomy: Anatomy, vllm_config: VllmConfig, config: ScopeConfig) -> int:
 
 @contextmanager
 def _classes_kept(anatomy: Anatomy) -> Iterator[None]:
-    """Give each module its own class back: a tap is a subclass."""
+    """On exit, give each module its own class back: a tap replaces the class by a subclass."""
     modules = [module for layer in anatomy.layers.values() for module in layer.modules()]
     modules += [] if anatomy.norm_here is None else [anatomy.norm_here]
     classes = [type(module) for module in modules]

@@ -1,9 +1,11 @@
-"""Which symbols of the installed vLLM are not as in the releases that were read.
+"""Compares the symbols of the installed vLLM with the releases that were read.
 
 Owns:  digests.json (symbol -> release -> digest of its source), and `compare`.
 Runs:  in `vllm-scope doctor`; and as a script, which adds a release to digests.json:
        python -m vllm_scope.engine.digests 0.32.0=.venv/lib/python3.11/site-packages/vllm
 From:  seams.CONTRACT. Sources are parsed; nothing of vLLM is imported.
+
+A release was read if this package's authors checked its source: digests.json has its digests.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ FILE = Path(__file__).with_name("digests.json")
 
 @dataclass(frozen=True)
 class Change:
-    """A symbol that is not as it was read.
+    """A symbol that differs from the release that was read.
 
     Attributes:
         symbol: "vllm.v1.core.block_pool.BlockPool.get_new_blocks".
@@ -41,12 +43,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """An installed vLLM beside a release that was read.
+    """The differences between an installed vLLM and a release that was read.
 
     Attributes:
         version: of the installed vLLM.
-        release: the release that it was compared with: the same, or else the last one before it.
-        is_new: the installed version was not read.
+        release: the release that was read and is compared with `version`: the same one, or else
+            the last one before it.
+        is_new: True if the installed version was not read.
     """
 
     version: str
@@ -81,10 +84,10 @@ def compare(root: Path, version: str) -> Comparison:
 
 
 def digest(root: Path, seam: Seam) -> str | None:
-    """16 hex digits of what vllm-scope relies on; None if the symbol does not exist.
+    """16 hex digits: a hash of what vllm-scope relies on. None if the symbol does not exist.
 
-    Of a function: its source. Of a class: its first line, and the definitions of the attributes
-    that are read. Of both: the names of `missing`.
+    For a function, its source is hashed; for a class, its first line and the definitions of the
+    attributes that are read. For both, the names that `missing` returns are hashed too.
     """
     node, text = _symbol(root, seam)
     if node is None:
@@ -100,7 +103,7 @@ def digest(root: Path, seam: Seam) -> str | None:
 
 
 def missing(root: Path, seam: Seam) -> list[str]:
-    """The attributes that a symbol's module does not name, and the parameters it does not have."""
+    """A seam's `reads` that its module does not name, and `parameters` that its function lacks."""
     node, text = _symbol(root, seam)
     arguments = None if node is None or isinstance(node, ast.ClassDef) else node.args
     taken = set() if arguments is None else {each.arg for each in _parameters(arguments)}
@@ -112,7 +115,7 @@ Symbol = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _symbol(root: Path, seam: Seam) -> tuple[Symbol | None, str]:
-    """Its definition, and the text of its module."""
+    """The definition of a seam's symbol, None if there is none; and the text of its module."""
     below = root.joinpath(*seam.module.split(".")[1:])
     files = [path for path in (below.with_suffix(".py"), below / "__init__.py") if path.is_file()]
     if not files:
@@ -134,7 +137,7 @@ def _parsed(path: Path) -> tuple[str, list[ast.stmt]]:
 
 
 def _find(body: Iterable[ast.stmt], name: str) -> Symbol | None:
-    """The last definition of a name: those before it may be overloads."""
+    """The last definition of a name: earlier definitions may be overloads."""
     found = None
     for node in body:
         if isinstance(node, Symbol) and node.name == name:

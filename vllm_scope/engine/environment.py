@@ -1,7 +1,7 @@
-"""Our environment variables, known to vLLM.
+"""Makes this package's environment variables known to vLLM.
 
-vLLM warns of every variable VLLM_* that it does not know, and refuses to start with
-`--fail-on-environ-validation`. It still does so for a misspelt variable of ours.
+vLLM warns of every variable VLLM_* that it does not know; with `--fail-on-environ-validation` it
+then refuses to start. Both still hold for a misspelt name of our variables.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _validate(original: Callable[[bool], object], hard_fail: bool) -> None:
     from vllm.envs import environment_variables as known
 
     ours = [name for name in VARIABLES if name not in known]
-    # Only for the check: vLLM writes the names that it knows beside the compile cache's key.
+    # Only during the check: the names that vLLM knows are also factors of its compile cache's key.
     known.update(dict.fromkeys(ours, lambda: None))
     try:
         original(hard_fail)

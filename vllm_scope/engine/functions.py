@@ -1,13 +1,13 @@
-"""Python functions of requests between layers: one process, no compilation.
+"""Python functions that requests run between layers, in one process and without compilation.
 
-Owns:  a request's functions (by a token that never leaves the process), the check whether an
+Owns:  a request's functions (under a token that never leaves the process), the check whether an
        engine can run them, and their calls in a step.
 Runs:  in the front-end and the worker, which are one process here.
 From:  frontend.translators.   To: graph.anatomy.hooked.
 
-Promise: a function sees only the rows of its own request. An error in it ends its calls and
-fails that request's result; other requests go on. No other request uses KV that a function
-may have changed.
+Promise: a function sees only the rows of its own request. If a call raises, its completion gets no
+further calls and the completion's result fails; other requests go on. No other request uses KV
+that a function may have changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vllm_scope.graph.anatomy.layers import Anatomy
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Where the token is in `extra_args`.
+#: The key of `extra_args` that holds the token of a request's functions.
 FUNCTIONS = "scope_functions"
 
 
@@ -37,7 +37,7 @@ class Functions(Protocol):
     """The functions of one request, for all its completions.
 
     Attributes:
-        places: (layer, True for before it, False for after it) with a function.
+        places: (layer, True) if a function runs before the layer; (layer, False) if after it.
     """
 
     @property
@@ -58,7 +58,7 @@ class Functions(Protocol):
         """A call raised `error`; this completion gets no further calls."""
 
 
-#: Weak: a request's decorators hold its functions.
+#: Token -> functions. Weak, because the request's decorators keep its functions alive.
 _kept: WeakValueDictionary[str, Functions] = WeakValueDictionary()
 
 
@@ -110,7 +110,7 @@ def check_engine(engine: Engine) -> None:
 
 
 def salt(request: EngineCoreRequest, child: int) -> None:
-    """Keep the KV of a request with functions to itself: vLLM keys blocks by the salt."""
+    """Let no other request use the KV of a request with functions: vLLM keys blocks by the salt."""
     if _find(request.sampling_params) is not None:
         token = request.sampling_params.extra_args[FUNCTIONS]
         request.cache_salt = f"{request.cache_salt or ''}|{token}.{child}"
@@ -144,7 +144,7 @@ class StepFunctions:
         self._requests[req_id] = (functions, child)
 
     def finish_request(self, req_id: str) -> str | None:
-        """Why its functions failed, or None."""
+        """Forget a request. Returns why its functions failed, or None if they did not."""
         self._requests.pop(req_id, None)
         return self._errors.pop(req_id, None)
 
@@ -188,6 +188,6 @@ def _write(stream: Tensor, hidden: Tensor, residual: Tensor | None) -> None:
         if residual is None:
             hidden.copy_(stream)
         else:
-            # One rounding: the next layer adds nothing to what was asked for.
+            # The next layer adds `hidden`, now 0, to `residual`: the new row is rounded only once.
             residual.copy_(stream)
             hidden.zero_()

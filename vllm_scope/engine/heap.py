@@ -1,4 +1,4 @@
-"""The garbage collector beside a computation of many requests.
+"""Makes Python's garbage collections rarer while many requests are computed.
 
 Owns:  `frozen_heap`, `seldom`.
 Runs:  in the front-end process, on the caller's thread; `seldom` also in EngineCore.
@@ -12,15 +12,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: Python 3.11 has 700, 10 and 10. A cell of a sweep has some hundred objects in EngineCore until it
-#: ends. About as many objects as all running cells have may come before a collection, so most are
-#: freed before one looks at them.
+#: The defaults of Python 3.11 are 700, 10 and 10. A cell of a sweep has some hundred objects in
+#: EngineCore until it ends. The first threshold is about the number of objects of all running
+#: cells, so most objects are freed before a collection looks at them.
 _THRESHOLDS = (200_000, 20, 50)
 
 
 class _Seldom:
-    """Makes collections rarer from the first `begin` to the last `end`. Thresholds that somebody
-    else sets in between stay."""
+    """Makes collections rarer from the first `begin` to the last `end`. Thresholds that
+    other code sets in between stay."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,7 +31,7 @@ class _Seldom:
         with self._lock:
             if not self._num:
                 self._before = gc.get_threshold()
-                if self._before[0]:  # 0 if somebody has switched collections off
+                if self._before[0]:  # 0 if other code has switched collections off
                     gc.set_threshold(*map(max, self._before, _THRESHOLDS))
                 self._set = gc.get_threshold()
             self._num += 1
@@ -43,19 +43,20 @@ class _Seldom:
                 gc.set_threshold(*self._before)
 
 
-#: Of this process.
+#: The one instance of this process.
 seldom = _Seldom()
 
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Exclude the objects that exist now from garbage collections inside, and make these rarer.
+    """Inside, make garbage collections rarer, and exclude the objects that exist at the start.
 
-    A collection would look at all of them again and again, because each request makes hundreds of
-    new ones: a tenth of this process's time, if EngineCore is in another process. Old garbage is
-    freed after the computation: to collect it now would keep the engine waiting for 0.3 s.
+    Each request makes hundreds of objects, which starts collections again and again. If each
+    collection looked at the old objects too, this would take a tenth of this process's time (with
+    EngineCore in another process). Old garbage is freed at the end: to collect it at the start
+    would make the engine wait for 0.3 s.
     """
-    # Frozen already: by the caller, or by vLLM, whose EngineCore is in this process.
+    # The heap may be frozen already: by the caller, or by vLLM if EngineCore is in this process.
     freezes = not gc.get_freeze_count()
     if freezes:
         gc.collect(1)

@@ -1,11 +1,12 @@
-"""What monitors found in one request: counted, and told to webhooks and the controller.
+"""Counts what monitors found in a request, and tells webhooks and the controller.
 
 Owns:  Judge, and `tallied`.
 Runs:  in the front-end: `Judge.told` when a completion ends, the counting on the backlog's thread.
 From:  monitors.   To: control.backlog, control.activity, sinks.metrics, webhook, controller,
        server.peers.
 
-Promise: no answer waits for counts. `tallied` has all completions of this process that have ended.
+Promise: no answer waits for the counts of its completions. `tallied` returns the counts of all
+completions of this process that have ended.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from vllm_scope.engine.monitors import Monitor
     from vllm_scope.server.peers import Peers
 
-#: Of this process.
+#: The one instance of this process.
 backlog = Backlog()
 
 
@@ -59,8 +60,10 @@ class Judge:
         self._counted: set[int] = set()
 
     def told(self, output: RequestOutput, completion: CompletionOutput) -> None:
-        """Called with each snapshot. A score of a running request is looked at when it ends, so
-        that a step's cost does not grow with the tokens so far."""
+        """Have a completion counted once it has ended. Called with each snapshot of its rows.
+
+        Scores are looked at only then, so that a step's cost does not grow with the tokens so far.
+        """
         reason = completion.finish_reason
         if reason is None or completion.index in self._counted:
             return
@@ -76,11 +79,11 @@ class Judge:
         for monitor in self._monitors:
             name, called = monitor.name, monitor.probe.name
             if monitor.probe.after is not None and called not in result.begun:
-                continue  # a later stage counts the requests for which it began
+                continue  # a later stage counts only requests for which it began
             found = result.scores if monitor.probe.aggregate is None else result.aggregates
             values, verdict = found[called].numpy(), verdicts.get(called)
             largest = float(values.max()) if len(values) else None
-            # Of an aborted request, scores of its last tokens may not have been made.
+            # The scores of an aborted request's last tokens may not have been made.
             num_lost = 0 if aborted else result.num_lost(called)
             count_verdict(name, largest, verdict is not None, num_lost)
             monitor.tally.add(

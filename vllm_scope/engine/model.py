@@ -1,4 +1,4 @@
-"""Whether this model can be tapped in this engine, and where its decoder layers are.
+"""Finds a model's decoder layers, and checks whether taps support the model in this engine.
 
 Owns:  what vLLM's configuration and module classes say about taps.
 Runs:  in every worker, after load; the parts that need only the configuration, in EngineCore too.
@@ -31,7 +31,7 @@ CONNECTORS_BY_HASH = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 
 
 #: Attribute of VllmConfig, its value if the feature is off, and the feature. Not every version
-#: of vLLM has all.
+#: of vLLM has all of these attributes.
 _UNFIT: tuple[tuple[str, object, str], ...] = (
     ("parallel_config.use_ubatching", False,
      "dual batch overlap (each half reads the plan from row 0)"),
@@ -49,8 +49,8 @@ _UNFIT: tuple[tuple[str, object, str], ...] = (
 
 
 def worker_is_here(vllm_config: VllmConfig) -> bool:
-    """True if the only worker runs in EngineCore's process, which then hands it objects as they
-    are."""
+    """True if the only worker runs in EngineCore's process. EngineCore then hands objects to the
+    worker as they are."""
     return vllm_config.parallel_config.distributed_executor_backend == "uni"
 
 
@@ -91,7 +91,7 @@ def global_reads(config: ScopeConfig, sites: Sites) -> Resolved:
     """The reads that global sinks add to every request.
 
     Raises:
-        SpecError: this engine does not tap a site of theirs.
+        SpecError: this engine does not tap a site that these reads name.
     """
     reads = [
         replace(read, to=GLOBAL + name)
@@ -127,7 +127,7 @@ def anatomy_of(model: nn.Module, vllm_config: VllmConfig) -> Anatomy:
     """The model's decoder layers.
 
     Raises:
-        UnreadError: their source is not understood.
+        UnreadError: the source of the layers, or of the model, is not understood.
         CompatError: taps do not support this engine, or this model.
     """
     check_engine(vllm_config)
@@ -139,8 +139,8 @@ def anatomy_of(model: nn.Module, vllm_config: VllmConfig) -> Anatomy:
 def supposed_anatomies_of(
     model: nn.Module, vllm_config: VllmConfig, unread: str
 ) -> tuple[Anatomy, ...]:
-    """What numbers may prove of a model whose source is not understood: one anatomy for each
-    convention.
+    """One anatomy for each convention, for a model whose source is not understood. The numbers of a
+    forward must prove exactly one of them.
 
     Args:
         unread: why the source is not understood.
@@ -153,7 +153,7 @@ def supposed_anatomies_of(
 
     found = supposed_anatomies(model, num_layers_of(vllm_config), _is_missing, _has_cache, unread)
     _check_layers(found[0], vllm_config)
-    # One graph for all forwards: vLLM drops the guards by which torch.compile would trace another.
+    # One graph for all forwards: vLLM drops the guards that could make torch.compile trace another.
     # vllm 0.32, compilation/wrapper.py, TorchCompileWithNoGuardsWrapper
     once = (CompilationMode.VLLM_COMPILE, CompilationMode.DYNAMO_TRACE_ONCE)
     names = found[0].path.split(".")

@@ -1,4 +1,4 @@
-"""The sums of Moments, as an engine's user asks for them.
+"""Reads and drops the sums of Moments, for the user of an engine.
 
 Owns:  `moments_of`, `drop_moments_of`, for an LLM and for an AsyncLLM.
 Runs:  in the front-end.
@@ -28,7 +28,7 @@ Key = tuple[str, int, str]
 Found = dict[Key, Sums]
 #: A remote call: its name and its arguments.
 _Call = tuple[str, tuple[object, ...]]
-#: Yields remote calls, and gets their answers by replica and worker.
+#: A generator that yields remote calls and is sent their answers, by replica and worker.
 _Asking = Generator[_Call, list[list[Any]], Any]
 
 
@@ -97,10 +97,11 @@ async def _run_async(engine: AsyncLLM, asking: _Asking) -> Any:
 
 
 def moments_of(engine: LLMEngine, name: str) -> Found:
-    """The sums of a name. Rows of running requests count once their next token is accepted.
+    """The sums of a name, by place and label. A row of a running request counts once the request's
+    next token is accepted.
 
     Raises:
-        SpecError: there are none; the message names those that there are.
+        SpecError: the name has no sums; the message lists the names that have some.
     """
     found: Found = _run(engine, _every(name))
     return found
@@ -108,7 +109,7 @@ def moments_of(engine: LLMEngine, name: str) -> Found:
 
 def drop_moments_of(engine: LLMEngine, name: str) -> bool:
     """Forget the sums of a name, and free their memory. Running requests add nothing more to them.
-    False if there were none."""
+    Returns False if there were none."""
     return bool(_run(engine, _dropped(name)))
 
 

@@ -2,14 +2,14 @@
 
 Owns:  Monitor, `monitors_of`, `set_monitors`, `share` (with other API servers), `activity_of`,
        `listen`, and the translator that adds monitors to requests.
-Runs:  in the front-end, for each request; in workers at load, to check what the engine starts with.
+Runs:  in the front-end, for each request; in workers at load, to check the configured monitors.
 From:  config (`monitors`), server.shared, server.peers.   To: frontend.translators, judge,
        controller.
 
 A monitor is a probe with a threshold. In a request it is called `monitor/NAME`.
 
-Promise: a monitor harms no request. One that this model cannot have ends the engine's start, or is
-refused when it is set.
+Promise: a monitor harms no request. If this model cannot have a monitor of the configuration, the
+engine does not start. If it cannot have one that is set later, that monitor is refused.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from vllm_scope.vectors.probe_weights import from_safetensors
 #: What a monitor may do when its value is above the threshold.
 ACTIONS = ("flag", "stop", "escalate")
 MOST_MONITORS = 64
-#: Where `file` and `url` may be, in the words of errors.
+#: Where `file` and `url` are allowed, in the words of error texts.
 AT_START = "in additional_config={'scope': {'monitors': ...}}, at the engine's start"
 
 
@@ -69,8 +69,8 @@ class Monitor:
 
     Attributes:
         probe: its name begins with MONITOR, its action is "flag" or "stop".
-        tally: what it found since it was set.
-        webhook: is told of each verdict; None if nobody is.
+        tally: what the monitor has found since it was set.
+        webhook: the address that is told of each verdict; None if there is none.
     """
 
     name: str
@@ -85,10 +85,10 @@ class Monitor:
 
 
 def parse(name: str, body: object) -> Monitor:
-    """A monitor of its JSON.
+    """Make a monitor from its JSON.
 
     Args:
-        body: the fields of a probe (`weight`, `layers`, `threshold`, ...), without name and to.
+        body: the fields of a probe (`weight`, `layers`, `threshold`, ...), without `name` and `to`.
             `file` in place of `weight`: a safetensors file (vectors.probe_weights), with `kind`.
             `action` may be "escalate", which needs `url`: the address that is told of a verdict.
             `after` names another monitor, the first stage.
@@ -176,7 +176,7 @@ _looking = threading.Lock()
 
 
 def share(file: Shared) -> None:
-    """Share this process's monitors by a file, if its server has several API servers."""
+    """Share this process's monitors through a file, if its server has several API servers."""
     global _file
     _file = file
 
@@ -214,7 +214,10 @@ def told(vllm_config: VllmConfig) -> dict[str, dict[str, object]]:
 
 
 def _since(monitors: tuple[Monitor, ...], before: tuple[Monitor, ...]) -> dict[str, float]:
-    """Name -> when the monitor was set: now, unless one before is the same, with all its stages."""
+    """Name -> when the monitor was set: now, or the earlier time if it has not changed.
+
+    A monitor with a webhook, or with a changed earlier stage, counts as changed.
+    """
     now, new = time.time(), {monitor.name: monitor for monitor in monitors}
     old = {monitor.name: monitor for monitor in before}
 
@@ -232,7 +235,7 @@ def _since(monitors: tuple[Monitor, ...], before: tuple[Monitor, ...]) -> dict[s
 def _put(
     vllm_config: VllmConfig, monitors: tuple[Monitor, ...], since: Mapping[str, float]
 ) -> None:
-    """Hold monitors; those that were set before go on with what they have counted."""
+    """Replace the monitors. A monitor whose time in `since` is unchanged keeps its tally."""
     old = {monitor.name: monitor for monitor in _monitors.of(vllm_config) or ()}
 
     def held(one: Monitor) -> Monitor:
@@ -258,7 +261,7 @@ def _looked_up(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
     found = _monitors.of(vllm_config)
     if found is not None:
         return found
-    # Asked for each request, so the configuration is not parsed for it.
+    # This runs for each request, so the configuration is parsed only if it has monitors, and once.
     additional = vllm_config.additional_config
     body = additional.get(KEY) if isinstance(additional, dict) else None
     if not isinstance(body, Mapping) or not body.get("monitors"):
@@ -267,17 +270,17 @@ def _looked_up(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
 
 
 def set_monitors(engine: Engine, bodies: object, sites: Sites) -> None:
-    """Replace an engine's monitors, for requests that enter from now on: those of this process, and
-    of the other API servers of its server.
+    """Replace an engine's monitors, in this process and in the other API servers of its server.
+    Requests that enter from now on get the new ones.
 
     Args:
-        bodies: name -> JSON as for `parse`, without `file` and `url`: from outside come numbers,
-            no paths and addresses. Empty for no monitors.
+        bodies: name -> JSON as for `parse`, without `file` and `url`: a caller may send numbers,
+            but no paths and no addresses. Empty for no monitors.
         sites: what the engine taps.
 
     Raises:
-        SpecError: one of them is malformed, or this engine cannot have it. All stay as they were.
-        OSError: the file that API servers share cannot be written. All stay as they were.
+        SpecError: a monitor is malformed, or this engine cannot have it. No monitor has changed.
+        OSError: the file that API servers share cannot be written. No monitor has changed.
     """
     for name, body in bodies.items() if isinstance(bodies, Mapping) else ():
         if isinstance(body, Mapping):
@@ -294,7 +297,7 @@ def set_monitors(engine: Engine, bodies: object, sites: Sites) -> None:
 
 
 def _check_outside(where: str, body: Mapping[str, object]) -> None:
-    """Raises SpecError for what only a monitor may have that the engine starts with."""
+    """Raises SpecError for a field or action that only monitors of the configuration may have."""
     if "file" in body:
         raise SpecError(
             f"{where} has 'file', which is for monitors that the engine starts with; send the "
@@ -310,7 +313,7 @@ def _check_outside(where: str, body: Mapping[str, object]) -> None:
 
 
 def set_on(engine: LLMEngine, bodies: object) -> None:
-    """`set_monitors` on an engine that is not connected yet, perhaps."""
+    """Connect an LLM's engine if it is not connected yet, and call `set_monitors`."""
     if needs_connection(engine):
         connect_sync(engine)
     connection = _connection_of(engine)
@@ -320,7 +323,7 @@ def set_on(engine: LLMEngine, bodies: object) -> None:
 
 
 async def set_on_async(engine: AsyncLLM, bodies: object) -> None:
-    """The same on an AsyncLLM."""
+    """`set_on` for an AsyncLLM."""
     if needs_connection(engine):
         await connect_async(engine)
     connection = _connection_of(engine)
@@ -337,24 +340,24 @@ def _connection_of(engine: Engine) -> Connection:
 
 
 def _make_ready(engine: Engine, connection: Connection) -> None:
-    """Make the spec of a request that asks for nothing else now: the first such request would wait
-    for it, and those that come with it."""
+    """Resolve and check now the spec of a request that has only monitors. Otherwise the first such
+    request, and those that come with it, would wait for this."""
     monitors = monitors_of(engine.vllm_config)
     if connection.reason is not None or not monitors:
         return
     text = translators.text_of(tuple(monitor.probe for monitor in monitors))
-    with suppress(SpecError):  # the requests will be told
+    with suppress(SpecError):  # the requests get this error themselves
         connection.check(connection.resolve(Spec.from_json(text)), [0], 1)
 
 
-# What they found
+# What monitors found
 
 #: An engine's VllmConfig -> what the server's other processes have counted.
 _peers: Beside[Peers] = Beside()
 
 
 def _peers_of(vllm_config: VllmConfig) -> Peers | None:
-    """None if this is the server's only process."""
+    """What the other API server processes have counted; None if there is no other process."""
     if (shared := _shared(vllm_config)) is None:
         return None
     config = weakref.ref(vllm_config)
@@ -369,8 +372,8 @@ def _peers_of(vllm_config: VllmConfig) -> Peers | None:
 
 
 def activity_of(vllm_config: VllmConfig) -> dict[str, Found]:
-    """Name -> what a monitor has found, in all API server processes. What another process has
-    counted may be a second old."""
+    """Name -> what a monitor has found, in all API server processes. Counts of other
+    processes may be a second old."""
     own = tallied(monitors_of(vllm_config))
     peers = _peers_of(vllm_config)
     texts = [] if peers is None else peers.others()
@@ -384,14 +387,14 @@ def activity_of(vllm_config: VllmConfig) -> dict[str, Found]:
     }
 
 
-# Who is told
+# The controller that is told
 
 #: An engine's VllmConfig -> what its Controller calls with what monitors find.
 _listeners: Beside[Callable[[Observation], None]] = Beside()
 
 
 def listen(vllm_config: VllmConfig, tell: Callable[[Observation], None] | None) -> None:
-    """Call `tell` with what monitors find in each completion that ends; None ends it.
+    """Call `tell` with what monitors find in each completion that ends; None ends these calls.
 
     Raises:
         SpecError: the engine has a controller already.
@@ -414,7 +417,7 @@ def _everywhere(vllm_config: VllmConfig) -> Mapping[str, object] | None:
     return {_KEY: (monitors, _listeners.of(vllm_config), _peers_of(vllm_config))}
 
 
-#: No caller's key: it has a space, and it is not registered as one.
+#: Not a key that a caller may send: it has a space, and is not registered as a translator's key.
 _KEY = "scope monitors"
 
 

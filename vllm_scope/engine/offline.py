@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Requests and tokens that are in the engine at once, as a multiple of what one step may take:
-#: the scheduler never waits for the next prompt.
+#: Requests and tokens that are in the engine at once, as a multiple of what one step may take.
+#: With this many the scheduler never waits for the next prompt.
 _AHEAD = 4
-#: Interval between two looks at whether EngineCore lives.
+#: Seconds between two checks that EngineCore is alive.
 _LOOK_S = 0.5
 
 
@@ -42,16 +42,16 @@ class OfflineEngine:
     """A `vllm.LLM`, for prompts of which nothing is generated.
 
     Args:
-        model: name or folder, as vLLM takes it, or an LLM. An LLM stays open.
+        model: name or folder, as vLLM takes it, or an LLM. `close` does not end a given LLM.
         options: arguments of LLM.
-        reads: that will be asked for. Their sites are tapped, if the options name none.
+        reads: the reads that will be asked for. Their sites are tapped if the options name none.
 
     Attributes:
         model: name or folder.
 
     Raises:
-        SpecError: an LLM and options; or a read of a layer or site that a named model will not
-            have, before the engine starts.
+        SpecError: an LLM is given together with options. Or, before the engine starts: a read is of
+            a layer or site that the named model does not have.
         ScopeError: vLLM cannot start.
     """
 
@@ -84,7 +84,7 @@ class OfflineEngine:
         self.model = model if isinstance(model, str) else self._config.model_config.model
 
     def settings(self, reads: Sequence[Read]) -> dict[str, Any]:
-        """What rows depend on beside their prompts, as JSON.
+        """The settings that rows depend on, besides the prompts, as JSON.
 
         Raises:
             SpecError: a read of a layer or a site that has no tap.
@@ -106,7 +106,7 @@ class OfflineEngine:
         return found
 
     def _sites(self) -> Sites | None:
-        """What the engine taps; None if it taps nothing, and `compute` says why."""
+        """What the engine taps; None if it taps nothing. `compute` then raises the reason."""
         engine = self._llm.llm_engine
         if needs_connection(engine):
             connect_sync(engine)
@@ -115,29 +115,33 @@ class OfflineEngine:
 
     @property
     def num_layers(self) -> int | None:
-        """Of the model; None if the engine taps nothing."""
+        """The model's number of layers; None if the engine taps nothing."""
         return None if (sites := self._sites()) is None else sites.num_layers
 
     @property
     def most_tokens(self) -> int:
-        """The longest prompt: vLLM always samples one token behind it."""
+        """Tokens of the longest prompt that fits: vLLM always samples one token after a prompt."""
         return self._config.model_config.max_model_len - 1
 
     @property
     def vocabulary(self) -> int:
-        """Token ids are below it."""
+        """The size of the vocabulary; every token id is below it."""
         return self._config.model_config.get_vocab_size()
 
     @property
     def end(self) -> int | None:
-        """The tokenizer's end-of-text token."""
+        """Id of the tokenizer's end-of-text token; None if there is none."""
         if self._config.model_config.skip_tokenizer_init:
             return None
         found: int | None = self._llm.get_tokenizer().eos_token_id
         return found
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """As vLLM tokenizes prompts. Raises SpecError if the engine has no tokenizer."""
+        """The token ids of texts, tokenized as vLLM does with prompts.
+
+        Raises:
+            SpecError: the engine has no tokenizer.
+        """
         if self._config.model_config.skip_tokenizer_init:
             raise SpecError(
                 "the documents are texts, and the engine has no tokenizer (skip_tokenizer_init); "
@@ -152,10 +156,11 @@ class OfflineEngine:
         """Each prompt's rows, in the order in which the prompts end.
 
         Args:
-            prompts: anything, and token ids. Taken as the engine has room.
+            prompts: (any object that names the prompt, its token ids). The object is returned with
+                the prompt's rows. A prompt is taken when the engine has room for it.
 
         Raises:
-            SpecError: the engine cannot read this.
+            SpecError: the engine cannot deliver these reads.
             CompatError: vllm-scope is switched off.
             ScopeError: an LLM that was given has requests that run, vLLM refuses a prompt, or the
                 engine dies.
@@ -220,7 +225,7 @@ def _name_of(value: object) -> str:
 
 
 def _find(reads: Sequence[Read], sites: Sites) -> list[list[int]]:
-    """The layers of each read. Raises SpecError for one that has no tap."""
+    """The layers of each read. Raises SpecError for a site or layer without a tap."""
     return [
         [place.layer for place in sites.find(read.site, read.layer_numbers, f"reads[{i}]")]
         for i, read in enumerate(reads)
@@ -229,7 +234,7 @@ def _find(reads: Sequence[Read], sites: Sites) -> list[list[int]]:
 
 @contextmanager
 def _in_words(what: str) -> Iterator[None]:
-    """Raises a ScopeError of one sentence for whatever vLLM raises."""
+    """Inside, turn whatever vLLM raises into a ScopeError of one sentence."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
@@ -244,9 +249,9 @@ def _in_words(what: str) -> Iterator[None]:
 
 @contextmanager
 def _woken(engine: Any) -> Iterator[None]:
-    """Let a step inside end with EngineDeadError if EngineCore is killed during it.
+    """Inside, a step that waits for EngineCore ends with EngineDeadError if EngineCore is killed.
 
-    vLLM notices the death, closes the socket, and leaves the step waiting for good.
+    Without this, vLLM notices the death and closes the socket, and the step waits forever.
     vllm 0.30 to 0.33, v1/engine/core_client.py, SyncMPClient.get_output
     """
     from vllm.v1.engine.exceptions import EngineDeadError
@@ -271,10 +276,10 @@ def _woken(engine: Any) -> Iterator[None]:
 
 
 class _Sending:
-    """Sends prompts that differ in nothing but their tokens.
+    """Sends prompts whose requests differ only in their tokens.
 
     Args:
-        params: with the reads' spec.
+        params: SamplingParams with the spec of the reads.
     """
 
     def __init__(self, engine: Any, reads: Sequence[Read], params: Any) -> None:
@@ -282,7 +287,7 @@ class _Sending:
         self._alike, self._prepared_params = Alike.of_engine(engine), asking(params)
 
     def send(self, name: str, ids: list[int]) -> None:
-        """Raises SpecError, or what vLLM raises."""
+        """Add a prompt to the engine. Raises SpecError, or what vLLM raises."""
         prompt, found = {"type": "token", "prompt_token_ids": ids}, None
         if self._alike is not None:
             first = self._alike.checked("harvest", self._reads, self._params, ids)

@@ -68,7 +68,7 @@ def asks(params: object) -> bool:
 
 
 def names_module(text: object) -> bool:
-    """False for a spec that certainly names no steering module. Does not parse it."""
+    """True if a spec may name a steering module; False if it cannot. The spec is not parsed."""
     return isinstance(text, str) and _has_name(text)
 
 

@@ -1,10 +1,10 @@
 """The `vllm.general_plugins` entry point.
 
 Runs:  `register` in the front-end, in EngineCore and in every worker process, maybe
-       more than once. Light and idempotent.
+       more than once. It is cheap and idempotent.
 
 Promise: with VLLM_SCOPE=0 nothing is wrapped. Otherwise an unknown version of vLLM, or a symbol
-that is not as it was read, is refused with a sentence that names it.
+that lacks what its wrapper needs, is refused with an error that names it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm_scope.sinks.options import without_secrets
 logger = logging.getLogger("vllm.vllm_scope")
 
 _registered = False
-#: A check of the sites of the engine that the running code starts; called before it starts.
+#: Called with the sites of each engine that the running code configures, before the engine starts.
 _check_sites: ContextVar[Callable[[Sites], object] | None] = ContextVar(
     "vllm_scope_check_sites", default=None
 )
@@ -85,16 +85,15 @@ def checking_sites(check: Callable[[Sites], object]) -> Iterator[None]:
 
 
 def wrap_engine_args() -> None:
-    """Put the whole configuration into additional_config, for workers and the compile key. Refuse
-    files that are not there, and sites and layers that the model does not have, before a process is
-    started."""
+    """Put the whole configuration into additional_config, for workers and the compile key. Before a
+    process is started, refuse missing files, and sites and layers that the model does not have."""
     from vllm_scope.engine.frontend import requests
     from vllm_scope.engine.model import sites_of
 
     def create_engine_config(
         original: Callable[..., VllmConfig], self: EngineArgs, *args: object, **kwargs: object
     ) -> VllmConfig:
-        reuse_bytes()  # refuse a bound that is no number before anything starts
+        reuse_bytes()  # before anything starts, refuse a bound that is no number
         if "vllm.entrypoints.llm" in sys.modules:  # LLM calls this before its first request
             requests.wrap_llm()
         additional = dict(self.additional_config or {})
@@ -104,7 +103,7 @@ def wrap_engine_args() -> None:
         additional[KEY] = config
         self.additional_config = additional
         found = original(self, *args, **kwargs)
-        sites = sites_of(found, ScopeConfig.parse(config))  # here, and not in a log of EngineCore's
+        sites = sites_of(found, ScopeConfig.parse(config))  # raises here, not in EngineCore's log
         if (check := _check_sites.get()) is not None:
             check(sites)
         return found

@@ -1,10 +1,10 @@
 """Our errors as vLLM passes them on: as an HTTP status, and from EngineCore to the caller.
 
-Owns:  `refusal`, `busy` and `named` (our errors as vLLM's server knows them), and the way back of
-       an error in EngineCore after the front-end accepted the request.
+Owns:  `refusal`, `busy` and `named` (our errors as vLLM's server knows them), and the way by which
+       an error in EngineCore reaches the caller, after the front-end accepted the request.
 Runs:  in EngineCore (input thread) and in the front-end.
 
-vLLM tells the front-end only that such a request ended with an error. The sentence travels in
+vLLM tells the front-end only that such a request ended with an error. The error's text travels in
 the output's `stop_reason`, which vLLM leaves empty for an error.
 """
 
@@ -42,13 +42,13 @@ def _busy(kind: type[CapacityError]) -> type[CapacityError]:
 
 def busy(sentence: str, kind: type[CapacityError] = CapacityError) -> CapacityError:
     """A CapacityError of this kind that vLLM's server answers with HTTP 429."""
-    # mypy takes no class of exceptions for hashable.
+    # mypy does not know that a class of exceptions is hashable.
     return _busy(kind)(sentence, HTTPStatus.TOO_MANY_REQUESTS)  # type: ignore[arg-type]
 
 
 @contextmanager
 def refusing(paths: Mapping[str, str] = NO_PATHS) -> Iterator[None]:
-    """Raise our errors inside as `refusal` and `busy`.
+    """Inside, turn our errors into those of `refusal` and `busy`.
 
     Args:
         paths: the caller's words for parts of the spec (translators.in_words).
@@ -64,7 +64,7 @@ def refusing(paths: Mapping[str, str] = NO_PATHS) -> Iterator[None]:
 
 
 def named(error: ScopeError, where: str) -> ScopeError:
-    """The error with the name of one of several, such as "prompts[3]", before its sentence."""
+    """The error with `where` before its text: the name of its prompt, such as "prompts[3]"."""
     sentence = f"{where}: {error}"
     if isinstance(error, SpecError):
         return refusal()(sentence)
@@ -83,7 +83,7 @@ def refusal_in(completion: CompletionOutput) -> ScopeError | None:
 
 
 def _parts(text: str) -> tuple[str, str]:
-    """The error's class and its sentence, of what `refused` made."""
+    """The error's class name and its text, from a stop_reason that `refused` made."""
     kind, sentence = text.removeprefix(_MARK).split(": ", 1)
     return kind, sentence
 
@@ -92,7 +92,7 @@ def sentence_in(stop_reason: object) -> str:
     """Why a request failed.
 
     Args:
-        stop_reason: of its last output.
+        stop_reason: of the request's last output.
     """
     text = str(stop_reason)
     return _parts(text)[1] if text.startswith(_MARK) else "the request failed"
@@ -112,7 +112,7 @@ def refused(request_id: str, error: ScopeError) -> Last:
 def _refuse(
     original: Callable[..., object], self: EngineCoreProc, request: EngineCoreRequest
 ) -> None:
-    """EngineCoreProc._handle_request_preproc_error: send our errors with their sentence."""
+    """EngineCoreProc._handle_request_preproc_error: send our errors with their text."""
     error = sys.exception()
     if not isinstance(error, ScopeError):
         original(self, request)

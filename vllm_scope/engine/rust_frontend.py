@@ -32,8 +32,8 @@ REFUSED = (
 def serves(vllm_config: Any) -> bool:
     """True if an engine's requests come from the Rust front-end.
 
-    The variable alone does not say so: `LLM` ignores it. vllm 0.30 to 0.33,
-    entrypoints/cli/serve.py, run_multi_api_server: rank -1 is a process that serves no HTTP.
+    VLLM_USE_RUST_FRONTEND alone is no proof, because `LLM` ignores it. Rank -1 marks a process that
+    serves no HTTP. vllm 0.30 to 0.33, entrypoints/cli/serve.py, run_multi_api_server
     """
     from vllm import envs
 

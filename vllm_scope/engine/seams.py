@@ -1,7 +1,8 @@
 """The contract with vLLM: every symbol of vLLM that vllm-scope wraps or uses.
 
-Owns:  CONTRACT, and `config_of` an engine.
-To:    wrapping.py (replaces symbols), digests.py (compares a vLLM with those that were read).
+Owns:  CONTRACT, and `config_of` (this package's part of an engine's configuration).
+To:    wrapping.py (replaces symbols), digests.py (compares a vLLM with the releases that were
+       read).
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ class Seam:
     """One symbol of vLLM.
 
     Attributes:
-        module, name: "vllm.v1.core.block_pool", "BlockPool.get_new_blocks".
+        module, name: such as "vllm.v1.core.block_pool" and "BlockPool.get_new_blocks".
         parameters: names that the wrapper reads, or that a call passes.
-        reads: attributes that are read or set. Of a method: attributes of `self`. Of a class:
-            attributes of its instances, some of them arguments of wrapped methods. Of a function:
-            other names of its module.
-        wrapped: vllm-scope replaces the symbol.
+        reads: names that are read or set. For a method: attributes of `self`. For a class:
+            attributes of its instances, some of which are arguments of wrapped methods. For a
+            function: other names of its module.
+        wrapped: True if vllm-scope replaces the symbol.
         holders: further modules that imported the function by name.
         instead: the official extension point that would replace the patch; empty if none is known.
     """
@@ -57,7 +58,7 @@ _ERROR = "EngineCoreOutput.error with RequestError.to_exception (since 0.33)"
 
 # fmt: off
 _BY_MODULE: dict[str, tuple[Seam, ...]] = {
-    # Every process. Of a function in two modules, the first one that exists is wrapped.
+    # Every process. If a function is declared in two modules, the first that exists is wrapped.
     "engine.arg_utils": (_wraps("EngineArgs.create_engine_config", "", "additional_config"),),
     "platforms.interface": (_wraps("Platform.validate_environ", "hard_fail"),),  # since 0.31
     "envs": (_wraps("validate_environ", "hard_fail", "environment_variables"),),  # in 0.30
@@ -107,7 +108,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     ),
     "v1.engine.exceptions": (_uses("EngineDeadError"),),
     "v1.engine.core_client": (
-        # Before 0.32 without call_utility_all_async.
+        # Before 0.32 it has no call_utility_all_async.
         _uses("AsyncMPClient", "call_utility_all_async _call_utility_async core_engines"),
         _uses("InprocClient", "engine_core"),
         _uses("SyncMPClient", "outputs_queue resources"),
@@ -133,7 +134,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     ),
     "exceptions": (_uses("VLLMValidationError"), _uses("GracefulHTTPError")),
     "utils.network_utils": (_uses("get_ip"),),
-    # LLM. Of a class in two modules, the first one that exists is wrapped.
+    # LLM. If a class is declared in two modules, the first that exists is wrapped.
     "entrypoints.common.offline": (
         _wraps("OfflineInferenceMixin._render_and_add_requests", "prompts params"),  # since 0.32
     ),
@@ -259,7 +260,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     ),
     "distributed.parallel_state": (_uses("get_pp_group"), _uses("get_tp_group")),
     "compilation.decorators": (_uses("_support_torch_compile", "do_not_compile"),),
-    # The source of `__init__`: one graph, without guards.
+    # The source of `__init__` shows that there is one graph, without guards.
     "compilation.wrapper": (_uses("TorchCompileWithNoGuardsWrapper", "__init__"),),
     "model_executor.models.utils": (_uses("PPMissingLayer"),),
     "model_executor.layers.attention.attention": (
@@ -302,12 +303,12 @@ CONTRACT: tuple[Seam, ...] = tuple(
 )
 
 
-#: vLLM's configuration -> ours as it was given, and parsed. It is asked for with each request.
+#: vLLM's configuration -> our part, as given and parsed. Kept because each request asks for it.
 _parsed: Beside[tuple[object, ScopeConfig]] = Beside()
 
 
 def config_of(vllm_config: VllmConfig) -> ScopeConfig | None:
-    """The configuration that this engine was started with, or None without one."""
+    """This package's configuration that the engine was started with; None without one."""
     additional = vllm_config.additional_config
     body = additional.get(KEY) if isinstance(additional, dict) else None
     if body is None:

@@ -6,7 +6,8 @@ To:    the other files of engine/.
 
 seams.py declares these classes and attributes for the check at start. vllm-scope sets the
 attributes named `scope...` itself. An attribute has type Any if a Protocol would need a cast
-wherever it is used: most are None in some requests or engines, which the code checks elsewhere.
+wherever it is used. Most such attributes are None in some requests or engines, and the code checks
+that elsewhere.
 """
 
 from __future__ import annotations

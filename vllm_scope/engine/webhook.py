@@ -1,11 +1,11 @@
-"""Verdicts told to an address outside, from a thread of its own.
+"""Sends verdicts to an operator's HTTP address, on a thread of its own.
 
 Owns:  Webhook.
-Runs:  in the front-end. `tell` on the thread that counts, one at a time; it only queues.
+Runs:  in the front-end. `tell` only queues; judge calls it, on any thread, one call at a time.
 
-Promise: an address that hangs or fails delays nothing. What does not fit into the queue is dropped
-and counted. The log has the first failure; later ones are counted only. A body has numbers and
-names, never a request's text.
+Promise: an address that hangs or fails delays nothing. A verdict that does not fit into the queue
+is dropped and counted. The first failure is logged; later ones are only counted. A body has numbers
+and names, never a request's text.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from vllm_scope.errors import SpecError, shown
 from vllm_scope.sinks.metrics import count_escalation
 
 logger = logging.getLogger("vllm.vllm_scope")
-#: Verdicts that wait for an address, and how long one may take.
+#: The most verdicts that wait for an address, and the seconds that sending one may take.
 MOST_WAITING, TIMEOUT_S = 1024, 5.0
 
 
 class Webhook(Background):
-    """One address.
+    """Sends verdicts to one address.
 
     Args:
-        url: http or https. The operator's, never a caller's.
+        url: http or https. An operator sets it, never a caller.
     """
 
     def __init__(self, url: str) -> None:
@@ -47,7 +47,7 @@ class Webhook(Background):
 
     @staticmethod
     def parse(url: object, where: str) -> Webhook:
-        """Raises SpecError unless it is a URL of http or https."""
+        """A Webhook of this URL. Raises SpecError unless it is a URL of http or https."""
         if not isinstance(url, str) or urllib.parse.urlsplit(url).scheme not in ("http", "https"):
             raise SpecError(f"{where} is {shown(url)}; it is a URL of http or https.")
         return Webhook(url)
@@ -62,8 +62,8 @@ class Webhook(Background):
         count_escalation(outcome)
 
     def _say(self, error: Exception) -> None:
-        """Write the first failure to the log. A url may have a secret, so the line has its host
-        alone."""
+        """Write the first failure to the log. A URL may have a secret, so the line has only
+        the host."""
         if self._said:
             return
         self._said = True
@@ -76,11 +76,12 @@ class Webhook(Background):
         )  # fmt: skip
 
     def tell(self, body: Mapping[str, object], ended: Callable[[], object] | None = None) -> None:
-        """Send a JSON object, later. Never blocks.
+        """Have a JSON object sent later. Never blocks. If the queue is full, the object is dropped,
+        and counted at once.
 
         Args:
-            ended: called on the thread when the outcome of the object is counted; not if the
-                object is dropped, which is counted here.
+            ended: called on this webhook's thread once the outcome is counted; not called if the
+                object is dropped.
         """
         self._start()
         try:

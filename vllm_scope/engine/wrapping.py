@@ -1,4 +1,4 @@
-"""How a symbol of vLLM is replaced: only where it is as it was when it was read.
+"""Replaces symbols of vLLM, after a check that they still have what the wrappers need.
 
 Owns:  `wrap`, `exists`, `require`, `owners`, `check_version`.
 Runs:  in every process of an engine, once, before the engine is made.
@@ -6,7 +6,7 @@ From:  seams.CONTRACT.
 
 Promise: an engine does not start if a wrapped symbol is gone, if it lost a parameter that the
 wrapper reads, or if it gained a parameter that the wrapper cannot pass on. The error names the
-symbol. Inside the supported versions the code asks for features, not for version numbers.
+symbol. Within the supported versions the code asks for features, not for version numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from vllm_scope.engine.seams import CONTRACT, Seam
 from vllm_scope.errors import CompatError
 
-#: The first and the last minor version of vLLM that this version was tried with.
+#: The first and the last minor version of vLLM that this version of vllm-scope was tried with.
 FIRST, LAST = (0, 30), (0, 33)
 
 
@@ -30,7 +30,7 @@ def wrap(name: str, wrapper: Callable[..., object]) -> None:
 
     Args:
         name: as in CONTRACT.
-        wrapper: called with the original function first; then `self`, if it is a method.
+        wrapper: called with the original function, then `self` (of a method), then the arguments.
 
     Raises:
         CompatError: the symbol is gone, or its parameters and the wrapper's do not agree.
@@ -50,7 +50,7 @@ def require(*names: str) -> None:
 
 
 def owners(name: str) -> list[type | ModuleType]:
-    """The class of a method of CONTRACT; the modules that hold a function.
+    """Where a symbol of CONTRACT is replaced: in a method's class, or in the modules of a function.
 
     Raises:
         CompatError: one of them is gone.
@@ -83,15 +83,15 @@ def replace_in(
     parameters: Sequence[str],
     wrapper: Callable[..., object],
 ) -> None:
-    """Replace a function in all of its owners by the same wrapped one.
+    """Replace a function in all of its owners by one wrapped function.
 
     Args:
         owners: a class, or the modules that hold the function.
         parameters: names that its signature must have.
-        wrapper: as of `wrap`.
+        wrapper: as for `wrap`.
 
     Raises:
-        CompatError: as `wrap`.
+        CompatError: as for `wrap`.
     """
     for owner in owners:
         _original(owner, name)
@@ -136,7 +136,7 @@ def _wrapped(
 def _refused_parameter(
     original: inspect.Signature, wrapper: Callable[..., object], given: list[object]
 ) -> str | None:
-    """A parameter that callers may give to the original and the wrapper cannot take, or None.
+    """A parameter that callers may pass to the original but the wrapper cannot take, or None.
 
     Args:
         given: what the wrapper gets before the original's parameters.

@@ -1,4 +1,4 @@
-"""In vLLM's workers.
+"""The code that runs in vLLM's workers.
 
 attach.py     seams on vLLM's worker and its model runner
 worker.py     ScopeWorker: requests, close, remote calls
@@ -12,13 +12,13 @@ replies.py    what a worker answers to the front-end's remote calls
 sizes.py      sizes of the arena, the ring and the tables; limits of one request
 canary.py     reads one row at every tap before the worker serves
 runners.py    what a forward computes, for Model Runner V1 and V2
-steps.py      one forward: its plan before it, its rows after it
-sampling.py   log-probabilities of named tokens beside others, on V1
+steps.py      one forward: plans it, and delivers its rows
+sampling.py   log-probabilities of named tokens in a step with other requests, on V1
 scaling.py    new scales that policies decide
 carrying.py   what travels with a step's output to EngineCore
 faults.py     reports edits whose result is not finite
 holding.py    encoders of SAEs and maps of lenses that the device holds
-own_lens.py   the lens of a worker
+own_lens.py   the lens of a worker's own model
 unembedding.py  the final norm and the unembedding, as a lens
 vocabulary.py   the parts of the unembedding that ranks hold
 delivery.py   ring, drain and sinks of a worker

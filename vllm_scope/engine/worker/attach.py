@@ -1,4 +1,4 @@
-"""Hangs a ScopeWorker on each of vLLM's workers.
+"""Attaches a ScopeWorker to each of vLLM's workers.
 
 Owns:  the seams on the worker and on its model runner, and the names of remote calls.
 Runs:  in every worker process, when vLLM makes its worker.
@@ -18,8 +18,9 @@ from vllm_scope.engine.worker.worker import ScopeWorker
 from vllm_scope.errors import reason_of
 from vllm_scope.graph.tap import graphs
 
-#: vLLM's calls before which the weights are those of the rows so far, and those that end with
-#: other weights; all workers get them.
+#: vLLM's calls that change the weights. When one of the first begins, the weights are still those
+#: that computed the rows so far. When one of the second ends, they are others. All workers get each
+#: call.
 _OLD_WEIGHTS = ("reload_weights", "start_weight_update")
 _NEW_WEIGHTS = ("reload_weights", "finish_weight_update")
 
@@ -39,7 +40,7 @@ def _remote_calls(scope: ScopeWorker) -> dict[str, Callable[..., object]]:
 
 
 def _attach(worker: Worker, config: ScopeConfig) -> None:
-    """Wrap one worker instance; its class may be the user's (`worker_cls`)."""
+    """Wrap one worker instance, not its class, which may be the user's (`worker_cls`)."""
     scope = ScopeWorker(worker, config)
     load_model = worker.load_model
     warm_up, shutdown = worker.compile_or_warm_up_model, worker.shutdown
@@ -64,7 +65,7 @@ def _attach(worker: Worker, config: ScopeConfig) -> None:
 
     for names, wrapped in ((_OLD_WEIGHTS, _settling), (_NEW_WEIGHTS, _renewing)):
         for name in names:
-            if hasattr(worker, name):  # a worker of another platform may have none of them
+            if hasattr(worker, name):  # a worker of another platform may lack some of them
                 setattr(worker, name, wrapped(getattr(worker, name), scope))
     worker.load_model = load
     worker.compile_or_warm_up_model, worker.shutdown = warm, close
@@ -94,20 +95,21 @@ def _renewing(change: Callable[..., object], scope: ScopeWorker) -> Callable[...
 
 
 def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
-    """Wrap the runner's steps: with Ray's compiled graph, the worker's `execute_model` is not
-    called. vllm 0.32, v1/executor/ray_utils.py, RayWorkerWrapper.execute_model_ray
+    """Wrap the steps of the runner, not of the worker: Ray's compiled graph does not call the
+    worker's `execute_model`. vllm 0.32, v1/executor/ray_utils.py,
+    RayWorkerWrapper.execute_model_ray
     """
     execute_model = runner.execute_model
 
     def execute(scheduler_output: SchedulerOutput, *args: object, **kwargs: object) -> object:
-        if kwargs.get("dummy_run"):  # Model Runner V2 calls itself for these
+        if kwargs.get("dummy_run"):  # Model Runner V2 calls `execute_model` for dummy steps too
             return execute_model(scheduler_output, *args, **kwargs)
         news = news_in(scheduler_output)
         if news is not None and news.zeroed:
             clearing.zero(runner, news.zeroed)
         if news is not None and news.accepted:
             scope.accept(news.accepted)
-        # Ended requests first: the scheduler has given their places to new ones.
+        # Ended requests first: the scheduler has given their places to new requests.
         if scheduler_output.finished_req_ids:
             ended = {} if news is None else news.ended
             scope.finish_requests(scheduler_output.finished_req_ids, ended)

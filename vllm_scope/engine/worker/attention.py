@@ -1,7 +1,8 @@
 """vLLM's attention modules: which are tapped, how wide their rows are, what their kernel does.
 
 Owns:  `heads_of`, `attention_of`, `kernel_of`.
-Runs:  `heads_of` wherever the configuration is; the others in every worker, after load.
+Runs:  `heads_of` in every process that has the configuration; the others in every worker, after
+       load.
 
 Promise: if a layer that carries a tap does not have the configured site as described, the
 engine does not start.
@@ -23,7 +24,7 @@ from vllm_scope.request.sites import ATTENTION_SITES, Heads, Place, Sites
 
 
 def heads_of(vllm_config: VllmConfig, sites: Sequence[str]) -> Heads:
-    """The model's heads, by its configuration; `attention_of` compares them with the modules.
+    """The model's heads, according to its configuration; `attention_of` checks them.
 
     Args:
         sites: the configured sites inside the attention.
@@ -45,21 +46,21 @@ def heads_of(vllm_config: VllmConfig, sites: Sequence[str]) -> Heads:
 
 
 def heads_here(heads: Heads, num_ranks: int) -> Heads:
-    """The heads of one of `num_ranks` tensor-parallel ranks. With fewer key and value heads than
-    ranks, each of these heads is on several ranks."""
+    """The heads of one of `num_ranks` tensor-parallel ranks. If there are fewer key and value heads
+    than ranks, each key and value head is on several ranks."""
     num_kv_heads = max(1, heads.num_kv_heads // num_ranks)
     return replace(heads, num_heads=heads.num_heads // num_ranks, num_kv_heads=num_kv_heads)
 
 
 def attention_of(anatomy: Anatomy, sites: Sites, num_ranks: int = 1) -> dict[int, nn.Module]:
-    """Layer -> its one module that is called with q, k and v, of the layers with a tap there.
+    """Layer -> the one module that is called with q, k and v, for layers with a tap inside it.
 
     Args:
-        num_ranks: among which tensor parallelism splits the heads.
+        num_ranks: the number of ranks among which tensor parallelism splits the heads.
 
     Raises:
-        ConfigError: a layer has none or several, its heads are not the model's, or it uses
-            another layer's keys and values.
+        ConfigError: a layer has no such module or several, its heads are not the model's, or its
+            k or v is tapped and it uses another layer's keys and values.
     """
     found: dict[int, nn.Module] = {}
     for number, layer in anatomy.layers.items():
@@ -74,7 +75,7 @@ def attention_of(anatomy: Anatomy, sites: Sites, num_ranks: int = 1) -> dict[int
 def _attention_in(layer: nn.Module, number: int) -> nn.Module:
     from vllm.model_executor.layers.attention import Attention
 
-    # vLLM's AttentionType is a string; cross-attention and encoders have other ones.
+    # vLLM's AttentionType is a string; cross-attention and encoders have other values.
     here = [
         module for module in layer.modules()
         if isinstance(module, Attention) and module.attn_type == "decoder"
@@ -90,7 +91,7 @@ def _attention_in(layer: nn.Module, number: int) -> nn.Module:
 
 
 def _check(module: Any, number: int, tapped: list[str], expected: Heads) -> None:
-    # Values are as wide as keys where the module does not say.
+    # If the module does not say how wide values are, they are as wide as keys.
     size_v = getattr(module, "head_size_v", module.head_size)
     heads = Heads(module.num_heads, module.num_kv_heads, module.head_size, size_v)
     if heads != expected:
@@ -111,13 +112,13 @@ def kernel_of(module: Any, gather: Callable[[Tensor], Tensor] | None = None) -> 
     """The parameters of an attention module's kernel beside q, k and v, as plain numbers.
 
     Args:
-        gather: as in Split, if the ranks share the heads; all of them call this.
+        gather: as in Split, if the ranks share the heads; every rank then calls `kernel_of`.
 
     Returns:
-        layer_name: vLLM's. scale: of q.k. sliding_window: how many positions a query sees, its
-        own included; None for all. logits_soft_cap: None for none. alibi_slopes, sinks: by
-        head; None for none. exact: True if the kernel does nothing else; False for example for
-        chunked attention (Llama 4, Rnj-1), or for image tokens that see later ones.
+        layer_name: vLLM's. scale: the factor of q.k. sliding_window: how many positions a query
+        sees, its own included; None for all. logits_soft_cap: None for none. alibi_slopes, sinks:
+        by head; None for none. exact: True if the kernel does nothing else; False for example for
+        chunked attention (Llama 4, Rnj-1), or for image tokens that see later tokens.
     """
     impl = module.impl
     # Subclasses mask by rules of their own. vllm 0.32, model_executor/layers/attention/

@@ -3,8 +3,8 @@
 Owns:  `blocks_of`.
 Runs:  in every worker, after load.
 
-Promise: if a layer that carries a tap has no such block, several, or one whose forward does not
-name its input, the engine does not start. Every rank has the whole row.
+Promise: if a layer that carries a tap has no such block, or several, or if the block's forward does
+not name its input, the engine does not start. Every rank has the whole row.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from vllm_scope.request.sites import BLOCK_SITES, Place, Sites
 
 
 def blocks_of(anatomy: Anatomy, sites: Sites) -> dict[Place, nn.Module]:
-    """`attn_in` or `mlp_in` at a layer -> the module whose input it is, where it has a tap.
+    """A tapped place of `attn_in` or `mlp_in` -> the module whose input it is.
 
     Raises:
-        ConfigError: a layer has none or several, or the module does not name its input.
+        ConfigError: a layer has no such module or several, or the module does not name its input.
     """
     return {
         place: _block_in(layer, place)
@@ -53,17 +53,17 @@ def _block_in(layer: nn.Module, place: Place) -> nn.Module:
 
 
 def _is_attention(child: nn.Module) -> bool:
-    """Whether it holds one attention of a decoder, and is not that itself."""
+    """True if `child` holds exactly one attention module, of a decoder, and is not that module."""
     from vllm.model_executor.layers.attention import Attention, MLAAttention
 
     every = [m for m in child.modules() if isinstance(m, Attention | MLAAttention)]
-    # Latent attention (MLA) has no other type.
+    # Latent attention (MLA) has no `attn_type`; it is a decoder's.
     types = [getattr(module, "attn_type", "decoder") for module in every]
     return child not in every and types == ["decoder"]
 
 
 def _is_mlp(child: nn.Module) -> bool:
-    """Whether it holds a down projection or experts, and no mixer of tokens."""
+    """True if `child` holds a down projection or experts, and nothing that mixes tokens."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.linear import RowParallelLinear
 

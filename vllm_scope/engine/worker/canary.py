@@ -20,7 +20,8 @@ from vllm_scope.program.layout import Widths
 from vllm_scope.program.operations import Program
 from vllm_scope.request.sites import boundary_of_point, point_of
 
-#: Written before the forward; no model computes a row of this value. Exact in bf16 and fp16.
+#: Written to the slots before the forward; no model computes a row of this value. Exact in bf16
+#: and fp16.
 POISON = -1280.0
 
 
@@ -37,11 +38,11 @@ def rows_at(
     last slot, CPU.
 
     Args:
-        boundaries: that carry a tap here.
-        slots: [n, elements of a slot], model dtype, which the taps write.
-        first_slot: index of the first of them in the arena, or in host memory.
+        boundaries: boundaries with a tap on this worker.
+        slots: the slots that the taps write: [n, elements of a slot], model dtype.
+        first_slot: index of the first of `slots` in the arena, or in host memory.
         to_host: `slots` are in host memory.
-        forward: runs one dummy token after calling its argument.
+        forward: calls its argument, then runs a forward of one dummy token.
     """
     program = Program.reading(tuple(point_of(boundary, 0) for boundary in boundaries))
     found = _read(program, tables, slots, first_slot, to_host, forward)

@@ -1,4 +1,4 @@
-"""What travels with a step's output from a worker to EngineCore, as an attribute of ours.
+"""Sends values from a worker to EngineCore, as attributes of a step's output.
 
 Owns:  `is_output`, `carrying`, `carried`, `carries`.
 Runs:  `carrying` in the worker, where an output is made; `carried` and `carries` in EngineCore.
@@ -13,17 +13,17 @@ from typing import Any
 
 
 def is_output(output: object) -> bool:
-    """True for a step's output, which may be made later; False for what comes before sampling."""
+    """True for a step's output, which may be asynchronous; False for a result before sampling."""
     return hasattr(output, "get_output") or hasattr(output, "sampled_token_ids")
 
 
 def carrying(output: Any, name: str, find: Callable[[], dict[str, Any]]) -> Any:
-    """The output with what `find` returns, by request, as an attribute; without it if that is
-    empty.
+    """The output with the result of `find`, by request, as its attribute `name`; no attribute if
+    the result is empty.
 
     Args:
-        output: of `execute_model` or `sample_tokens`. `find` is called when an asynchronous output
-            is made, by its `get_output`.
+        output: of `execute_model` or `sample_tokens`.
+        find: called when the output is made: by its `get_output` if it is asynchronous, else now.
     """
     if hasattr(output, "get_output"):
         make = output.get_output
@@ -31,7 +31,7 @@ def carrying(output: Any, name: str, find: Callable[[], dict[str, Any]]) -> Any:
         return output
     found = find() if is_output(output) else {}
     if found:
-        output = copy(output)  # vLLM has one object for all steps without tokens
+        output = copy(output)  # vLLM uses one object for all steps without tokens
         setattr(output, name, found)
         output.scope_carries = True
     return output
@@ -43,6 +43,6 @@ def carries(output: object) -> bool:
 
 
 def carried(output: object, name: str) -> Mapping[str, Any]:
-    """What an output carries, by request."""
+    """The values that an output carries under a name, by request; empty if there are none."""
     found = getattr(output, name, None)
     return found if isinstance(found, dict) else {}

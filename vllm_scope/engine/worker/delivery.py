@@ -1,8 +1,8 @@
 """How rows leave a worker: ring, drain and sinks, and which request goes where.
 
 Owns:  WorkerDelivery.
-Runs:  in workers that drain, on the worker's thread; the drain and the sinks have threads of
-       their own.
+Runs:  in workers that deliver rows, on the worker's thread; the drain and the sinks have threads
+       of their own.
 From:  worker.   To: worker.drain, sinks.router.
 
 The end of a request: the scheduler, in EngineCore, decides which tokens are accepted. When a
@@ -57,7 +57,7 @@ class WorkerDelivery:
 
     Attributes:
         widths: of raw rows.
-        info: the fields that all requests share: stage and model.
+        info: a RequestInfo with the fields that all requests share: stage and model.
         here: boundaries with a tap on this worker.
     """
 
@@ -94,7 +94,7 @@ class WorkerDelivery:
             stage: this pipeline stage's number, and the number of stages.
             drafts: as in Watch.
             lag: as in Policies.
-            saes: as in Packer. Lenses are added when the canary has checked the model's own.
+            saes: as in Packer. Lenses are added once the canary has checked the model's own lens.
 
         Raises:
             ScopeError: a sink or a policy cannot be made; the engine does not start.
@@ -141,8 +141,8 @@ class WorkerDelivery:
         recipient: Recipient | None,
         asked: Resolved,
     ) -> int:
-        """Prepare for a request's rows, and return the key that they will have: the recipient's, if
-        it awaits them.
+        """Prepare for a request's rows, and return the key that they will have. It is the
+        recipient's key if the recipient awaits rows.
 
         Raises:
             CapacityError: there is no room for what its codecs and probes need.
@@ -150,7 +150,7 @@ class WorkerDelivery:
         if recipient is not None and recipient.awaits:
             key = recipient.key
         else:
-            # Only global sinks and edits concern it.
+            # Only global sinks and edits concern this request.
             key = next(self._own_keys) if asked.delivering else NOBODY
             recipient = recipient or Recipient(key, "", req_id, req_id)
         if key >= 0 and MEMORY not in asked.destinations:
@@ -180,10 +180,10 @@ class WorkerDelivery:
         return key
 
     def keep_scores(self, key: int, entrant: Entrant, layout: Layout) -> None:
-        """Keep the scores of a request with KV blocks, and deliver those of its cached tokens.
+        """Keep a request's scores with its KV blocks, and deliver the scores of its cached tokens.
 
         Args:
-            layout: of all of its tokens, at this stage.
+            layout: of all tokens of the request, at this stage.
         """
         self.drain.later(partial(self.store.begin, key, layout, entrant.block_size), wake=False)
         if not entrant.cached:
@@ -208,7 +208,7 @@ class WorkerDelivery:
         self.watch.finish_request(key)
         if ended is not None:
             self.router.expect_end(key, ended)
-        self.drain.finish_request(key, error)  # which ends it in the store too
+        self.drain.finish_request(key, error)  # the drain also ends the request in the store
 
     def describe(self) -> dict[str, list[str]]:
         """The sinks that requests may name -> the kinds of actions that may name them."""

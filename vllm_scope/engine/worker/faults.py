@@ -1,4 +1,4 @@
-"""Edits whose rows are not finite: the request ends with a sentence, and its neighbours go on.
+"""Edits whose rows are not finite: the request ends with an error, and other requests go on.
 
 Owns:  the way of a fault from a tap to the caller.
 Runs:  Faults in every worker, where a step's output is made; `end_faulty` in EngineCore, where
@@ -37,7 +37,8 @@ class Faults:
         self._failed: dict[str, str] = {}
 
     def fail(self, req_id: str, reason: str) -> None:
-        """End a request whose edits cannot be done: its plain KV has the keys of edited KV."""
+        """End a request whose edits cannot be done: else its unedited KV would be found under the
+        keys of edited KV."""
         self._failed[req_id] = reason
 
     def __bool__(self) -> bool:
@@ -45,7 +46,7 @@ class Faults:
         return bool(self._planner.owners or self._failed)
 
     def with_faults(self, output: object) -> object:
-        """A step's output, with the faults so far as `scope_faults`.
+        """A step's output, with the faults so far in its attribute `scope_faults`.
 
         Args:
             output: of `execute_model` or `sample_tokens`. An asynchronous output gets the faults
@@ -56,11 +57,11 @@ class Faults:
         return carrying(output, "scope_faults", self._take)
 
     def _take(self) -> dict[str, str]:
-        """Request -> why it fails, each once. On the thread that makes outputs."""
+        """Request -> why it fails. Each fault is taken once, on the thread that makes outputs."""
         owners = list(self._planner.owners)
         at = np.array(owners, np.int64)
         found: dict[str, str] = {}
-        while self._failed:  # the main thread may add to it during the loop
+        while self._failed:  # the main thread may add requests during the loop
             found |= [self._failed.popitem()]
         for i in np.flatnonzero(self._reported[at]):
             req_id = self._planner.owners.get(owners[i])

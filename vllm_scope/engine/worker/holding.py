@@ -1,4 +1,4 @@
-"""What the operator has a worker hold on its device: the encoders of SAEs, and the maps of lenses.
+"""Loads what an operator has a worker hold on its device: encoders of SAEs, and maps of lenses.
 
 Owns:  `held_saes`, `held_maps`.
 Runs:  in workers that drain, when the model is loaded, so that vLLM counts the memory.
@@ -28,11 +28,11 @@ def held_saes(
         here: boundaries with a tap on this worker.
 
     Raises:
-        ScopeError: they cannot be read, or take more than saes_mib.
+        ScopeError: the SAEs cannot be read, or take more than saes_mib.
     """
     if not config.saes:
         return {}
-    from vllm_scope.saes.load import load_saes  # formats that most engines never read
+    from vllm_scope.saes.load import load_saes  # imported here: most engines hold no SAE
 
     some = [sae for sae in load_saes(config.saes).values() if sae.place.boundary in here]
     found: dict[str | LensKey, PairMaker] = {}
@@ -51,7 +51,7 @@ def held_maps(
         here: boundaries with a tap on this worker.
 
     Raises:
-        ScopeError: they cannot be read, are of another model, or take more than lenses_mib.
+        ScopeError: the lenses cannot be read, are of another model, or take more than lenses_mib.
     """
     if not config.lenses:
         return {}

@@ -1,4 +1,4 @@
-"""Taps on a loaded model, with the arena and the tables that they use.
+"""Puts taps on a loaded model, and makes the arena and the tables that the taps use.
 
 Owns:  Loaded, `load_taps`, its parts for `vllm-scope doctor`, and the check that every tap of the
        compiled model writes.
@@ -48,14 +48,14 @@ from vllm_scope.worker.arena import Arena
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Runs one forward of a dummy token, after calling its argument, which plans it; returns the
+#: Calls its argument, which plans a step; then runs the forward, of one dummy token. Returns the
 #: model's output.
 Forward = Callable[[Callable[[], None]], object]
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What taps of one worker use.
+    """What the taps of one worker use.
 
     Attributes:
         here: boundaries with a tap on this worker.
@@ -82,8 +82,9 @@ def load_taps(
 
     Args:
         worker: vLLM's.
-        drains: this rank delivers rows; others edit the same and deliver nothing.
-        reports: this rank reports faulty rows.
+        drains: True if this rank delivers rows. The other ranks make the same edits, and deliver
+            nothing.
+        reports: True if this rank reports faulty rows.
         optimistic: as Limits.optimistic.
 
     Raises:
@@ -104,7 +105,7 @@ def load_taps(
     max_rows = max(sizes.max_rows, sizes.graph_rows)
     num_slots = sizes.arena_slots(config)
     if not drains:
-        num_slots = sizes.slots_of_all  # for the check of the taps alone
+        num_slots = sizes.slots_of_all  # only for the check of the taps
     _check_room(config, sizes, num_slots, drains, device)
     tables = Tables(
         sites.boundaries, max_rows, sites.hidden_size, sizes.widths, device, config.vectors_mib,
@@ -117,7 +118,7 @@ def load_taps(
     if device.type == "cuda":
         from vllm_scope.graph.tap.kernel import load_variants
 
-        # Inside a graph capture they could not be loaded.
+        # The kernels cannot be loaded during a graph capture.
         load_variants(arena.slots, tables, sites.row_sizes)
     tap_of = {boundary: tap for tap, boundary in enumerate(sites.boundaries)}
     here = install_all_taps(anatomy, tap_of, arena.slots, tables, sites)
@@ -144,17 +145,17 @@ def _check_room(
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + kept
         check_memory(asked, config, free, f"the device {device}")
-        asked = {"arena_mib": ring}  # rows wait in host memory, too
+        asked = {"arena_mib": ring}  # the ring in host memory follows from the arena
     else:
         asked["arena_mib"] += ring
     check_memory(asked, config, psutil.virtual_memory().available, "this host")
 
 
 def with_parts(anatomy: Anatomy, sites: Sites, num_ranks: int) -> Anatomy:
-    """The anatomy with the modules inside layers that carry a tap.
+    """The anatomy, with the modules inside its layers whose inputs or outputs are tapped.
 
     Args:
-        num_ranks: of tensor parallelism.
+        num_ranks: the number of tensor-parallel ranks.
 
     Raises:
         ConfigError: as `attention_of`, `projections_of`, `routers_of` and `blocks_of`.
@@ -189,10 +190,10 @@ def _splits_of(sites: Sites, num_ranks: int) -> dict[str, Split]:
 def install_all_taps(
     anatomy: Anatomy, tap_of: Mapping[int, int], arena: Tensor, tables: Tables, sites: Sites
 ) -> tuple[int, ...]:
-    """The boundaries that carry a tap here; arguments and errors as of `install_taps`, of
-    `install_attention_taps` and of `install_part_taps`."""
+    """Install all taps, and return the boundaries with a tap on this worker. Arguments and errors
+    are as for `install_taps`, `install_attention_taps` and `install_part_taps`."""
     where = (anatomy, tap_of, arena, tables)
-    # The stream's come first: they refuse a model before it is changed.
+    # The stream's taps come first: if they refuse a model, it has not been changed.
     stream = install_taps(*where)
     inner = (*install_attention_taps(*where, sites), *install_part_taps(*where, sites))
     return (*stream, *inner)
@@ -229,7 +230,7 @@ def check_taps(
         found |= silent(lease.slots.view(arena.slots.dtype), lease.start, True)
         lease.release()
     elif arena.slots.is_cuda:
-        # The ranks of a layer compute together, so each runs as many forwards as the first.
+        # The ranks of a layer compute together, so each runs as many forwards as the first rank.
         forward(lambda: None)
     if found:
         raise CompatError(
@@ -239,7 +240,7 @@ def check_taps(
 
 
 def _why_silent(found: Collection[int], here: Collection[int]) -> str:
-    """Why these of the boundaries are silent, and what to do about it."""
+    """Why the taps of the boundaries `found` wrote nothing, and what to do about it."""
     if len(found) == len(here):
         return "the compiled graph has no taps. Remove vLLM's compile cache (VLLM_CACHE_ROOT)"
     layers: dict[str, list[int]] = {}
@@ -271,13 +272,13 @@ def compiled_rows(
 def last_rows(
     sites: Sites, widths: Widths, tables: Tables, arena: Arena, forward: Forward
 ) -> tuple[Tensor, Tensor]:
-    """The exit of the last layer in a dummy forward, and what the model returned of it.
+    """Two rows of a dummy forward: at the exit of the last layer, and what the model returned.
 
     Returns:
         Two rows, [hidden_size] each, on the device.
 
     Raises:
-        CompatError: the model returned something else than rows.
+        CompatError: the model returned something other than rows.
     """
     out: list[object] = []
     num_slots = widths.row_slots[STREAM]

@@ -1,10 +1,11 @@
 """vLLM's MLPs: the module whose input is `mlp_post`, and how wide its rows are.
 
 Owns:  `mlp_size_of`, `projections_of`.
-Runs:  `mlp_size_of` wherever the configuration is; `projections_of` in every worker, after load.
+Runs:  `mlp_size_of` in every process that has the configuration; `projections_of` in every worker,
+       after load.
 
-Promise: if a layer that carries a tap has no such module, several, or one of another width, the
-engine does not start.
+Promise: if a layer that carries a tap has no such module, several modules, or one of another width,
+the engine does not start.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from vllm_scope.errors import ConfigError
 from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.request.sites import MLP_SITE, Place, Sites
 
-#: Names of the MLP's width in configurations. GPT-2 and Falcon leave it None for four times the
-#: hidden size, and Bloom always has that.
+#: Names of the MLP's width in configurations. GPT-2 and Falcon may leave it None: the width is then
+#: four times the hidden size. Bloom always has that width, under no name.
 _NAMES = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _NAMED = f"additional_config['scope'].sites has {MLP_SITE!r}"
 
 
 def mlp_size_of(vllm_config: VllmConfig) -> int:
-    """Numbers of a row of `mlp_post` by the configuration; `projections_of` compares it.
+    """The size of a row of `mlp_post` by the configuration; `projections_of` checks it.
 
     Raises:
         ConfigError: the layers have several widths.
@@ -43,14 +44,14 @@ def mlp_size_of(vllm_config: VllmConfig) -> int:
 
 
 def projections_of(anatomy: Anatomy, sites: Sites, num_ranks: int = 1) -> dict[int, nn.Module]:
-    """Layer -> the down projection of its MLP, of the layers with a tap there.
+    """Layer -> the down projection of its MLP, for layers whose `mlp_post` is tapped.
 
     Args:
-        num_ranks: among which tensor parallelism splits the rows.
+        num_ranks: the number of ranks among which tensor parallelism splits the rows.
 
     Raises:
-        ConfigError: a layer has none or several, or one of another width, or of which the ranks
-            do not have equal parts.
+        ConfigError: a layer has experts, has no down projection or several, or has one of another
+            width or one whose input the ranks do not share in equal parts.
     """
     found: dict[int, nn.Module] = {}
     for number, layer in anatomy.layers.items():
@@ -84,17 +85,17 @@ def _projection_in(layer: nn.Module, number: int, size: int | None, num_ranks: i
 
 
 def _projections(layer: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """(module that is called, vLLM's linear layer) of each row-parallel one beside the mixer."""
+    """(module that is called, vLLM's linear layer) of each row-parallel layer outside attention."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.linear import RowParallelLinear
 
     for part in layer.children():
         modules = dict(part.named_modules())
         if any(isinstance(module, AttentionLayerBase) for module in modules.values()):
-            continue  # attention, or a state space
+            continue  # attention, or a state space in its place
         for name, module in modules.items():
             if isinstance(module, RowParallelLinear):
-                # LoRA wraps it, and calls parts of it.
+                # LoRA wraps the layer, and calls parts of it.
                 wrapped = name.rpartition(".")[2] == "base_layer"
                 outer = modules[name.rpartition(".")[0]] if wrapped else module
                 yield outer, module

@@ -1,7 +1,7 @@
 """The lens of one worker, from the load of its model to its first request.
 
 Owns:  OwnLens.
-Runs:  in every worker, on its main thread, at the start, and when the weights were changed.
+Runs:  in every worker, on its main thread, at the start and after a change of the weights.
 From:  worker.   To: unembedding (which knows the model), vocabulary (several ranks), holding.
 
 Promise: all ranks of a tensor-parallel group make the same calls in the same order, whatever the
@@ -37,13 +37,13 @@ class OwnLens:
 
     Args:
         final_norm: `Anatomy.norm_here`.
-        delivers: the worker is its tensor-parallel group's first, which alone applies the lens.
-        is_last: of the pipeline stages.
+        delivers: True on the first rank of a tensor-parallel group, which alone applies the lens.
+        is_last: True on the last pipeline stage.
         here: boundaries with a tap on this worker.
 
     Attributes:
         reason: why the lens cannot be applied here; None if it can.
-        maps: of the lenses that the configuration names, of rows with a tap here.
+        maps: the maps of the lenses that the configuration names, for rows with a tap here.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class OwnLens:
         self._delivers, self._is_last = delivers, is_last
         self.reason: str | None = "the model is not loaded"
         self.maps: Mapping[LensKey, DeviceMap] = {}
-        #: Of several ranks: this rank's head, and what was gathered.
+        #: With several ranks: this rank's part of the unembedding, and the gathered parts.
         self._head: nn.Module | None = None
         self._parts: Sequence[nn.Module] | None = None
         self._refused: str | None = None
@@ -65,10 +65,11 @@ class OwnLens:
         """Take the memory that the lens needs beside the model, so that vLLM counts it.
 
         Args:
-            group: vLLM's tensor-parallel group, all of whose ranks call it.
+            group: vLLM's tensor-parallel group; all of its ranks call `load`.
 
         Raises:
-            ScopeError: it is more than the configuration allows, or the maps cannot be read.
+            ScopeError: the lens needs more than the configuration allows, or the maps cannot be
+                read.
         """
         dtype = self._vllm_config.model_config.dtype
         if group.world_size > 1:
@@ -93,11 +94,11 @@ class OwnLens:
             self._parts = gather_parts(head, group, self._config.unembedding_mib)
 
     def renew(self, group: Any, failed: str | None) -> None:
-        """Take the weights of now, unless a rank's could not be changed. Every rank of the group
-        calls it.
+        """Take the weights that the model has now, unless those of some rank could not be changed.
+        Every rank of the group calls `renew`.
 
         Args:
-            failed: why this rank's could not be changed.
+            failed: why this rank's weights could not be changed; None if they were.
         """
         if self._head is None or self._parts is None:
             return
@@ -108,8 +109,8 @@ class OwnLens:
         self, rows: Callable[[], tuple[Tensor, Tensor]],
         warm: Callable[[Callable[[], None]], None],
     ) -> dict[LensKey | str, PairMaker]:  # fmt: skip
-        """The lenses of this worker: the model's own, and each of the configuration's; none with a
-        `reason`, and none on a rank that does not deliver.
+        """The lenses of this worker: the model's own, and those that the configuration names. Empty
+        if there is a `reason`, and on a rank that does not deliver.
 
         Args:
             rows: runs a forward; returns the row that leaves its last layer, and the row that the
@@ -124,7 +125,7 @@ class OwnLens:
                 return {}
             lens = lens_of(call, self._final_norm, row, self._parts)
             warm(lambda: lens.reserve(row))
-        except Exception as error:  # as above
+        except Exception as error:  # as in `_gather`
             self.reason = _said(error)
             return {}
         self.reason = None

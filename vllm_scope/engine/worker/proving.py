@@ -1,13 +1,13 @@
-"""The forward by whose numbers a worker proves a model's anatomy, before the model gets taps.
+"""Proves a model's anatomy by the numbers of one forward, before the model gets taps.
 
 Owns:  `proved_anatomy`, Proved, `agreed`.
 Runs:  in every worker, when the model is loaded, before vLLM compiles it. vLLM's own profile run
-       comes later and is compiled, where hooks do not run; so this is one more dummy forward, of
-       two rows, without compilation.
+       comes later and is compiled, and hooks do not run in compiled code. So this is one more
+       dummy forward, of two rows, without compilation.
 From:  graph.anatomy (Watch, find_faults), runners (the forward).   To: worker.
 
-If the model's source is not understood, its convention is the one that every equality bears out.
-Then the compiled graph must give the rows of another such forward, too (`Proved.rows`).
+If the model's source is not understood, its convention is the one for which every equality holds.
+The compiled graph must later give the same rows as another such forward (`Proved.rows`).
 
 Promise: all ranks of an engine give the same answer. If one rank refuses the model, all do.
 """
@@ -37,8 +37,8 @@ from vllm_scope.request.sites import ATTENTION_SITES, Place, Sites, place_at
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Of the dummy forward. Of one token, PyTorch would compile a graph for one token alone, if some
-#: part of the model is compiled nevertheless.
+#: Tokens of the dummy forward. With one token, PyTorch would compile a graph for one token alone if
+#: some part of the model is compiled nevertheless.
 _NUM_TOKENS = 2
 
 
@@ -49,8 +49,8 @@ class Proved:
     Attributes:
         anatomy: with the modules inside layers that are to be tapped.
         moved: layers before which the model changes the stream.
-        rows: of a model whose source is not understood: boundary on the stream -> the dummy token's
-            row without compilation, [hidden_size], float32, CPU. Otherwise empty.
+        rows: for a model whose source is not understood: boundary on the stream -> the dummy
+            token's row without compilation, [hidden_size], float32, CPU. Otherwise empty.
     """
 
     anatomy: Anatomy
@@ -65,7 +65,7 @@ def proved_anatomy(
 
     Args:
         version: of the runner.
-        groups: vLLM's groups of ranks that must agree, each after the one before it.
+        groups: vLLM's groups of ranks that must agree, one group after the other.
 
     Raises:
         CompatError: this rank or another one cannot tap the model.
@@ -101,7 +101,7 @@ def proved_anatomy(
 
 
 def agreed(reason: str | None, groups: Sequence[Any]) -> str | None:
-    """The first reason of any rank; None if no rank has one. Every rank of the groups calls it."""
+    """The first reason of any rank; None if no rank has one. All ranks of the groups call this."""
     for group in groups:
         if group.world_size > 1:
             found: list[str | None] = [None] * group.world_size
@@ -113,14 +113,14 @@ def agreed(reason: str | None, groups: Sequence[Any]) -> str | None:
 def _findings(
     runner: ModelRunner, version: str, config: VllmConfig, anatomy: Anatomy, sites: Sites
 ) -> Findings | None:
-    """None if the forward cannot run here; the source alone is the proof then."""
+    """What a forward shows; None if it cannot run here, so that the source alone is the proof."""
     try:
         watch = _watched(Watch(anatomy), runner, version, config)
         middles, dtype = _middles(anatomy, sites), config.model_config.dtype
         return find_faults(anatomy, middles, watch, dtype, _attention_sizes(anatomy, sites))
     except CompatError:
         raise
-    except Exception:  # the model may be right
+    except Exception:  # the source may be right
         logger.warning(
             "vllm-scope: the forward before compilation failed; the anatomy is as its source says, "
             "and was not compared with numbers.", exc_info=True,
@@ -129,7 +129,7 @@ def _findings(
 
 
 def _attention_sizes(anatomy: Anatomy, sites: Sites) -> dict[str, int]:
-    """Site inside the attention -> numbers of a row of this rank, of those with a tap here."""
+    """Site inside the attention -> size of a row on this rank, for the sites with a tap here."""
     return {
         site: anatomy.splits[site].part if site in anatomy.splits else sites.row_size(site)
         for site in ATTENTION_SITES
@@ -138,7 +138,7 @@ def _attention_sizes(anatomy: Anatomy, sites: Sites) -> dict[str, int]:
 
 
 def _watched(watch: Watch, runner: ModelRunner, version: str, config: VllmConfig) -> Watch:
-    """The watch, after an uncompiled forward of dummy tokens."""
+    """Let the watch record an uncompiled forward of dummy tokens, and return the watch."""
     from vllm.config import set_current_vllm_config
 
     num_tokens = min(_NUM_TOKENS, int(config.scheduler_config.max_num_batched_tokens))
@@ -150,7 +150,11 @@ def _watched(watch: Watch, runner: ModelRunner, version: str, config: VllmConfig
 def _proved_by_numbers(
     runner: ModelRunner, version: str, config: VllmConfig, unread: str
 ) -> Proved:
-    """Raises CompatError if numbers do not prove where the stream is."""
+    """The anatomy that numbers prove.
+
+    Raises:
+        CompatError: numbers do not prove where the stream is.
+    """
     dtype = config.model_config.dtype
     anatomies = supposed_anatomies_of(runner.get_model(), config, unread)
     try:
@@ -173,15 +177,15 @@ def _check_sites(unread: str, sites: Sites) -> None:
     """Raises ConfigError if a site is configured that the stream's numbers do not prove."""
     for boundary in sites.readable:
         site, _ = place_at(boundary)
-        if site not in ("embed", "resid_post"):  # resid_pre has the boundaries of these
+        if site not in ("embed", "resid_post"):  # resid_pre shares the boundaries of these
             raise refused_site(
                 site, f"{unread}; numbers prove only embed, resid_pre and resid_post"
             )
 
 
 def _middles(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:
-    """The norms before the MLP, of layers with a tap there. A layer without one is refused
-    later."""
+    """Layer -> the norm before its MLP, for layers with a tap at resid_mid, attn_out or mlp_out. A
+    layer without such a norm is refused later."""
     found = {}
     for number, layer in anatomy.layers.items():
         places = (Place(site, number) for site in ("resid_mid", "attn_out", "mlp_out"))
@@ -195,8 +199,8 @@ def _middles(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:
 
 @contextmanager
 def _uncompiled(runner: ModelRunner) -> Iterator[None]:
-    """Inside, the model and the one that drafts for it run without compilation: as a whole, and
-    the single operations that vLLM compiles by themselves.
+    """Inside, the model and its draft model run without compilation. So do the single operations
+    that vLLM compiles by themselves.
     vllm 0.32, compilation/decorators.py, _support_torch_compile; model_executor/custom_op.py
     """
     drafters = (getattr(runner, name, None) for name in ("drafter", "speculator"))

@@ -1,6 +1,6 @@
-"""What a worker answers to the remote calls about what it can do.
+"""The answers of a worker to remote calls that ask what it can do.
 
-Owns:  Described, Connected, and the shape of their modules, which EngineCore adds.
+Owns:  Described, Connected; and Module, for the steering modules that EngineCore adds to these.
 From:  worker (which makes them).   To: core.entry, frontend.connection.
 """
 
@@ -25,15 +25,15 @@ class Described(TypedDict):
         reason: why the model cannot be tapped; None if it can.
         runner: "V1" or "V2".
         stage, num_stages: of the pipeline.
-        drains: the worker delivers rows.
+        drains: True if the worker delivers rows.
         sites: fields of request.sites.Sites, for Sites.from_body.
         taps_here: boundaries with a tap on this worker.
         limits: fields of worker.sizes.Limits.
-        sinks: sinks that requests may name -> what they take.
+        sinks: sinks that requests may name -> the kinds of actions that may name them.
         lens: why the model's lens cannot be applied to rows of this worker; None if it can.
-        lenses: name of a lens that the configuration names -> the boundaries of this worker that it
-            maps; none on a worker that holds no lens.
-        modules: by name.
+        lenses: name of a lens in the configuration -> the boundaries of this worker for which the
+            lens has a map; empty on a worker that holds no lens.
+        modules: steering modules, by name.
     """
 
     reason: str | None
@@ -56,7 +56,7 @@ class Connected(Described):
 
     Attributes:
         road: the transport of the worker's rows; None if there is none.
-        needs_tcp: the front-end must call again with a TCP address.
+        needs_tcp: True if the front-end must call again with a TCP address.
     """
 
     road: Road | None

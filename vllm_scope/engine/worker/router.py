@@ -1,10 +1,11 @@
 """vLLM's routers of experts: the module whose output is `router_logits`, and how wide its rows are.
 
 Owns:  `num_experts_of`, `routers_of`.
-Runs:  `num_experts_of` wherever the configuration is; `routers_of` in every worker, after load.
+Runs:  `num_experts_of` in every process that has the configuration; `routers_of` in every worker,
+       after load.
 
-Promise: if a layer that carries a tap has no router, several, or one of another width, the engine
-does not start. Every rank has the whole row, so that tensor parallelism is no hindrance.
+Promise: if a layer that carries a tap has no router, several routers, or one of another width, the
+engine does not start. Every rank has the whole row, so tensor parallelism needs nothing more.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _NAMED = f"additional_config['scope'].sites has {ROUTER_SITE!r}"
 
 
 def num_experts_of(vllm_config: VllmConfig) -> int:
-    """Numbers of a row of `router_logits` by the configuration; `routers_of` compares it.
+    """The size of a row of `router_logits` by the configuration; `routers_of` checks it.
 
     Raises:
         ConfigError: the model has no experts.
@@ -38,10 +39,10 @@ def num_experts_of(vllm_config: VllmConfig) -> int:
 
 
 def routers_of(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:
-    """Layer -> the router of its experts, of the layers with a tap there.
+    """Layer -> the router of its experts, for layers whose `router_logits` are tapped.
 
     Raises:
-        ConfigError: a layer has none or several, or one of another width.
+        ConfigError: a layer has no router, several routers, or one of another width.
     """
     return {
         number: _router_in(layer, number, sites.num_experts)
@@ -53,7 +54,7 @@ def routers_of(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:
 def _router_in(layer: nn.Module, number: int, num_experts: int | None) -> nn.Module:
     from vllm.model_executor.layers.linear import ReplicatedLinear
 
-    # The experts may hold the router, too; a module is listed once.
+    # The experts' module may hold the router too, but named_modules lists each module once.
     here = [
         module for name, module in layer.named_modules()
         if name.rpartition(".")[2] in _NAMES and isinstance(module, ReplicatedLinear)

@@ -1,11 +1,11 @@
-"""What one forward computes, read from the model runner just before it runs.
+"""Reads from the model runner what a forward will compute, just before the forward runs.
 
 Owns:  one seam per runner, wrapped on the instance.
-Runs:  in the worker, just before the forward: for real steps (V1), and for dummy steps too (V2),
-       whose requests are unknown here.
+Runs:  in the worker, just before the forward. With V1 for real steps; with V2 for dummy steps
+       too, whose requests are not known here.
 To:    steps (`begin` with a StepBatch).
 
-Both runners reorder batches, so rows never follow from the scheduler's order.
+Both runners reorder batches, so the scheduler's order does not tell which request has a row.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def attach(
 ) -> None:
     """Call `begin_step` before each forward of `runner` while `has_requests()`.
 
-    `before_dummy` is called before a dummy forward: it must not run the last step's plan.
+    `before_dummy` is called before each dummy forward, which must not run the last step's plan.
     """
     dummy_run = runner._dummy_run
 
@@ -73,14 +73,14 @@ def attach(
 def dummy_forward(
     runner: ModelRunner, version: str, plan: Callable[[], None], num_tokens: int = 1
 ) -> object:
-    """One forward of dummy tokens, without attention, KV cache or graph, as `plan` says.
+    """Call `plan`, then run one forward of dummy tokens, without attention, KV cache or graph.
 
     Returns:
-        On the last pipeline stage the model's output, [num_tokens, hidden_size]; one token's row
-        is the first.
+        On the last pipeline stage the model's output, [num_tokens, hidden_size]; the row of a
+        single token is the first one.
     """
     plan()
-    run = getattr(runner, "scope_dummy_run", runner._dummy_run)  # the same before `attach`
+    run = getattr(runner, "scope_dummy_run", runner._dummy_run)  # `attach` sets scope_dummy_run
     skips = {"skip_attn": True} if version == "V2" else {}
     with _zero_attention(runner):
         out = run(num_tokens, **skips, skip_eplb=True, is_profile=True)
@@ -89,8 +89,8 @@ def dummy_forward(
 
 @contextmanager
 def _zero_attention(runner: ModelRunner) -> Iterator[None]:
-    """Inside, attention without metadata makes 0, as it does on a GPU. On a CPU it makes nothing,
-    and the model would go on with what is in the memory, which may be NaN.
+    """Inside, attention without metadata returns 0, as it does on a GPU. On a CPU vLLM's attention
+    writes nothing, and the model would go on with what is in the memory, which may be NaN.
     vllm 0.32, v1/attention/backends/cpu_attn.py, CPUAttentionBackendImpl.forward
     """
     layers = runner.vllm_config.compilation_config.static_forward_context.values()

@@ -1,4 +1,4 @@
-"""Requests whose policy may set scales of their edits, in one worker.
+"""Applies the scales that policies set for the edits of their requests, in one worker.
 
 Owns:  Scaling.
 Runs:  in every worker, on its main thread.
@@ -21,10 +21,10 @@ Compile = Callable[[Resolved, Sequence[int], bool], RequestProgram]
 
 @dataclass
 class _Scaled:
-    """One request.
+    """One request whose policy may set scales.
 
     Attributes:
-        asked: with the scales that were decided last.
+        asked: the resolved spec, with the scales that were decided last.
         columns: as in core.news.Entrant.
         drains: as in RequestProgram.compile.
     """
@@ -36,7 +36,7 @@ class _Scaled:
 
 
 class Scaling:
-    """Verbs: `add_request`, `begin_step`, `finish_request`."""
+    """Requests whose scales may change. Verbs: `add_request`, `begin_step`, `finish_request`."""
 
     def __init__(self, planner: Planner, compile_: Compile) -> None:
         self._planner, self._compile = planner, compile_

@@ -18,13 +18,13 @@ from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, boundaries_of
 from vllm_scope.program.operations import Cost
 from vllm_scope.request.sites import kind_of
 
-#: Bound of an arena on a CPU, if one tap of the largest step fits.
+#: Bound of an arena on a CPU, unless one tap of the largest step needs more.
 HOST_ARENA_BYTES = 64 << 20
 #: Steps of the largest captured graph that an arena on a GPU holds.
 STEPS_IN_ARENA = 3
-#: Rows of one token at one tap: three points, and scores.
+#: Room for one token at one tap, in rows: one row for each of three points, and one for scores.
 ROWS_PER_TAP = 4
-#: Bound of the shared host memory for rows, if it is not smaller than the arena.
+#: Bound of the shared host memory for rows, unless the arena is larger.
 MAX_HOST_BYTES = 1 << 30
 
 
@@ -84,7 +84,7 @@ def check_memory(asked: Mapping[str, int], config: ScopeConfig, free: int, where
         where: whose memory it is: "the device cuda:0".
 
     Raises:
-        ConfigError: it is more than is free.
+        ConfigError: an option takes more than is free.
     """
     left = free
     for option, num_bytes in asked.items():
@@ -107,7 +107,7 @@ def check_memory(asked: Mapping[str, int], config: ScopeConfig, free: int, where
 @lru_cache(maxsize=4096)  # many requests have the same layouts
 def _excess(limits: Limits, layout: Layout) -> str | None:
     widths = limits.widths
-    # Out of the arena a token may be larger: one row under several codecs.
+    # After the arena a token may take more slots: one row under several codecs.
     slots = max(layout.arena.slots(widths), layout.slots(widths))
     if limits.token_slots and slots > limits.token_slots:
         return f"{slots} slots a token, of {limits.token_slots}"
@@ -121,7 +121,7 @@ def _excess(limits: Limits, layout: Layout) -> str | None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The quantities that sizes follow from.
+    """The quantities from which the sizes of a worker's rings follow.
 
     Attributes:
         boundaries: of the whole model's taps.
@@ -138,7 +138,7 @@ class Sizes:
 
     @property
     def _row_slots(self) -> list[int]:
-        """Slots of a row of each tap; one entry without taps, as there is an arena too."""
+        """Slots of a row of each tap. Without taps there is an arena too, so there is one entry."""
         return [self.widths.row_slots[kind_of(b)] for b in self.boundaries or (0,)]
 
     @property
@@ -149,7 +149,7 @@ class Sizes:
     def arena_slots(self, config: ScopeConfig) -> int:
         """Slots of the arena. Raises ConfigError if `arena_mib` is too small."""
         # A step that does not fit is drained tap by tap, so one tap of the largest step must
-        # fit. A captured graph cannot be drained so, and must fit as a whole.
+        # fit. A captured graph cannot be drained tap by tap, so it must fit as a whole.
         whole, widest = self.slots_of_all, max(self._row_slots)
         in_graphs = self.graph_rows * whole if self.cuda else 0
         least = max(self.max_rows * widest, in_graphs)
@@ -169,7 +169,7 @@ class Sizes:
 
     @staticmethod
     def host_slots(arena_slots: int) -> int:
-        """Twice the arena's slots, so that a front-end may lag behind; within bounds."""
+        """Slots of the host ring: twice the arena's, within bounds, so that a front-end may lag."""
         return max(arena_slots, min(2 * arena_slots, MAX_HOST_BYTES // SLOT_BYTES))
 
     def limits(self, arena_slots: int, capacity: Cost, optimistic: bool, states: int = 0) -> Limits:

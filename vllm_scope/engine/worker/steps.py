@@ -1,11 +1,11 @@
-"""One forward of a worker: its plan before it, its rows after it.
+"""Plans each forward of a worker before it runs, and delivers its rows afterwards.
 
 Owns:  Steps, the worker's state of the current step.
 Runs:  in every worker process, on its main thread.
 From:  runners (StepBatch), worker.plan.   To: tap.tables, arena, transport.ring, drain.
 
 Promise: a step that delivers has room before its forward starts: as a whole in the ring or in
-the arena, or, if it is larger, tap by tap in the arena.
+the arena, or tap by tap in the arena if the step is larger.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from vllm_scope.worker.step_plan import StepPlan
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: In a step that delivers up to this much, the taps write host memory themselves. They then wait
-#: for PCIe (20 us for 1 MiB), which is less than a copy costs the host.
+#: If a step delivers at most this much, the taps on a GPU write host memory themselves. They then
+#: wait for PCIe (20 us for 1 MiB), which is less time than a copy costs the host.
 MOST_DIRECT_BYTES = 1 << 20
 
 
@@ -42,12 +42,12 @@ class Steps:
     Args:
         boundaries: of the whole model's taps; the index is the tap's number.
         delivery: None on a rank that delivers nothing.
-        functions: requests' Python; None if this engine runs none.
-        fail: called with a request that cannot be planned, and the reason.
+        functions: the Python functions of requests; None if this engine runs none.
+        fail: called with the id of a request that cannot be planned, and the reason.
 
     Attributes:
-        active: a forward with programs is running.
-        num_steps, num_planned: forwards so far, and those with programs.
+        active: True while a forward with programs is running.
+        num_steps, num_planned: the number of forwards so far, and of those with programs.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Steps:
         """Plan the coming forward and load the tables.
 
         Args:
-            batch: what it computes.
+            batch: what the forward computes.
             positions: [num_rows or more], device: the true positions.
         """
         try:
             self._begin(batch, positions)
         except Exception as error:
-            # A fault of ours: requests with taps in this step fail, the engine goes on.
+            # An error in this package: requests with taps in this step fail, the engine goes on.
             logger.exception("vllm-scope: a step could not be planned")
             self.fail()
             self._tables.clear_step()
@@ -113,7 +113,7 @@ class Steps:
             return
         first = self._take_room(plan)
         if first is None:
-            # Drained tap by tap: a token's slot is its index among those that deliver.
+            # Drained tap by tap: a token's slot is its index among the tokens that deliver.
             slots: NDArray[np.int64] = np.cumsum(plan.delivers) - plan.delivers
         else:
             slots = first + plan.offsets
@@ -167,7 +167,7 @@ class Steps:
         self._tables.clear_step()
 
     def fail(self) -> None:
-        """Deliver nothing of this forward: it raised, or cannot be planned."""
+        """Deliver nothing of this forward, which raised or cannot be planned."""
         self._step = self._positions = None
         if self._lease is not None:
             self._lease.release()

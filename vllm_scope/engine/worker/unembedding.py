@@ -1,14 +1,14 @@
 """The final norm and the unembedding of a loaded model, as the lens of its rows.
 
 Owns:  LogitsCall, `logits_call`, `lens_of`, `check_lens`.
-Runs:  in every worker, once, after the canary; with several ranks `logits_call` when the model is
-       loaded, too.
+Runs:  in every worker, once, after the canary. With several ranks `logits_call` also runs when the
+       model is loaded.
 From:  graph.anatomy (the final norm), vLLM's LogitsProcessor.   To: own_lens, worker.lens.
 
 Promise: fail closed. The lens applies what the model itself applies: the norm that it calls after
 its layers, then its LogitsProcessor, with the same head and bias. A dummy forward shows that
-nothing else is between the last layer and the logits. A model for which one of these does not hold
-has no lens, and requests are told why.
+nothing else is between the last layer and the logits. If this does not hold for a model, it has no
+lens, and requests are told why.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from vllm_scope.errors import CompatError
 from vllm_scope.request.sites import Place, Sites
 from vllm_scope.worker.lens import DeviceLens
 
-#: Of a row's length: how far the norm of the row may be from what the model itself made of it,
-#: before the row was rounded. Of another norm it is of the order of 1. The same of logits.
+#: The largest allowed error of the lens, divided by the length of the model's own result. The model
+#: applies its norm to a row before the row is rounded, the lens afterwards. With a wrong norm the
+#: quotient is of the order of 1. The same bounds hold for logits.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-#: Rows of the first calls: some models' norms are compiled for one row, for two, and for many, and
-#: not on the drain thread.
+#: Numbers of rows of the lens's first calls. Some models' norms are compiled for one row, for two
+#: and for many. These calls compile them here, so that the drain thread does not.
 _FIRST_ROWS = (1, 2, 3)
 
 
@@ -42,7 +43,7 @@ class LogitsCall:
     Attributes:
         model: the model's name, for messages.
         args: the head, [n, hidden_size] rows, and more.
-        logits: [n, vocab_size]; None on ranks that vLLM returns no logits to.
+        logits: [n, vocab_size]; None on ranks to which vLLM returns no logits.
     """
 
     model: str
@@ -57,10 +58,10 @@ class LogitsCall:
         return self.args[0]
 
     def logits_by(self, parts: Sequence[nn.Module]) -> Callable[[Tensor], Tensor]:
-        """rows [n, hidden_size] -> logits [n, vocab_size], by the parts of all ranks.
+        """A function, rows [n, hidden_size] -> logits [n, vocab_size], with the parts of all ranks.
 
         Raises:
-            CompatError: the call takes a tensor of which the ranks' parts are not known.
+            CompatError: the call takes a tensor whose parts on the other ranks are not known.
         """
         made = [self._logits_of(head) for head in parts]
         if len(made) == 1:
@@ -80,8 +81,8 @@ class LogitsCall:
         return made
 
     def _of(self, head: nn.Module, value: object) -> object:
-        """What a call with `head` takes in the place of `value`. For a tensor of this call's head
-        that is the tensor of `head` with the same name; other values stay."""
+        """The argument in place of `value` for a call with `head`. For a tensor of this call's own
+        head, that is the tensor of `head` with the same name. Other values stay."""
         if not isinstance(value, Tensor):
             return value
         for name, one in tensors_of(self.head).items():
@@ -95,10 +96,10 @@ class LogitsCall:
 def check_lens(
     config: VllmConfig, is_last: bool, sites: Sites, here: Collection[int], unembedding_mib: float
 ) -> None:
-    """Check what a lens needs of an engine, before its model is looked at.
+    """Check what a lens needs of an engine, before the model is looked at.
 
     Args:
-        is_last: of the pipeline stages.
+        is_last: True on the last pipeline stage.
         here: boundaries with a tap on this worker.
         unembedding_mib: additional_config['scope'].unembedding_mib.
 
@@ -137,11 +138,11 @@ def lens_of(
     """The lens of a model.
 
     Args:
-        call: of the row that the model returned of `row`.
+        call: the LogitsCall for the row that the model returned when `row` left its last layer.
         final_norm: `Anatomy.norm_here`.
         row: [hidden_size], the exit of the last layer in a forward.
-        parts: of all tensor-parallel ranks, as vocabulary.gather_parts makes them; None: the
-            model's own is whole.
+        parts: the unembedding's parts of all tensor-parallel ranks, as vocabulary.gather_parts
+            makes them. None if the model's own unembedding is whole.
 
     Raises:
         CompatError: the model has no such lens; the text says why.
@@ -153,7 +154,7 @@ def lens_of(
     assert isinstance(logits, Tensor)
     head = call.head
     if parts is None:
-        # On a CPU the model's own cannot be used by two threads at once.
+        # On a CPU the model's own unembedding cannot be used by two threads at once.
         parts = [part_alone(head, tensors_of(head))] if hasattr(head, "cpu_linear") else [head]
     with torch.inference_mode():
         if not _near(norm(row[None]), hidden, row.dtype):
@@ -176,8 +177,10 @@ def _near(found: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The module on rows alone, without its tap. vLLM's norms may be compiled; their forward_native
-    is not, so that any thread may call it."""
+    """A function that applies a norm to rows, without a residual and without its tap.
+
+    vLLM's norms may be compiled. Their forward_native is not, so any thread may call it.
+    """
     untapped = getattr(module, "scope_base", type(module))
     call = getattr(module, "forward_native", None) or partial(untapped.forward, module)
 
@@ -191,14 +194,16 @@ def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def logits_call(model: nn.Module, hidden: Tensor) -> LogitsCall:
-    """How the model makes its logits. All tensor-parallel ranks call it together.
+    """Let the model make logits, and return its call of LogitsProcessor.
+
+    All tensor-parallel ranks call this together.
 
     Args:
         model: vLLM's, with `compute_logits`.
         hidden: [n, hidden_size], what the model returned.
 
     Raises:
-        CompatError: the model does more than to call one LogitsProcessor.
+        CompatError: the model does more than call one LogitsProcessor.
     """
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
@@ -225,7 +230,7 @@ def logits_call(model: nn.Module, hidden: Tensor) -> LogitsCall:
     if len(calls) != 1:
         raise CompatError(f"{name} does not make its logits with one LogitsProcessor")
     (call,) = calls
-    # compute_logits itself must change neither the row nor the logits, in place neither.
+    # compute_logits itself must not change the row or the logits, also not in place.
     same = (
         len(call.args) > 1 and isinstance(call.args[0], nn.Module)
         and call.args[1] is hidden and call.logits is logits

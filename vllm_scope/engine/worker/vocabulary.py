@@ -1,12 +1,12 @@
-"""The parts of the unembedding that tensor-parallel ranks hold, together on the first rank.
+"""Gathers the parts of the unembedding of all tensor-parallel ranks on the first rank.
 
 Owns:  `gather_parts`, `renew_parts`, `part_alone`, `tensors_of`.
 Runs:  in every worker of a tensor-parallel group, on its main thread, when the model is loaded, so
        that vLLM counts the memory; and after its weights were changed.
 From:  unembedding (which finds the head), vLLM's group.   To: own_lens.
 
-Promise: ranks exchange messages for a lens here alone, before the first request and after a change
-of the weights. A lens that works later waits for no other rank.
+Promise: ranks exchange messages for a lens only before the first request and after a change of the
+weights. When a lens is applied, it waits for no other rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_part(head: nn.Module, group: Any) -> None:
 
 
 def gather_parts(head: nn.Module, group: Any, most_mib: float) -> tuple[nn.Module, ...]:
-    """The parts of all ranks in the order of their vocabulary; none on another rank than the first.
+    """The parts of all ranks, in the order of the vocabulary; empty on all ranks but the first.
 
     Every rank of the group calls it, on its main thread. The tensors travel through host memory.
 
@@ -46,7 +46,7 @@ def gather_parts(head: nn.Module, group: Any, most_mib: float) -> tuple[nn.Modul
         most_mib: additional_config['scope'].unembedding_mib.
 
     Raises:
-        ConfigError: the parts of the other ranks take more, on every rank alike.
+        ConfigError: the parts of the other ranks take more than `most_mib`. Every rank raises it.
     """
     tensors = tensors_of(head)
     needed = len(_others(head, group)) * sum(one.nbytes for one in tensors.values()) / 2**20
@@ -65,7 +65,7 @@ def gather_parts(head: nn.Module, group: Any, most_mib: float) -> tuple[nn.Modul
 
 
 def renew_parts(head: nn.Module, parts: Sequence[nn.Module], group: Any) -> None:
-    """Give the parts the weights that the ranks' heads have now, in the memory that they have.
+    """Copy the weights that the ranks' heads have now into the parts, whose memory stays the same.
 
     Every rank of the group calls it, as it called `gather_parts`.
 
@@ -78,13 +78,13 @@ def renew_parts(head: nn.Module, parts: Sequence[nn.Module], group: Any) -> None
 
 
 def _others(head: nn.Module, group: Any) -> list[int]:
-    """The ranks with other parts than the first one's."""
+    """The ranks whose parts are not the first rank's."""
     return list(group.ranks[1:]) if head.tp_size != 1 else []
 
 
 def _exchanged(head: nn.Module, group: Any) -> list[dict[str, Tensor]]:
-    """The tensors of each rank with a part, of the others in host memory; none on another rank than
-    the first. When it returns, no rank waits for another one."""
+    """The tensors of each rank with a part; those of other ranks are in host memory. Empty on all
+    ranks but the first. When the call returns, no rank waits for another one."""
     tensors, others = tensors_of(head), _others(head, group)
     if not group.rank_in_group:
         came = [
@@ -103,11 +103,11 @@ def tensors_of(head: nn.Module) -> dict[str, Tensor]:
 
 
 def part_alone(head: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A head like this one with other tensors. Its logits are those of its own part alone, and any
+    """A copy of a head, with other tensors. Its logits are only those of its own part, and any
     thread may use it.
 
     Args:
-        tensors: as of `tensors_of`.
+        tensors: by name, as `tensors_of` returns them.
     """
     own = copy.copy(head)
     own._parameters = {
@@ -117,14 +117,15 @@ def part_alone(head: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     own._buffers = {name: tensors.get(name) for name in head._buffers}
     own.tp_size = 1  # type: ignore[assignment]
     if hasattr(head, "cpu_linear"):
-        # On a CPU vLLM's product has a state (oneDNN's memory), which two threads must not use.
+        # On a CPU vLLM's product has a state (oneDNN's memory), which two threads
+        # must not use at once.
         # vllm 0.32, model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm
         own.cpu_linear = nn.functional.linear  # type: ignore[assignment]
     return own
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """uint8 [num_bytes], on the CPU."""
+    """The bytes of a tensor: uint8 [num_bytes], on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 

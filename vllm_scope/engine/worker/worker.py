@@ -100,7 +100,7 @@ class ScopeWorker:
         self._heard = Heard()
         #: Requests that EngineCore has named and that are not over, also those that failed.
         self._entered: set[str] = set()
-        #: Those whose scores are kept with KV blocks -> key, and digest of the probes.
+        #: Requests whose scores are kept with KV blocks -> key, and digest of the probes.
         self._keeping: dict[str, tuple[int, bytes]] = {}
 
     # Load
@@ -119,7 +119,8 @@ class ScopeWorker:
             self.reason = str(error)
             logger.warning("vllm-scope: no taps on this model: %s.", error)
             return
-        # EngineCore uses both, from its first request on. What is wrong with them ends the start.
+        # These parts of the configuration are used from the first request on. An error in them must
+        # end the engine's start.
         if global_reads(self.config, self.sites) != global_reads(
             self.config, replace(self.sites, moved=())
         ):
@@ -184,10 +185,10 @@ class ScopeWorker:
             self._delivery.drain.settle()
 
     def renew(self, failed: str | None = None) -> None:
-        """Take the weights that the model has now. Every worker calls it when they were changed.
+        """Take the weights that the model has now. Every worker calls this after they changed.
 
         Args:
-            failed: why this worker's were not.
+            failed: why this worker's weights were not changed; None if they were.
         """
         from vllm.distributed.parallel_state import get_tp_group
 
@@ -274,14 +275,14 @@ class ScopeWorker:
 
     @property
     def _is_quiet(self) -> bool:
-        """True if no request has taps, and no output has to tell of earlier ones."""
+        """True if no request has taps, and no output has to carry news of earlier requests."""
         if self._entered or self._planner or self._faults:
             return False
         delivery = self._delivery
         return delivery is None or not (delivery.watch.has_steps or delivery.store.has_missing)
 
     def add_requests(self, new_requests: Sequence[NewRequestData], news: StepNews) -> None:
-        """Plan the requests among the new ones that have taps.
+        """Plan those of the new requests that have taps.
 
         Args:
             new_requests: vLLM's NewRequestData.
@@ -302,14 +303,15 @@ class ScopeWorker:
     def _add_request(
         self, request: NewRequestData, entrant: Entrant, made: Held | None = None
     ) -> None:
-        """
+        """Plan one request, or answer it with the reason why not.
+
         Args:
-            made: the programs that it holds, if EngineCore runs in this process.
+            made: the programs that the request holds, if EngineCore runs in this process.
         """
         assert self._planner is not None
         recipient, vectors = entrant.recipient, True
-        # Server-wide edits and global sinks also apply to requests without a recipient, or with one
-        # that awaits nothing; its names go to global sinks.
+        # Server-wide edits and global sinks also apply to requests without a recipient, or with a
+        # recipient that awaits nothing. Global sinks get the names of such a recipient.
         told = recipient if recipient is not None and recipient.awaits else None
         key = NOBODY if told is None else told.key
         try:
@@ -318,7 +320,7 @@ class ScopeWorker:
                 cell.place.boundary in self.here
                 for one in asked.banked if one.after is None for cell in one.cells
             ):  # fmt: skip
-                # EngineCore counts on them, so that those of a refused request are told as lost.
+                # EngineCore expects these scores. If the request is refused, they are told as lost.
                 self._keeping[request.req_id] = key, entrant.scores
             vectors = bool(asked.edits or asked.banked)
             delivery = self._expect(request, told)
@@ -335,8 +337,8 @@ class ScopeWorker:
                     self._finish(key, str(error))
                     program, key = None, NOBODY
             if program is None:
-                # The edits still apply: ranks that deliver nothing do not know of the lack of
-                # room, and they edit.
+                # The edits still apply: ranks that deliver nothing make them too, and do not know
+                # that room is lacking here.
                 program = self._compile(asked, prompt_ids, False)
             if delivery is not self._delivery:
                 key = NOBODY
@@ -347,7 +349,7 @@ class ScopeWorker:
                 held = None
                 if program.has_vectors:
                     held = made
-                    # EngineCore's programs deliver. Without room to deliver, these do not.
+                    # EngineCore's programs deliver. If room is lacking, this request's do not.
                     if held is None or not program.made(held):
                         held = program.held(entrant.columns, self._heard.digest_of(entrant.spec))
                 self._planner.add_request(request.req_id, key, program, held, entrant.logged)
@@ -364,7 +366,7 @@ class ScopeWorker:
             self._refuse(request.req_id, vectors, key, error)
 
     def accept(self, accepted: Mapping[str, int]) -> None:
-        """Take how many tokens of requests with Moments are accepted, before they end or go on."""
+        """Note how many tokens of requests with Moments are accepted, before these end or go on."""
         if self._planner is None or self._delivery is None:
             return
         keys = {req_id: self._planner.key_of(req_id) for req_id in accepted}
@@ -373,19 +375,19 @@ class ScopeWorker:
         )
 
     def begin_stages(self, begun: Mapping[str, Sequence[str]]) -> None:
-        """Have requests also score what waited for the verdicts of these probes."""
+        """Begin the later stages of requests that waited for the verdicts of these probes."""
         for req_id, firsts in begun.items():
             try:
                 if self._planner is not None:
                     self._planner.begin_stages(req_id, firsts)
             except CapacityError as error:
-                # Its result counts the scores as missing.
+                # The request's result counts the scores as missing.
                 logger.warning("vllm-scope: request %s: %s", req_id, error)
             except Exception:
                 logger.exception("vllm-scope: a later stage of %s could not begin", req_id)
 
     def change_scales(self, scales: Mapping[str, Changes]) -> None:
-        """Apply what policies decided, before the step's forward."""
+        """Apply the scales that policies decided, before the step's forward."""
         for req_id, error in self._scaling.begin_step(scales) if self._scaling else ():
             logger.error("vllm-scope: scales of %s cannot be changed", req_id, exc_info=error)
             self._fail(req_id, f"new scales of the request's policy could not be applied: {error}")
@@ -396,7 +398,7 @@ class ScopeWorker:
             self._faults.fail(req_id, reason)
 
     def _refuse(self, req_id: str, vectors: bool, key: int, error: Exception) -> None:
-        """Answer a request that could not be added; its neighbours and the engine go on."""
+        """Answer a request that could not be added; other requests and the engine go on."""
         reason = str(error)
         if isinstance(error, ScopeError):
             logger.warning("vllm-scope: request %s is left alone: %s", req_id, error)
@@ -427,7 +429,7 @@ class ScopeWorker:
     def _check_size(
         self, asked: Resolved, program: RequestProgram, columns: tuple[bytes, ...]
     ) -> None:
-        """`Limits.check`, once for all requests of a spec with the same columns."""
+        """Run `Limits.check`, once for all requests of a spec with the same columns."""
         known = asked.__dict__.get("_fits")
         if known is None or known[0] is not self.limits or known[1] != columns:
             self.limits.check(program.held(columns).layouts)
@@ -459,11 +461,11 @@ class ScopeWorker:
             if key is not None:
                 self._finish(key, error, (ended or {}).get(req_id))
         if not self._planner and self._delivery is not None:
-            # No step waits for the drain thread, and the callers of these do.
+            # No request runs that the drain thread could delay, and the callers wait for rows.
             self._delivery.drain.hurry()
 
     def deliver_soon(self) -> None:
-        """A forward with new requests was just enqueued: send what was kept of their prompts."""
+        """Send the kept scores of new requests' prompts. Called once their forward is enqueued."""
         if self._delivery is not None:
             self._delivery.drain.nudge()
 
@@ -482,8 +484,8 @@ class ScopeWorker:
             self._delivery.forget_scores(news.forgotten_scores)
 
     def with_endings(self, output: object) -> object:
-        """A step's output, with the requests that end by it: whose edits made rows that are not
-        finite, or that a probe stops."""
+        """A step's output, with what EngineCore must know: edits whose rows are not finite,
+        verdicts of probes, scales that policies decided, and lost scores."""
         if self._is_quiet:
             return output
         if self._faults is None:  # EngineCore does not see the outputs of this stage
@@ -496,7 +498,7 @@ class ScopeWorker:
         return self._faults.with_faults(output)
 
     def _fail(self, req_id: str, reason: str) -> None:
-        """End a request that cannot be planned; its neighbours go on."""
+        """End a request that cannot be planned; other requests go on."""
         assert self._planner is not None
         watched = self._delivery is not None and req_id in self._delivery.watch
         if self._faults is not None and (watched or req_id in self._planner.owners.values()):
@@ -518,7 +520,7 @@ class ScopeWorker:
     # Remote calls (`collective_rpc` finds them on the worker)
 
     def connect(self, address: dict[str, object]) -> Connected:
-        """Connect to a front-end. Returns what `describe` returns, and two fields more.
+        """Connect to a front-end. Returns what `describe` returns, with two more fields.
 
         `road` is the transport of the front-end's rows. If `needs_tcp` is True, the front-end
         calls again with a TCP address.
@@ -565,20 +567,20 @@ class ScopeWorker:
         }
 
     def names_of_moments(self, name: str) -> list[tuple[str, int, str]]:
-        """Site, layer and label of each of the sums of a name that are here."""
+        """Site, layer and label of each of the sums of a name that this worker holds."""
         if self._delivery is None:
             return []
         found = self._delivery.drain.of_sums(lambda sums: sums.names(name))
         return [(place.site, place.layer, label) for place, label in found]
 
     def held_moments(self) -> list[str]:
-        """The names of sums that are here."""
+        """The names of the sums that this worker holds."""
         if self._delivery is None:
             return []
         return self._delivery.drain.of_sums(lambda sums: sums.held())
 
     def moments(self, name: str, site: str, layer: int, label: str) -> dict[str, object] | None:
-        """The sums so far, as batch.sums.Packed; None if they are not here."""
+        """The sums so far, as batch.sums.Packed; None if this worker does not hold them."""
         if self._delivery is None:
             return None
         found = self._delivery.drain.of_sums(
@@ -587,10 +589,10 @@ class ScopeWorker:
         return None if found is None else msgspec.structs.asdict(found)
 
     def drop_moments(self, name: str) -> bool:
-        """Forget the sums of a name; False if there are none here."""
+        """Forget the sums of a name. Returns False if this worker holds none."""
         drain = None if self._delivery is None else self._delivery.drain
         return drain is not None and drain.of_sums(lambda sums: sums.drop(name))
 
     def flush(self) -> dict[str, str | None]:
-        """Make ended requests visible at every sink. Returns sink -> why that failed, or None."""
+        """Make ended requests visible at every sink. Returns sink -> why this failed, or None."""
         return self._delivery.flush() if self._delivery is not None else {}
