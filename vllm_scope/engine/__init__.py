@@ -19,6 +19,9 @@ model.py          whether this model can be tapped, and where its decoder layers
 monitors.py       an operator's probes on every request
 judge.py          what monitors found in a request: counted, and told
 webhook.py        sends verdicts to an operator's HTTP address
+control.py        an engine's server-wide edits, for a controller
+moments.py        reads the sums of Moments from the workers, and drops them
+offline.py        an engine that computes the prompts of a harvest
 describe.py       which sites of a model can be read, without an engine (`vllm-scope doctor`)
 functions.py      Python functions that requests run between layers, in one process without graphs
 """

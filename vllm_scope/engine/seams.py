@@ -74,13 +74,14 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
         _uses("ModelConfig", "model dtype runner_type enforce_eager use_mla hf_text_config "
               "max_model_len skip_tokenizer_init get_hidden_size get_vocab_size "
               "get_total_num_hidden_layers get_head_size get_num_attention_heads "
-              "get_num_kv_heads get_num_experts logprobs_mode max_logprobs tokenizer "
-              "revision tokenizer_revision quantization hf_overrides"),
+              "get_num_kv_heads get_total_num_kv_heads get_num_experts logprobs_mode "
+              "max_logprobs tokenizer revision tokenizer_revision quantization hf_overrides"),
     ),
     "config.parallel": (
         _uses("ParallelConfig", "world_size tensor_parallel_size pipeline_parallel_size "
               "prefill_context_parallel_size "
-              "use_ubatching use_sequence_parallel_moe _api_process_count"),
+              "use_ubatching use_sequence_parallel_moe _api_process_count _api_process_rank "
+              "distributed_executor_backend"),
     ),
     "config.cache": (_uses("CacheConfig", "kv_sharing_fast_prefill cache_dtype"),),
     "config.scheduler": (
@@ -257,6 +258,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     "v1.outputs": (
         _uses("ModelRunnerOutput", "sampled_token_ids"),
         _uses("AsyncModelRunnerOutput", "get_output"),
+        _uses("SamplerOutput", "logprobs_tensors sampled_token_ids"),
     ),
     "distributed.parallel_state": (_uses("get_pp_group"), _uses("get_tp_group")),
     "compilation.decorators": (_uses("_support_torch_compile", "do_not_compile"),),

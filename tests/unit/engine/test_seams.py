@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -33,6 +34,25 @@ def test_another_version_is_refused_with_a_sentence(version):
     assert "0.30 to 0.33" in str(caught.value)
     assert version in str(caught.value)
     assert "VLLM_SCOPE=0" in str(caught.value)
+
+
+def test_the_contract_has_every_attribute_that_is_declared_for_mypy():
+    """`scope` and `scope_*` are attributes that vllm-scope adds."""
+    in_contract = {
+        name
+        for seam in CONTRACT
+        for name in (*seam.reads, *seam.parameters, seam.name.rpartition(".")[2])
+    }
+    declared = set()
+    for node in ast.walk(ast.parse((ROOT / "vllm_scope/engine/vllm_types.py").read_text())):
+        for each in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(each, ast.AnnAssign):
+                declared.add(each.target.id)
+            elif isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+                declared.add(each.name)
+    assert len(declared) > 100
+    ours = {name for name in declared if name == "scope" or name.startswith("scope_")}
+    assert declared - in_contract - ours == set()
 
 
 class Owner:
