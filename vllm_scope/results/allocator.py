@@ -7,11 +7,12 @@ To:    table.
 glibc gives a large block back to the system when it is freed. The next block is new: the kernel
 finds and zeroes each of its pages while rows are copied into it. Here a block is a segment, a
 private mapping, which is free when the last view of it is gone. A large segment has huge pages, and
-the kernel may take the pages of a free one at any time (MADV_FREE); if it does not, the call costs
-next to nothing. For small pages the call costs more than a copy: small free segments keep theirs.
+the kernel may take the pages of a free large segment at any time (madvise with MADV_FREE). If the
+kernel takes none, the call costs next to nothing. For small pages the call costs more than a copy,
+so small free segments keep their pages.
 
 Promise: a segment is used again only when no array, tensor or buffer refers to it any more. Free
-segments take at most `most_bytes`; what is above it goes back to the system at once.
+segments take at most `most_bytes`; segments beyond this bound go back to the system at once.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from vllm_scope.sinks.metrics import count_memory
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Smaller blocks are numpy's: malloc keeps them.
+#: Smaller blocks come from numpy, because malloc keeps them for the next use.
 LEAST_BYTES = 256 << 10
-#: Segments from this size on are large. With smaller ones, a half used huge page would count: numpy
-#: takes huge pages from here on, too.
+#: Segments of this size or more are large. In smaller ones a half used huge page would be too large
+#: a part. numpy, too, takes huge pages from this size on.
 LARGE_BYTES = 4 << 20
-#: The sizes of segments are multiples of these; the second is a huge page.
+#: The sizes of small and of large segments are multiples of these; the second is a huge page.
 SMALL_STEP_BYTES, LARGE_STEP_BYTES = 64 << 10, 2 << 20
-#: Bound of small free segments, whose pages the kernel cannot take; a quarter of all if that is
-#: less.
+#: Bound of small free segments, whose pages the kernel cannot take; at most a quarter of the
+#: allocator's bound.
 MOST_SMALL_BYTES = 256 << 20
-#: The environment's bound, in MiB.
+#: The environment variable with the bound of free segments, in MiB.
 VARIABLE = "VLLM_SCOPE_REUSE_MIB"
 
 
@@ -57,7 +58,7 @@ class AllocatorStats(NamedTuple):
     Attributes:
         lent: in use.
         free: kept for the next use.
-        reused, new: of all calls of `empty` so far, by where the memory came from.
+        reused, new: lent by all calls of `empty` so far: free segments, and new ones.
     """
 
     lent: int
@@ -67,18 +68,18 @@ class AllocatorStats(NamedTuple):
 
 
 class CachingAllocator:
-    """Arrays in memory that is used again. On any thread.
+    """Makes arrays in memory that is used again. On any thread.
 
     Args:
-        most_bytes: of free segments; 0: every array is numpy's own.
+        most_bytes: bound of free segments; 0: numpy allocates every array.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self._small, self._large = _FreeSegments(), _FreeSegments()
         self._lent = self._reused = self._new = 0
         self._told = False
-        #: Segments whose last view is gone. Without the lock: the garbage collector may end a view
-        #: while this thread holds it.
+        #: Segments whose last view is gone. They are added without the lock, because the garbage
+        #: collector may end a view on a thread that holds the lock.
         self._returned: deque[mmap.mmap] = deque()
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -95,10 +96,11 @@ class CachingAllocator:
         self._settle()
 
     def empty(self, *shape: int) -> np.ndarray:
-        """uint8, uninitialised, as np.empty. Its memory is used again when its last view is gone.
+        """An uninitialised uint8 array, as np.empty. Its memory is used again when the last view of
+        the array is gone.
 
         Raises:
-            MemoryError: there is none.
+            MemoryError: there is no memory.
         """
         num_bytes = math.prod(shape)
         if num_bytes < LEAST_BYTES or not self.most_bytes:
@@ -118,7 +120,7 @@ class CachingAllocator:
                 self._reused += len(segment)
             else:
                 self._new += len(segment)
-        # Every view of it, numpy's or torch's, refers to this array, whose base is no array.
+        # Every view of the memory, numpy's or torch's, refers to this array: its base is no array.
         whole = np.frombuffer(segment, np.uint8)
         weakref.finalize(whole, self._give_back, segment).atexit = False
         self._settle()
@@ -139,14 +141,15 @@ class CachingAllocator:
         return self._small if size < LARGE_BYTES else self._large
 
     def _give_back(self, segment: mmap.mmap) -> None:
-        # A fork keeps nothing: another thread may have held the lock when the fork was made.
+        # A fork of the process takes nothing back: another thread may have held the lock when the
+        # fork was made.
         if os.getpid() == self._pid:
             self._returned.append(segment)
             self._settle()
 
     def _settle(self) -> None:
-        """Put returned segments among the free ones. If the lock is taken, its holder comes here
-        when it has released it."""
+        """Put returned segments among the free ones. If another thread holds the lock, that thread
+        calls this method after it has released the lock."""
         while self._returned and self._lock.acquire(blocking=False):
             try:
                 while self._returned:
@@ -169,11 +172,11 @@ class CachingAllocator:
 
 
 class _FreeSegments:
-    """Free segments.
+    """The small or the large free segments.
 
     Attributes:
-        num_bytes: of all.
-        most_bytes: bound of them.
+        num_bytes: bytes of all these segments.
+        most_bytes: bound of `num_bytes`.
     """
 
     def __init__(self) -> None:
@@ -183,11 +186,11 @@ class _FreeSegments:
         self._num_returns = self.num_bytes = 0
 
     def take(self, size: int) -> mmap.mmap | None:
-        """The smallest that is large enough and at most twice as large."""
+        """Remove and return the smallest segment of `size` to 2 * `size` bytes, or None."""
         sizes = [known for known in self._by_size if size <= known <= 2 * size]
         if not sizes:
             return None
-        # The last returned: what of it is in a cache is still there.
+        # The one that was returned last: a part of it may still be in a CPU's cache.
         return self._removed(min(sizes), -1)
 
     def put(self, segment: mmap.mmap) -> None:
@@ -200,7 +203,8 @@ class _FreeSegments:
         self.trim()
 
     def trim(self) -> None:
-        """Give the least recently returned back to the system, as long as all are too many."""
+        """Give segments back to the system until the bound is kept, beginning with those that were
+        returned first."""
         while self.num_bytes > self.most_bytes:
             # Nothing else refers to it, so this unmaps it.
             self._removed(min(self._by_size, key=lambda size: self._by_size[size][0][0]), 0)
@@ -216,11 +220,11 @@ class _FreeSegments:
 
 
 def reuse_bytes(environ: Mapping[str, str] = os.environ, num_processes: int = 1) -> int:
-    """What VLLM_SCOPE_REUSE_MIB says, in bytes; without it, each of a server's API server processes
-    has its share of a quarter of the memory.
+    """The bound of free segments in this process, in bytes: VLLM_SCOPE_REUSE_MIB; if it is not set,
+    this process's equal share (one of `num_processes`) of a quarter of the memory.
 
     Raises:
-        ConfigError: it is not a number from 0 on.
+        ConfigError: the variable is not a number from 0 on.
     """
     text = environ.get(VARIABLE)
     if not text:
@@ -245,8 +249,8 @@ def memory_bytes() -> int:
 
 
 def size_class(num_bytes: int) -> int:
-    """The bytes of a new segment: at most a quarter more than is asked for, or one step more.
-    Requests of similar lengths then use the same segments."""
+    """The bytes of a new segment: at most a quarter, or one step, more than `num_bytes`. Requests
+    of similar lengths then use the same segments."""
     step = SMALL_STEP_BYTES if num_bytes < LARGE_BYTES else LARGE_STEP_BYTES
     step = max(step, 1 << (num_bytes.bit_length() - 3))
     return -(-num_bytes // step) * step

@@ -31,9 +31,10 @@ from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.selectors import Tokens
 from vllm_scope.request.sites import Sites, boundary_of_point, kind_of_point
 
-#: A value's position and its arrival number.
+#: Bytes of a value's position and its arrival number.
 LABEL_BYTES = 16
-#: One key alone may hold three quarters, two may hold three sevenths each.
+#: A key may hold so many times the free bytes: one key alone may hold three quarters of all bytes,
+#: two keys may hold three sevenths each.
 #: Source: dynamic thresholds of shared-memory switches (Choudhury and Hahne, 1998).
 PART = 3
 FULL = (
@@ -49,7 +50,7 @@ class Asker:
 
     Attributes:
         owner: a digest of the API key; "" without a server.
-        operator: may see paths and what sinks report.
+        operator: True if the sender may see paths and what sinks report.
         expect: called with the bytes that a prompt delivers to this process, before its request
             enters. Raises CapacityError if there will be no room for the answer.
     """
@@ -64,25 +65,25 @@ asking: ContextVar[Asker] = ContextVar("vllm_scope_asking", default=Asker())  # 
 
 
 def most_of_one(most_bytes: int) -> int:
-    """What one key may hold while no other key holds anything."""
+    """The bytes that one key may hold while no other key holds any."""
     return most_bytes * PART // (PART + 1)
 
 
 def fits(own: int, held: int, more: int, most_bytes: int) -> bool:
-    """Whether a key that holds `own`, of the `held` of all keys, may hold `more` bytes more."""
+    """True if a key that holds `own` of the `held` bytes of all keys may hold `more` bytes more."""
     return own + more <= PART * (most_bytes - held - more)
 
 
 class Budget:
-    """Bytes that may be held, and those that each key holds. On any thread."""
+    """A limit of bytes for all keys, and the bytes that each key holds. On any thread."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
         #: Key -> the bytes that it holds, not 0.
         self._held: dict[str, int] = {}
         self._lock = threading.Lock()
-        #: Given back and not subtracted yet. Without the lock: the garbage collector may call
-        #: `give` during a `take`.
+        #: Bytes that were given back and are not subtracted yet. `give` adds them without the lock,
+        #: because the garbage collector may call `give` during a `take`.
         self._given: deque[tuple[str, int]] = deque()
 
     @property
@@ -125,14 +126,14 @@ class Share:
         owner: the request's key, as Asker.owner.
 
     Raises:
-        SpecError: more than a key may ever hold.
-        CapacityError: more than this key may hold now.
+        SpecError: the prompts deliver more than a key may ever hold.
+        CapacityError: the prompts deliver more than this key may hold now.
     """
 
     def __init__(self, budget: Budget, promised: int, copies: int = 1, owner: str = "") -> None:
         self._budget, self._owner = budget, owner
         self._came = self._taken = 0
-        #: The request is gone; what still arrives for it is dropped.
+        #: True once the request is gone; rows that still arrive for it are dropped.
         self._closed = False
         needed, most = promised * copies, most_of_one(budget.most_bytes)
         told = f"{needed / 2**20:.1f} MiB of rows and scores"
@@ -184,7 +185,8 @@ def bytes_of_prompt(own: Resolved, whole: Resolved, sites: Sites, prompt_ids: Se
         return 0
     if not own.uniform:
         return _bytes_of(own, whole, sites, np.asarray(prompt_ids, np.int64))
-    # All tokens of the prompt deliver alike. Many requests share these objects.
+    # All tokens of the prompt deliver equally many bytes. Many requests share these objects, so the
+    # number is kept.
     known = own.__dict__.get("_bytes_of_token")
     if known is None or known[0] is not whole or known[1] is not sites:
         one = _bytes_of(own, whole, sites, np.zeros(1, np.int64))
@@ -210,7 +212,7 @@ def _bytes_of(own: Resolved, whole: Resolved, sites: Sites, ids: Ints) -> int:
         else:
             sizes[key] = slots_of_row(head.row_bytes) * SLOT_BYTES
     total = sum(int(np.count_nonzero(mask)) * sizes[key] for key, mask in masks.items())
-    # The upper bound: drained tap by tap, every tap brings labels of its own.
+    # An upper bound: in a step that is drained tap by tap, every tap brings labels of its own.
     labelled: dict[int, np.ndarray] = {}
     for (_, point), mask in masks.items():
         boundary = boundary_of_point(point)

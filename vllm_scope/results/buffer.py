@@ -50,7 +50,7 @@ class Piece(NamedTuple):
     """Values of one kind that tokens of one layout delivered.
 
     Attributes:
-        key: what they are, and the columns of the whole layout.
+        key: the kind of the values, and the columns of the whole layout.
         columns: the columns that are here: those of `key`, or fewer if the step was drained tap
             by tap.
         values: uint8 [num_tokens, num_columns, bytes of a value]; memory that is reused later.
@@ -65,8 +65,8 @@ def pieces_of(layout: Layout, local: Layout, data: np.ndarray, widths: Widths) -
     """The values in the data of some tokens.
 
     Args:
-        layout: of the tokens.
-        local: the part of the layout that is here.
+        layout: what the tokens deliver in all.
+        local: the part of the layout that `data` has.
         data: uint8 [num_tokens, bytes of a token].
         widths: of raw rows.
     """
@@ -95,8 +95,8 @@ def pieces_of(layout: Layout, local: Layout, data: np.ndarray, widths: Widths) -
 
 @lru_cache(maxsize=1024)
 def _keys_of(layout: Layout) -> dict[Head, TableKey]:
-    """Head -> its table. Heads next to each other that make the same share one: the banks of a
-    probe over several layers do."""
+    """Head -> the key of its table. Neighbouring heads that compute the same share one table, as
+    the banks of a probe over several layers do."""
     found: dict[Head, TableKey] = {}
     for what, some in groupby(layout.encoded, lambda pair: _what(pair[0])):
         pairs = list(some)
@@ -113,14 +113,14 @@ class Pending:
     """The rows and scores of one request, while they arrive.
 
     Args:
-        asked: what goes to memory.
+        asked: the reads and probes that go to memory.
         share: the request's part of the budget; None offline, where there is no limit.
-        allocator: where the rows are.
+        allocator: makes the memory for the rows.
 
     Attributes:
         key: the request's key, unique among all front-ends.
         manifests: by sink, what became of the request there.
-        decisions: of its policy.
+        decisions: what the request's policy has decided.
         done: resolved once every stage has sent its last row, or an error.
         num_came: changes with every arrival.
     """
@@ -155,7 +155,7 @@ class Pending:
         self._room = min(expected, MOST_ROOM if everything else FIRST_ROOM)
 
     def add(self, pieces: Sequence[Piece], labels: np.ndarray, some: slice | np.ndarray) -> None:
-        """Make place for what some tokens of one layout delivered.
+        """Make room for the values that some tokens of one layout delivered.
 
         Args:
             labels: int64 [2, num_tokens]: positions, and arrival numbers. A row that was computed
@@ -163,7 +163,7 @@ class Pending:
             some: which of the tokens are this request's.
         """
         if not self._reading:
-            return  # its rows are for other sinks; another request's rows are in the same batch
+            return  # this request's rows are for other sinks; the batch came for another request
         own, coming = labels[:, some], 0
         mine: list[tuple[Table, tuple[int, ...], np.ndarray]] = []
         for key, columns, values in pieces:
@@ -189,24 +189,24 @@ class Pending:
                     table.write_one(column, own, here[:, i], self._room)
 
     def copies(self) -> list[Copy]:
-        """What must be copied to its place before `commit`."""
+        """The copies that must be done before `commit`."""
         return [copy for table in dict.fromkeys(self._added) for copy in table.copies()]
 
     def commit(self) -> None:
-        """Let snapshots see what was added and copied."""
+        """Let snapshots see the values that were added and copied."""
         for table in self._added:
             table.commit()
         self._added.clear()
         self.num_came += 1  # last: a thread that sees the new number finds the values
 
     def revert(self) -> None:
-        """Forget what was added."""
+        """Forget the values that were added and not committed."""
         for table in self._added:
             table.revert()
         self._added.clear()
 
     def _table(self, key: TableKey, value_bytes: int) -> Table:
-        """The table, with those of the key's columns that were asked for; maybe none."""
+        """The table of a key. It has those of the key's columns that were asked for, maybe none."""
         if key not in self._tables:
             dtype = torch.float32 if isinstance(key.what, Bank) else torch.uint8
             dtype = dtype_of(self.sites) if key.what is None else dtype
@@ -215,7 +215,7 @@ class Pending:
         return self._tables[key]
 
     def _wanted(self, what: What) -> set[int]:
-        """The points that were asked for."""
+        """The points at which values of this kind were asked for."""
         return {
             each.point for each in points_of(self.asked)
             if what == (None if each.head is None else _what(each.head))
@@ -234,7 +234,7 @@ class Pending:
             self.done.set_result(None)
 
     def await_nothing(self) -> None:
-        """The request is over with its last token: workers tell nothing that vLLM does not."""
+        """Count the request's delivery as done: workers will send nothing for this request."""
         self._stages_left.clear()
         self.done.set_result(None)
 
@@ -246,7 +246,7 @@ class Pending:
             count_decision(self.asked.policy.name, decided)
 
     def lose(self, why: str, over: bool = False) -> None:
-        """Drop what arrived and what still arrives; the request goes on.
+        """Drop the values that arrived and those that still arrive; the request goes on.
 
         Args:
             over: True if `finish` will not be called for every stage.
@@ -258,13 +258,14 @@ class Pending:
             self.done.set_result(None)
 
     def clear(self) -> None:
-        """Drop what arrived and what still arrives; earlier snapshots keep their rows."""
+        """Drop the values that arrived and those that still arrive. Earlier snapshots keep their
+        rows."""
         self._reading, self._tables = False, {}
         if self._share is not None:
             self._share.give_back()
 
     def snapshot(self, output_ids: list[int], finish_reason: str | None) -> ScopeResult:
-        """What has arrived so far.
+        """The request's result, with the values that have arrived so far.
 
         Args:
             output_ids: all generated tokens so far; the list may be extended later.

@@ -25,8 +25,8 @@ class Column:
         label: site, layer and "before" or "after" of a stream; the name of a probe or of features.
         source: the values; encoded rows, if the read has a codec; SparseRows of features.
         positions: int64 [n], ascending.
-        row_shape: of one row; `()` for scores.
-        aggregates: float32 [n], of a probe with an aggregate.
+        row_shape: the shape of one row; `()` for scores.
+        aggregates: float32 [n], of a probe with an aggregate; else None.
     """
 
     label: tuple[str, int, str] | str
@@ -37,7 +37,8 @@ class Column:
 
     @property
     def values(self) -> Tensor:
-        """[n, *row_shape] rows, or float32 [n] scores, CPU; decoded anew. Not of features."""
+        """[n, *row_shape] rows, or float32 [n] scores, CPU. Each access decodes encoded rows anew.
+        Not for features."""
         assert not isinstance(self.source, SparseRows)
         return shaped(decoded(self.source), self.row_shape)
 
@@ -58,5 +59,5 @@ class Column:
 
 
 def shaped(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """[n, *shape]; a view."""
+    """The rows as [n, *shape]; a view."""
     return rows if rows.shape[1:] == shape else rows.view(len(rows), *shape)

@@ -1,7 +1,7 @@
-"""Copies of arrays, by several threads.
+"""Copies arrays, with several threads.
 
 Owns:  Copiers, and `shares_of` (how copies are shared out).
-Runs:  `run` on the receiver's thread, which takes a share itself.
+Runs:  `run` on the receiver's thread, which also copies a share.
 From:  table (what is copied).
 """
 
@@ -13,18 +13,19 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
-#: To and from: arrays of the same shape and dtype, the first axis of which may be cut.
+#: (target, source), of the same shape and dtype. A copy may be cut along the first axis.
 Copy = tuple[np.ndarray, np.ndarray]
-#: From so many bytes on several threads copy.
+#: If there are so many bytes or more, several threads copy.
 PARALLEL_BYTES = 4 << 20
 MOST_COPIERS = 6
 
 
 class Copiers:
-    """Threads that copy. numpy releases the GIL while it does.
+    """Threads that copy. numpy releases the GIL while it copies.
 
     Args:
-        count: of the threads, with the caller's; None for half of the processors.
+        count: number of threads, the caller's included; None: half of the processors, at most
+            MOST_COPIERS.
     """
 
     def __init__(self, count: int | None = None) -> None:
@@ -36,7 +37,8 @@ class Copiers:
             self._pool = ThreadPoolExecutor(self._count - 1, "vllm-scope-copy")
 
     def run(self, copies: Sequence[Copy]) -> None:
-        """Return when everything is copied. If a copy raises, no thread copies any more, either."""
+        """Copy everything, then return. If a copy raises, the error is raised here, but only after
+        all threads have stopped copying."""
         total = sum(to.nbytes for to, _ in copies)
         if self._pool is None or total < PARALLEL_BYTES:
             copy_all(copies)
@@ -59,7 +61,7 @@ def copy_all(copies: Sequence[Copy]) -> None:
 
 def shares_of(copies: Sequence[Copy], count: int, total: int) -> list[list[Copy]]:
     """The copies in `count` shares of about `total / count` bytes each. A copy that is larger than
-    what is left of a share is cut along its first axis."""
+    the room left in a share is cut along its first axis."""
     most = -(-total // count)
     shares: list[list[Copy]] = [[]]
     left = most

@@ -1,4 +1,4 @@
-"""What is new in a request that streams, at a cost that does not grow with what came before.
+"""Finds the new values of a streaming request; the cost does not grow with the earlier values.
 
 Owns:  Cursor.
 Runs:  in the front-end, for one completion, on its event loop.
@@ -37,9 +37,9 @@ class _Track:
     """A stream, or the numbers of a bank.
 
     Attributes:
-        state: None while the probes wait for the verdict of their first stage.
-        new: what `take` looks at next.
-        sent: positions that `take` has returned, of a stream.
+        state: None while the bank's probes wait for the verdict of their first stage.
+        new: the values for the next call of `take`.
+        sent: for a stream, the positions that `take` has returned.
     """
 
     source: Source
@@ -53,8 +53,8 @@ class _ProbeTrack:
     """A probe or features, whose numbers are in one track for each of its cells.
 
     Attributes:
-        readout: of a probe.
-        waiting: of each cell, numbers of positions that another cell does not have yet.
+        readout: of a probe; None for features.
+        waiting: for each cell, its numbers at positions that another cell does not have yet.
     """
 
     probe: ResolvedProbe | ResolvedFeatures
@@ -64,7 +64,7 @@ class _ProbeTrack:
     sent: list[Ints] = field(default_factory=list)
 
     def take(self, came: dict[int, Column]) -> Column | None:
-        """What is new. `came`: id of a track -> its new values."""
+        """The new values, or None. `came`: id of a track -> the track's new values."""
         parts: list[Column] = []
         for i, track in enumerate(self.cells):
             some = [column for column in (self.waiting[i], came.get(id(track))) if column]
@@ -93,7 +93,7 @@ class Cursor:
     """One completion's streams, probes and features, followed from snapshot to snapshot.
 
     Args:
-        rows: follow streams too.
+        rows: True to follow streams too.
     """
 
     def __init__(self, rows: bool) -> None:
@@ -106,7 +106,7 @@ class Cursor:
     def look(self, result: ScopeResult) -> None:
         """Take in a later snapshot of the request."""
         self._num_prompt = result.num_prompt
-        #: Streams of one table share their positions, so they share the result.
+        #: Streams of one table share their positions, so they share the result of `follow`.
         known: dict[tuple[int, ...], tuple[State, Ints, Places]] = {}
         for track in self._of(result):
             if track.state is None:
@@ -132,18 +132,19 @@ class Cursor:
 
     @property
     def settled(self) -> int:
-        """The scores of all positions below it were returned, or are not wanted; those of an
-        operator's monitors do not count."""
+        """The position below which all scores were returned, or are not wanted. The scores of an
+        operator's monitors are not considered."""
         found = []
         for track in self._own:
             state = track.state
             first = self._begins(track.source.after) if state is None else state.settled
-            # A stage that waits begins behind all scores of its first stage so far.
+            # A probe that still waits begins behind all scores of its first stage so far.
             found += [] if first is None else [first]
         return min(found, default=0)
 
     def take(self) -> list[Column]:
-        """What is new since the last call: a column for each stream and probe with new values."""
+        """The values that are new since the last call: a column for each stream, probe or features
+        with new values."""
         found, came = [], {}
         for track in self._tracks or ():
             if track.new:
@@ -158,18 +159,20 @@ class Cursor:
         return [*found, *(column for column in scores if column is not None)]
 
     def verdicts(self) -> dict[str, Verdict]:
-        """Of the probes whose values that were taken have been above their thresholds."""
+        """Name of a probe -> its verdict, by the values taken so far; only of probes that have
+        one."""
         found = ((t.probe.name, t.readout.verdict) for t in self._probes if t.readout)
         return {name: verdict for name, verdict in found if verdict is not None}
 
     def begun(self) -> dict[str, int]:
-        """As in ScopeResult, of the verdicts that were taken."""
+        """As ScopeResult.begun, by the verdicts in the values taken so far."""
         later = [track.probe for track in self._probes if track.probe.after is not None]
         known = {probe.name: self._begins(probe.after) for probe in later}
         return {name: first for name, first in known.items() if first is not None}
 
     def _begins(self, after: str | None) -> int | None:
-        """Where the probes with this `after` begin; None if its verdict was not taken."""
+        """The first position of probes with this `after`; None if the probe `after` has no verdict
+        in the values taken so far."""
         first = next((track for track in self._probes if track.probe.name == after), None)
         if first is None or first.readout is None or first.readout.verdict is None:
             return None
@@ -177,8 +180,8 @@ class Cursor:
         return first.probe.begins(first.readout.verdict.position, self._num_prompt)
 
     def rest(self, result: ScopeResult) -> list[Column]:
-        """What was not taken of the request's last snapshot: some selectors (`last`) are decided
-        only now."""
+        """The values of the request's last snapshot that were not taken. Some selectors (`last`)
+        are decided only now."""
         sent: dict[tuple[str, int, str] | str, list[Ints]] = {
             t.source.label: t.sent for t in self._of(result) if t.source.label is not None
         }

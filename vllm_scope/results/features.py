@@ -30,20 +30,22 @@ class SparseFeatures:
 
     Attributes:
         positions, indices, values: int64, int64 and float32 [num_values], CPU: the absolute
-            position of a token, a feature's number, and its value there. By position; in one
-            position the strongest comes first.
+            position of a token, a feature's number, and its value there. They are in the order of
+            positions; at each position, the strongest comes first.
         tokens: int64 [num_tokens], ascending: the positions that were encoded, also those without
             an active feature.
-        num_features: of the SAE. None of a read with `indices`, except of a TopK SAE.
+        num_features: how many features the SAE has. None for a read with `indices`, except for one
+            of a TopK SAE.
         asked: the features that the read named (`indices`); None if it named none (`top_k`).
 
-    Both are None of a file that an earlier version wrote.
+    `num_features` and `asked` are None if they come from a file that an earlier version wrote.
     """
 
     def __init__(self, rows: SparseRows, tokens: Tensor) -> None:
         self.tokens = tokens
         self.num_features, self.asked = rows.read.num_features, rows.read.asked
-        # By numpy, on this thread: torch would wake one for each core, for a request's few rows.
+        # numpy works on this thread. torch would wake a thread for each core, for a request's few
+        # rows.
         values, numbers = rows.values.numpy(), rows.indices.numpy()
         order = np.argsort(-values, axis=1, kind="stable")
         found, numbers = (np.take_along_axis(one, order, axis=1) for one in (values, numbers))
@@ -55,8 +57,8 @@ class SparseFeatures:
     def dense(self, index: int) -> Tensor:
         """float32 [num_tokens]: one feature at each of `tokens`; 0 where it was not delivered.
 
-        Of a read with `top_k` a feature beyond the `top_k` strongest of a token reads as 0, like
-        one that is not active. So does a value below the read's `threshold`.
+        If the read has `top_k`, a feature beyond the `top_k` strongest of a token is 0 here, like
+        a feature that is not active. So is a value below the read's `threshold`.
 
         Raises:
             KeyError: the read named other features, or the SAE has no such feature.
@@ -80,12 +82,12 @@ class SparseFeatures:
         return list(zip(self.indices[some].tolist(), self.values[some].tolist(), strict=True))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write `positions`, `indices`, `values` and `tokens` if the path ends in `.safetensors`,
-        and if it ends in `.parquet` a table with a row for each value (`files.features`). The
-        file's metadata has `metadata`.
+        """Write a file. If the path ends in `.safetensors`, the file has the tensors `positions`,
+        `indices`, `values` and `tokens`. If it ends in `.parquet`, the file has a table with a row
+        for each value (`files.features`). Both have `metadata` as their metadata.
 
         Raises:
-            FileError: another ending.
+            FileError: the path has another ending.
             ConfigError: the path ends in `.parquet`, and pyarrow is missing.
         """
         if checked_ending(path, ".safetensors", ".parquet") == ".parquet":
@@ -101,8 +103,8 @@ class SparseFeatures:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """`num_features` and `asked` as JSON, without those that are None: what a reader needs to
-        tell a feature that was not active from one that was not read."""
+        """`num_features` and `asked` as JSON, each left out if it is None. A reader needs them to
+        tell a feature that was not active from a feature that was not read."""
         found = {"num_features": self.num_features, "asked": self.asked}
         return {name: json.dumps(value) for name, value in found.items() if value is not None}
 

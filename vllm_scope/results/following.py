@@ -1,9 +1,10 @@
 """How far a stream or a probe of a streaming request was followed, by position.
 
-Owns:  State, and `follow`, which finds what can be returned of a later snapshot.
+Owns:  State, and `follow`, which finds the values of a later snapshot that can be returned.
 To:    cursor.
 
-Promise: what arrives out of order waits for the earlier positions; a position is returned once.
+Promise: a value that arrives out of order waits for the earlier positions; a position is returned
+once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Places = tuple[Ints, Ints]
 
 @dataclass(frozen=True)
 class State:
-    """How far one stream or probe was followed. Streams whose rows arrive together share it.
+    """How far one stream or probe was followed. Streams whose rows arrive together share one State.
 
     Attributes:
         seen: each position below it was returned, is due, or is not wanted.
@@ -40,7 +41,7 @@ class State:
 
     @property
     def settled(self) -> int:
-        """Each position below it was returned, or is not wanted."""
+        """The position below which each position was returned, or is not wanted."""
         return int(self.due[0]) if len(self.due) else self.seen
 
 
@@ -50,7 +51,7 @@ START = State(0, NONE, (), (NONE, (NONE, NONE)))
 def follow(
     state: State, selectors: Sequence[Selector], result: ScopeResult, arrived: Sequence[Ints]
 ) -> tuple[State, Ints, Places]:
-    """The state after a later snapshot; the positions that can be returned, and their places.
+    """(The state after a later snapshot, the positions that can be returned, their places).
 
     Args:
         arrived: of each part, the positions that arrived.
@@ -64,7 +65,7 @@ def follow(
         taken=tuple(map(len, arrived)) or taken,
     )  # fmt: skip
     if len(fresh) == 1 and not len(state.early[0]):
-        # The usual case: what arrived is what is due, in order.
+        # The usual case: the positions that arrived are the next ones that are due, in order.
         came = arrived[fresh[0]][taken[fresh[0]] :]
         if np.array_equal(came, due[: len(came)]):
             places = np.arange(taken[fresh[0]], len(arrived[fresh[0]]))
@@ -84,7 +85,7 @@ def _in_order(
     came = np.concatenate([waiting, *(arrived[i][taken[i] :] for i in fresh)])
     parts = np.concatenate([parts, *(np.full(len(arrived[i]) - taken[i], i) for i in fresh)])
     places = np.concatenate([places, *(np.arange(taken[i], len(arrived[i])) for i in fresh)])
-    # The last computed value holds; positions that are known to be unwanted go.
+    # The value that was computed last stays; positions that are known to be unwanted are dropped.
     came, at = last_of_each(came)
     keep = (came >= state.seen) | np.isin(came, state.due)
     came, at = came[keep], at[keep]

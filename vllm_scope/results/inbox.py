@@ -2,7 +2,7 @@
 
 Owns:  Inbox, and `inbox`, which returns the only Inbox of this process.
 Runs:  in the front-end. Messages are handled on the receiver's thread; `open` and `forget` are
-       called on any.
+       called on any thread.
 From:  transport.receiver (RowsMessage, FinishHeader).   To: buffer.
 
 Promise: rows of a request whose Pending was collected are ignored, and cost nothing.
@@ -41,7 +41,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 
 class _Tap(NamedTuple):
-    """What is remembered of the last message, if it was of one tap; as in RowsMessage."""
+    """Fields of the last message, as in RowsMessage, if the message was of one tap."""
 
     boundary: int
     keys: np.ndarray
@@ -53,7 +53,7 @@ class Inbox:
 
     Args:
         num_copiers: threads that copy large messages; None for half of the processors.
-        allocator: where rows are.
+        allocator: makes the memory for rows.
 
     Attributes:
         allocator: as given.
@@ -66,11 +66,12 @@ class Inbox:
     def __init__(self, num_copiers: int | None = None, allocator: CachingAllocator = PLAIN) -> None:
         # Weak: when vLLM drops a request (aborted, client gone), its rows go too.
         self._pending: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
-        #: Those whose askers may not see what only the operator may (Asker.operator).
+        #: Requests whose askers are not the operator (Asker.operator): they see less of manifests.
         self._outsiders: weakref.WeakSet[Pending] = weakref.WeakSet()
-        # Unique over all front-ends of an engine, as their keys meet in its workers.
+        # Unique over all front-ends of an engine, because their keys meet in the engine's workers.
         self._keys = itertools.count(secrets.randbits(30) << 32)
-        #: Tokens that arrived so far, in all messages: their order decides which row is the last.
+        #: Number of tokens that arrived so far, in all messages: the order of tokens decides which
+        #: row is the last.
         self._num_arrived = 0
         self._last_tap: _Tap | None = None
         self._copiers, self.allocator = Copiers(num_copiers), allocator
@@ -107,8 +108,8 @@ class Inbox:
             copies: number of such requests that enter together (`n`).
 
         Raises:
-            SpecError: their prompts alone deliver more than one key may hold.
-            CapacityError: more than the key may hold now, here or in files.
+            SpecError: the prompts alone deliver more than one key may hold.
+            CapacityError: the prompts deliver more than the key may hold now, here or in files.
         """
         share, asker = None, asking.get()
         if self.budget is not None:
@@ -124,8 +125,9 @@ class Inbox:
         return pending
 
     def hold(self, num_bytes: int) -> Share | None:
-        """Count rows of the running code's asker whose request has ended, until the share is
-        collected; None offline. Raises SpecError or CapacityError as `open`."""
+        """Count rows that are kept after their request has ended, as bytes of the running code's
+        asker. They count until the returned Share is collected. None offline. Raises SpecError or
+        CapacityError as `open`."""
         return None if self.budget is None else Share(self.budget, num_bytes, 1, asking.get().owner)
 
     def forget(self, pending: Pending) -> None:
@@ -160,7 +162,7 @@ class Inbox:
                     arrived[key] = pending
         whole = False
         try:
-            # The worker may reuse the memory once this has returned.
+            # The worker may reuse the memory once `_on_rows` has returned.
             self._copiers.run([copy for one in arrived.values() for copy in one.copies()])
             whole = message.valid()
         finally:
@@ -170,9 +172,10 @@ class Inbox:
     def _first_number(self, message: RowsMessage) -> int:
         """The arrival number of a message's first token.
 
-        The taps of a step that is drained tap by tap come in ascending order. They have the same
-        numbers, so that a request's columns may share them. A message whose tap does not come after
-        that of the message before begins the next step, and has larger numbers.
+        The taps of a step that is drained tap by tap come in ascending order. Their messages have
+        the same numbers, so that a request's columns may share them. If the tap of a message does
+        not come after the tap of the message before, the message begins the next step and has
+        larger numbers.
         """
         last = self._last_tap
         if (
@@ -236,7 +239,8 @@ def num_pending() -> int:
 
 
 def num_bytes_held() -> int:
-    """Bytes of rows and scores of this process's running requests; 0 offline, where none counts."""
+    """Bytes of rows and scores of this process's running requests; 0 offline, where they are not
+    counted."""
     return 0 if _budget is None else _budget.num_bytes
 
 
@@ -251,7 +255,7 @@ def inbox() -> Inbox:
 
 
 def share_memory(num_processes: int) -> None:
-    """Keep this process's share of the memory that is used again: that of one of so many."""
+    """Bound the memory that is used again to this process's share: one of `num_processes`."""
     inbox().allocator.bound(reuse_bytes(num_processes=num_processes))
 
 

@@ -40,7 +40,7 @@ class TopTokens:
 
     @staticmethod
     def of_rows(rows: SparseRows, positions: Tensor) -> TopTokens:
-        """Those that a worker made; k is smaller if the vocabulary is."""
+        """The tokens that a worker delivered; k is smaller if the vocabulary has fewer tokens."""
         k = int(rows.counts.max()) if len(rows) else rows.shape[1]
         return TopTokens(positions, rows.indices[:, :k].long(), rows.values[:, :k])
 
@@ -48,7 +48,7 @@ class TopTokens:
         """(token id, log-probability) at a position, the likeliest first.
 
         Raises:
-            KeyError: the lens was not applied there.
+            KeyError: the lens was not applied at this position.
         """
         (found,) = (self.positions == position).nonzero(as_tuple=True)
         if not len(found):
@@ -64,14 +64,14 @@ class LensTokens(Mapping[int, TopTokens]):
     """Layer -> the tokens of one LensTopK, layers ascending.
 
     Args:
-        tokenizer: what decodes a list of token ids, for the table in a notebook; None shows ids.
+        tokenizer: decodes a list of token ids, for the table in a notebook; None shows ids.
     """
 
     def __init__(self, layers: Mapping[int, TopTokens], tokenizer: Any = None) -> None:
         self._layers, self._tokenizer = dict(sorted(layers.items())), tokenizer
 
     def decoded(self, tokenizer: Any) -> LensTokens:
-        """The same, shown in a notebook with the tokens' texts.
+        """The same tokens, which a notebook shows with their texts.
 
         Args:
             tokenizer: with `decode`, such as `llm.get_tokenizer()`.
@@ -95,7 +95,7 @@ class LensTokens(Mapping[int, TopTokens]):
         return f"LensTokens(layers {', '.join(map(str, self))}; {count} positions)"
 
     def picture(self, tokens: Sequence[str] | None = None) -> Picture:
-        """The likeliest token of each position and layer (`views.lens_grid`).
+        """A picture of the likeliest token of each position and layer (`views.lens_grid`).
 
         Args:
             tokens: the text of each token of prompt and answer, from position 0.

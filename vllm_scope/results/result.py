@@ -4,9 +4,9 @@ Owns:  ScopeResult (a snapshot).
 Runs:  in the front-end, on any thread, and in every process that it is pickled to.
 From:  buffer.   To: streams and scores, as their Snapshot.
 
-Promise: one row per (site, layer, position), the last that was computed, of the positions that
-were asked for and processed; and counts that say whether any is missing. Messages of stages and
-steps may arrive in any order.
+Promise: for all positions that were asked for and processed, a result has one row per (site, layer,
+position): the row that was computed last. The counts say whether any row is missing. Messages of
+stages and steps may arrive in any order.
 """
 
 from __future__ import annotations
@@ -60,23 +60,23 @@ class ScopeResult(OverStreams):
         features: by the names of `Features`: SparseFeatures, with positions, indices and values.
         lens: by the names of `LensTopK`: LensTokens, by layer the likeliest tokens.
         aggregates: as `scores`, for probes with an aggregate: at each position, the aggregate of
-            all scores up to there.
+            all scores up to that position.
         verdicts: by the names of probes with a threshold, the first position where the value was
             above it, and the value.
-        begun: by the names of probes with `after`, the first position that they score; without
-            those whose first stage has no verdict.
-        decisions: of the request's policy, in the order of positions. The last one has an `error`
-            if the policy does not control the request any more.
+        begun: by the names of probes with `after`, the first position that they score. Probes whose
+            first stage has no verdict are left out.
+        decisions: what the request's policy has decided, in the order of positions. The last
+            decision has an `error` if the policy does not control the request any more.
         status: "streaming" while the request runs, "complete" if everything that
             was asked for has arrived, "incomplete" if not, "aborted" if the request
             was, "failed" if its reads or edits failed (see `error`).
         error: the reason, if status is "failed".
-        manifests: by sink, what became of the reads that went elsewhere than to memory;
-            complete once the request has ended. A failed one makes the status
+        manifests: by sink, what became of the reads that went to sinks other than memory;
+            complete once the request has ended. A failed manifest makes the status
             "failed", a partial one "incomplete"; rows in memory are not affected.
-        expected: rows and scores that the caller asked for, of the tokens processed so far. The
-            scores of an operator's monitors are not among them; `status` ignores these, too.
-        delivered: the number of those that have arrived.
+        expected: number of rows and scores that the caller asked for, of the tokens processed so
+            far. Scores of an operator's monitors are not counted, and `status` ignores them, too.
+        delivered: how many of the expected rows and scores have arrived.
         dropped: expected - delivered, once the request has ended; 0 before.
     """
 
@@ -118,7 +118,7 @@ class ScopeResult(OverStreams):
 
     @property
     def sites(self) -> Sites:
-        """What the engine taps."""
+        """The sites and layers that the engine taps."""
         return self._sites
 
     @property
@@ -153,12 +153,12 @@ class ScopeResult(OverStreams):
 
     @property
     def probes(self) -> tuple[ResolvedProbe, ...]:
-        """As they were asked for."""
+        """The probes as they were asked for, with those of an operator's monitors."""
         return self._asked.probes
 
     @property
     def own_probes(self) -> list[str]:
-        """The names of the probes without an operator's monitors."""
+        """The names of the probes that the caller asked for, without an operator's monitors."""
         return self._score_table.own_probes
 
     @property
@@ -184,7 +184,7 @@ class ScopeResult(OverStreams):
     def encoded(
         self, site: str, layer: int | None = None, when: Phase | None = None
     ) -> EncodedRows | None:
-        """The encoded rows, with their `codec` and its `parts`; None without a codec."""
+        """The encoded rows, with their `codec` and `parts`; None if the read has no codec."""
         rows = self._rows_of(site, layer, when)[0]
         return rows if isinstance(rows, EncodedRows) else None
 
@@ -215,7 +215,7 @@ class ScopeResult(OverStreams):
         )
 
     def num_lost(self, probe: str) -> int:
-        """The scores of a probe that have not arrived, also of an operator's monitor."""
+        """The number of a probe's scores that have not arrived; takes an operator's monitor too."""
         return self._score_table.num_lost(probe, self)
 
     @property
@@ -241,7 +241,7 @@ class ScopeResult(OverStreams):
         return Column(probe, found.scores, found.positions, aggregates=found.aggregates)
 
     def sources(self, rows: bool = True) -> list[Source]:
-        """The streams, then the distinct numbers of which scores and features are made.
+        """The sources of streams, then those of the distinct numbers behind scores and features.
 
         Args:
             rows: False leaves the streams out.
@@ -256,7 +256,8 @@ class ScopeResult(OverStreams):
         return [*of_rows, *banks]
 
     def parts_of(self, source: Source) -> list[Part]:
-        """What arrived so far, in order of arrival; a later snapshot has these and more."""
+        """The values that arrived so far, in order of arrival. A later snapshot has the same
+        values, and more."""
         return self.arrived(source.what, source.place)
 
     def wanted(self, selectors: Sequence[Selector], first: int = 0) -> np.ndarray:
@@ -266,7 +267,7 @@ class ScopeResult(OverStreams):
         )
 
     def as_cache(self) -> ActivationCache:
-        """The rows under TransformerLens's names: [1, num_positions, hidden_size] each, of
+        """The rows under TransformerLens's names: [1, num_positions, hidden_size] each, or for
         sites inside the attention [1, num_positions, heads, numbers of a head].
 
         Raises:
@@ -285,7 +286,7 @@ class ScopeResult(OverStreams):
         )
 
     def picture(self, tokenizer: Any = None) -> Picture:
-        """Status, counts, what arrived, and the scores of each token.
+        """A picture of the status, the counts, the values that arrived, and each token's scores.
 
         Args:
             tokenizer: with `decode`, such as `llm.get_tokenizer()`; None shows token ids.
@@ -298,8 +299,8 @@ class ScopeResult(OverStreams):
         return self.picture()._repr_html_()
 
     def monitored(self) -> ScopeResult:
-        """A result with the scores of an operator's monitors alone. What the caller does with its
-        own result does not change them, and memory of rows is not held."""
+        """A result with the scores of an operator's monitors alone. Whatever the caller does with
+        its own result, these scores do not change. The new result holds no memory of rows."""
         found = ScopeResult.__new__(ScopeResult)  # `copy` would take the state that is pickled
         found.__dict__.update(self.__dict__)
         found._score_table, banks = self._score_table.monitors()

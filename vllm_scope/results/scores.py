@@ -1,7 +1,8 @@
 """The scores and features of a result.
 
-Owns:  Scored (one probe's values), Asked (what a spec has of them), ScoreTable (the values of all
-       probes, and all features), Named (how callers see values), Scores (those of probes).
+Owns:  Scored (one probe's values), Asked (the probes and features of a spec), ScoreTable (the
+       values of all probes, and all features), Named (values by name, as callers see them), Scores
+       (the scores of probes by name).
 Runs:  in the front-end.
 From:  table (the numbers of each bank), batch.readout.   To: result.
 """
@@ -29,7 +30,7 @@ from vllm_scope.results.snapshot import Snapshot
 T = TypeVar("T")
 #: A bank at a point, and the tokens whose numbers are wanted.
 CellKey = tuple[Bank, int, Selector]
-#: Point -> its column; positions and arrivals; float32 [n, num_columns, numbers of the bank].
+#: (point -> its column, positions and arrivals, float32 [n, num_columns, numbers of the bank]).
 _Table = tuple[dict[int, int], Part, np.ndarray]
 
 
@@ -49,15 +50,16 @@ class Scored(NamedTuple):
     verdict: Verdict | None = None
 
     def copied(self) -> Scored:
-        """The same in memory of its own."""
+        """A copy in memory of its own."""
         aggregates = None if self.aggregates is None else self.aggregates.clone()
         return self._replace(scores=self.scores.clone(), aggregates=aggregates)
 
 
 def cells_of(one: ResolvedProbe | ResolvedFeatures) -> list[CellKey]:
-    """Where the numbers of a probe or of features are; those of one bank have the same key."""
+    """The keys of the cells of a probe or of features: where the cells' numbers are. Cells with the
+    same bank, point and tokens have the same key."""
     known: list[CellKey] | None = one.__dict__.get("_cell_keys")
-    if known is None:  # many requests share a monitor's probe
+    if known is None:  # kept on `one`, because many requests share a monitor's probe
         banks: dict[Bank, Bank] = {}
         named = ((cell.bank.nameless, cell.place.point()) for cell in one.cells)
         found = [(banks.setdefault(bank, bank), point, one.tokens) for bank, point in named]
@@ -66,10 +68,10 @@ def cells_of(one: ResolvedProbe | ResolvedFeatures) -> list[CellKey]:
 
 
 def summed(one: ResolvedProbe | ResolvedFeatures, numbers: Sequence[Tensor]) -> Tensor:
-    """float32 [n, its numbers]: the sum over its cells.
+    """float32 [n, num_values]: the sum over the cells of a probe or of features.
 
     Args:
-        numbers: of each cell, [n, numbers of its bank].
+        numbers: for each cell, the numbers of its bank: [n, numbers of the bank].
     """
     count = one.num_values
     parts = [
@@ -80,12 +82,12 @@ def summed(one: ResolvedProbe | ResolvedFeatures, numbers: Sequence[Tensor]) -> 
 
 
 class Asked:
-    """The probes and features of a spec, as its requests' results look for them.
+    """The probes and features of a spec, as the results of its requests look for them.
 
     Attributes:
         probes, features: by name.
-        own: the names of the probes and features that the caller asked for: all without an
-            operator's monitors. Counts and `tokens` are of these.
+        own: the names of the probes and features that the caller asked for: all but an operator's
+            monitors. Only these are in counts and in `tokens`.
         aggregated: the probes with an aggregate.
         judging: the names of probes that have verdicts.
         later: the probes with a first stage.
@@ -103,20 +105,20 @@ class Asked:
 
     @cached_property
     def monitors(self) -> Asked:
-        """An operator's monitors alone."""
+        """The probes of an operator's monitors alone."""
         return Asked([one for one in self.probes.values() if is_monitor(one.name)], ())
 
     @cached_property
     def banks(self) -> frozenset[Bank]:
-        """The kinds of numbers of which these are made."""
+        """The kinds of numbers that the probes and features are made of."""
         every: Iterable[ResolvedProbe | ResolvedFeatures]
         every = chain(self.probes.values(), self.features.values())
         return frozenset(bank for one in every for bank, _, _ in cells_of(one))
 
     @cached_property
     def alike(self) -> list[tuple[tuple[CellKey, ...], ResolvedProbe | ResolvedFeatures, int]]:
-        """Of the own ones that are made of the same cells: the cells, the first, and how many they
-        are."""
+        """The own probes and features in groups that are made of the same cells: (the cells, the
+        group's first probe or features, the size of the group)."""
         found: dict[tuple[CellKey, ...], list[ResolvedProbe | ResolvedFeatures]] = {}
         every: Iterable[ResolvedProbe | ResolvedFeatures]
         every = chain(self.probes.values(), self.features.values())
@@ -128,7 +130,8 @@ class Asked:
 class ScoreTable:
     """All probes' scores and all features in one snapshot, computed when they are asked for.
 
-    It does not hold the snapshot, which holds it: memory is freed without the garbage collector.
+    The snapshot holds the table. The table does not hold the snapshot, so that memory is freed
+    without the garbage collector.
     """
 
     def __init__(self, asked: Asked) -> None:
@@ -137,7 +140,7 @@ class ScoreTable:
         self._sparse: dict[str, tuple[SparseRows, Ints]] = {}
         self._numbers: dict[CellKey, tuple[Tensor, Ints]] = {}
         self._tables: dict[Bank, _Table | None] = {}
-        #: (ids of the parts' positions; the tokens; the first stage) -> what is chosen of the
+        #: (ids of the parts' position arrays, tokens, first stage) -> the values chosen of the
         #: parts; and the parts, so that no other array gets these ids.
         self._chosen: dict[
             tuple[tuple[int, ...], Selector, str | None], tuple[Chosen, Sequence[Part]]
@@ -145,7 +148,8 @@ class ScoreTable:
 
     @staticmethod
     def of(asked: Resolved) -> ScoreTable:
-        """Requests with the same spec share `asked`, which may have a thousand probes."""
+        """An empty table for a request. Requests with the same spec share `asked`, which may have a
+        thousand probes, so its Asked is made once."""
         known = asked.__dict__.get("_scored")
         if known is None:
             known = asked.__dict__["_scored"] = Asked(asked.probes, asked.features)
@@ -183,7 +187,7 @@ class ScoreTable:
         return self._found[name]
 
     def sparse(self, name: str, of: Snapshot) -> tuple[SparseRows, Ints]:
-        """Features, and their positions."""
+        """(The features of a name, their positions)."""
         if name not in self._sparse:
             asked = self.features[name]
             words, positions = self._summed(asked, of)
@@ -198,7 +202,7 @@ class ScoreTable:
         positions = cells[0][1]
         numbers = [values for values, _ in cells]
         if not all(at is positions or np.array_equal(positions, at) for _, at in cells):
-            # A stage's or a tap's numbers are missing.
+            # Numbers of a stage or of a tap are missing.
             positions = reduce(np.intersect1d, (at for _, at in cells))
             numbers = [values[torch.from_numpy(at.searchsorted(positions))] for values, at in cells]
         return summed(one, numbers), positions
@@ -206,8 +210,8 @@ class ScoreTable:
     def _together(
         self, one: ResolvedProbe | ResolvedFeatures, of: Snapshot
     ) -> tuple[Tensor, Ints] | None:
-        """The same if the cells' numbers came together and in order, each once: without a copy, and
-        in little time, as every request of a monitor asks for it. None if not."""
+        """The result of `_summed` without a copy, if the cells' numbers came together and in order,
+        each once; else None. It must take little time: every request with a monitor needs it."""
         keys = cells_of(one)
         bank = keys[0][0]
         if any(key[0] is not bank for key in keys):
@@ -231,7 +235,7 @@ class ScoreTable:
         ]
         total = parts[0]
         if len(parts) > 1:
-            # As `summed` adds. numpy takes a third of torch's time for so few numbers.
+            # Add as `summed` does. numpy takes a third of torch's time for so few numbers.
             with np.errstate(over="ignore", invalid="ignore"):
                 total = parts[0] + parts[1]
                 for more in parts[2:]:
@@ -263,8 +267,8 @@ class ScoreTable:
         return {name: verdict for name, verdict in found.items() if verdict is not None}
 
     def begun(self, of: Snapshot) -> dict[str, int]:
-        """Name of a probe with `after` -> where it begins, of those whose first stage has a
-        verdict."""
+        """Name of a probe with `after` -> the first position that it scores. Probes whose first
+        stage has no verdict are left out."""
         found = {probe.name: self.begins(probe, of) for probe in self._asked.later}
         return {name: first for name, first in found.items() if first is not None}
 
@@ -277,7 +281,8 @@ class ScoreTable:
     def _of(
         self, key: CellKey, one: ResolvedProbe | ResolvedFeatures, of: Snapshot
     ) -> tuple[Tensor, Ints]:
-        """The numbers of a cell. All probes of its bank begin at the same position."""
+        """(The numbers of a cell, their positions). All probes of the cell's bank begin at the same
+        position."""
         known = self._numbers.get(key)
         if known is None:
             bank, point, _ = key
@@ -293,7 +298,8 @@ class ScoreTable:
     def _choose(
         self, parts: Sequence[Part], one: ResolvedProbe | ResolvedFeatures, of: Snapshot
     ) -> Chosen:
-        """Layers that are computed together share the arrays of their positions."""
+        """The values to use, out of some parts. Layers that are computed together share the arrays
+        of their positions, so the choice is made once for all of them."""
         key = tuple(id(part.positions) for part in parts), one.tokens, one.after
         known = self._chosen.get(key)
         if known is None:
@@ -307,8 +313,8 @@ class ScoreTable:
             yield self._wanted(first, of), self._arrived(keys, first.name, of), count
 
     def num_lost(self, name: str, of: Snapshot) -> int:
-        """The scores of a probe that have not arrived, also of a monitor: those that have are at
-        wanted positions."""
+        """The number of a probe's scores that have not arrived; takes a monitor too. All scores
+        that have arrived are at wanted positions."""
         return len(self._wanted(self.probes[name], of)) - len(self.score(name, of).positions)
 
     def _arrived(self, keys: Sequence[CellKey], name: str, of: Snapshot) -> Ints:
@@ -346,7 +352,7 @@ class Named(Mapping[str, T]):
         self._names, self._table, self._of = names, table, of
 
     def _check(self, name: str, whose: str, there: str) -> None:
-        """Raises KeyError for another name."""
+        """Raises KeyError if the request gave no such name."""
         if name not in self._names:
             asked = ", ".join(self._names) or "none"
             raise KeyError(f"no {whose} called {name!r}; {there}: {asked}.")
@@ -366,7 +372,7 @@ class Scores(Named[Tensor]):
     """Name of the probe -> its scores: float32 [num_positions], CPU, in position order.
 
     Args:
-        aggregates: the aggregates of these scores instead, of the probes that have one.
+        aggregates: True for aggregates in place of scores, of the probes that have an aggregate.
     """
 
     def __init__(self, table: ScoreTable, of: Snapshot, aggregates: bool = False) -> None:

@@ -34,7 +34,7 @@ class Source:
         label: as in Column; None for the numbers of a bank.
         place: the point.
         row_shape: as in Column.
-        after: as in Probe, of a bank.
+        after: for a bank, as in Probe.
     """
 
     label: StreamKey | None
@@ -46,13 +46,13 @@ class Source:
 
 
 class Snapshot(Protocol):
-    """What has arrived of a request: a ScopeResult."""
+    """The values of a request that have arrived. ScopeResult is a Snapshot."""
 
     def arrived(self, what: What, place: int) -> list[Part]:
         """The parts of a kind of values at a point."""
 
     def arrived_of(self, what: What) -> Mapping[int, list[Part]]:
-        """The same at each point."""
+        """Point -> the parts of a kind of values at this point."""
 
     def only_table(self, what: What) -> FrozenTable | None:
         """The table that has all values of a kind; None if there is no such table."""

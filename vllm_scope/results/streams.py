@@ -31,7 +31,8 @@ class StreamTable:
     """The rows of all streams in one snapshot. A stream's parts are joined when its rows are
     asked for.
 
-    It does not hold the snapshot, which holds it: memory is freed without the garbage collector.
+    The snapshot holds the table. The table does not hold the snapshot, so that memory is freed
+    without the garbage collector.
     """
 
     def __init__(self, sources: Mapping[StreamKey, Source], sites: Sites) -> None:
@@ -41,7 +42,8 @@ class StreamTable:
 
     @staticmethod
     def of(asked: Resolved, sites: Sites) -> StreamTable:
-        """Requests with the same spec share `asked`, so its sources are made once."""
+        """An empty table for a request. Requests with the same spec share `asked`, so its sources
+        are made once."""
         known = asked.__dict__.get("_stream_sources")
         if known is None or known[0] is not sites:
             known = asked.__dict__["_stream_sources"] = sites, _sources_of(asked, sites)
@@ -57,7 +59,7 @@ class StreamTable:
         site = ALIASES.get(str(words[0]), words[0])
         asked = self.names()
         for stream in asked:
-            # If the stream was read on both sides of the edits, the plain key means after.
+            # If the stream was read before and after the edits, a key without a phase means after.
             if stream == (site, *words[1:]) or (
                 len(words) == 2
                 and stream[:2] == (site, words[1])
@@ -88,7 +90,7 @@ class StreamTable:
         return self._rows[stream]
 
     def tensor(self, stream: StreamKey, of: Snapshot) -> Tensor:
-        """The rows in the shape of the site's; decoded once."""
+        """The rows, in the shape of the site's rows. Encoded rows are decoded once."""
         rows, _ = self.rows(stream, of)
         if isinstance(rows, EncodedRows):
             if stream not in self._decoded:
@@ -112,12 +114,13 @@ class StreamTable:
             known = self._rows.get(stream)
             arrived = positions_of(self._arrived(stream, of)) if known is None else known[1]
             wanted = of.wanted_by(self._sources[stream].selectors)
-            key = id(wanted), id(arrived)  # `found` keeps both, so no other array gets an id
+            key = id(wanted), id(arrived)  # `found` keeps both, so no other array gets these ids
             found[key] = (wanted, arrived, found[key][2] + 1 if key in found else 1)
         yield from found.values()
 
     def own(self, of: Snapshot) -> StreamTable:
-        """A copy with all rows, in memory of its own: a view would be pickled with its table."""
+        """A copy with all rows, in memory of its own, because a view would be pickled with its
+        whole table."""
         found = StreamTable(self._sources, self._sites)
         for stream in self.names():
             rows, positions = self.rows(stream, of)
@@ -131,7 +134,7 @@ class StreamTable:
 
 
 def _sources_of(asked: Resolved, sites: Sites) -> dict[StreamKey, Source]:
-    """In the request's order."""
+    """Stream -> its source, in the request's order."""
     found: dict[StreamKey, Source] = {}
     for read in asked.reads:
         for site, layer in read.streams:

@@ -1,7 +1,7 @@
 """Values of one request by column, in the order of their arrival.
 
 Owns:  Table, FrozenTable (what a snapshot sees of it), and ArrivedParts (of all tables).
-Runs:  in the front-end; the receiver's thread makes place, copiers fill it, any thread reads.
+Runs:  in the front-end; the receiver's thread makes room, copiers fill it, any thread reads.
 From:  buffer.   To: copiers (what they copy), result.
 
 Promise: memory that a snapshot shares is never written again.
@@ -27,8 +27,8 @@ class TableKey(NamedTuple):
     """Identifies a table of one request.
 
     Attributes:
-        what: what the table holds.
-        columns: all points of the layout with such rows.
+        what: the kind of the table's values.
+        columns: all points of the layout with such values.
         also: as in Layout.
     """
 
@@ -37,7 +37,8 @@ class TableKey(NamedTuple):
     also: tuple[tuple[int, int], ...] = ()
 
     def names(self, wanted: Set[int]) -> dict[int, tuple[int, ...]]:
-        """Column -> the wanted points whose values it has. Columns with none are left out."""
+        """Column -> the wanted points whose values the column has. Columns without such points are
+        left out."""
         called = {column: [column] for column in self.columns}
         for name, column in self.also:
             if column in called:
@@ -49,11 +50,11 @@ class TableKey(NamedTuple):
 class Table:
     """Values of some columns of one request, in the order of their arrival.
 
-    A column is a point. Append-only, so snapshots share its memory.
+    A column is a point. The table is append-only, so snapshots share its memory.
 
     Args:
         names: as TableKey.names returns them.
-        allocator: where the values are.
+        allocator: makes the memory for the values.
 
     Attributes:
         columns: the points.
@@ -73,16 +74,17 @@ class Table:
         #: int64 [2, num_sets, room]: positions, and arrival numbers among all of the request's
         #: values. Columns share one set until one of them gets values alone.
         self._labels = np.empty((2, 1, 0), np.int64)
-        #: The number of values in each column, or one number if all have the same labels: those
-        #: that snapshots see, and with those that are added.
+        #: The number of values in each column, or one number if all columns have the same labels.
+        #: `_counts` has the values that snapshots see, `_placed` also those that are added.
         self._counts, self._placed = [0], [0]
-        #: So many first values have the same labels in all columns; None if others differ.
+        #: How many values at the beginning have the same labels in all columns; None if later ones
+        #: are known to differ.
         self._num_alike: int | None = 0
-        #: What is added: where in `_values` it belongs, and where it is.
+        #: The values that are added: (their place in `_values`, the values).
         self._coming: list[tuple[slice | tuple[slice, int], np.ndarray]] = []
 
     def write(self, labels: np.ndarray, values: np.ndarray, room: int) -> None:
-        """Make place for tokens with a value of every column.
+        """Make room for tokens with a value in every column.
 
         Args:
             labels: int64 [2, num_tokens], positions and arrivals.
@@ -102,9 +104,9 @@ class Table:
         self._placed = [last] * len(self._placed)
 
     def write_one(self, column: int, labels: np.ndarray, values: np.ndarray, room: int) -> None:
-        """The same for tokens with a value of one column, uint8 [num_tokens, bytes]."""
+        """As `write`, for tokens with a value in one column: uint8 [num_tokens, bytes]."""
         if len(self._counts) < len(self.columns):
-            # Set the counts last: a snapshot on another thread then finds a set for each count.
+            # Set the counts last: a snapshot on another thread then finds labels for each count.
             if self._labels.shape[1] == 1:
                 self._labels = self._labels.repeat(len(self.columns), axis=1)
             if self._num_alike is not None:
@@ -120,18 +122,19 @@ class Table:
         self._placed = [*self._placed[:at], last, *self._placed[at + 1 :]]
 
     def copies(self) -> list[Copy]:
-        """What must be copied before `commit`."""
+        """The copies that must be done before `commit`."""
         return [(self._values[where], values) for where, values in self._coming]
 
     def commit(self) -> None:
-        """Let snapshots see what was added and copied."""
+        """Let snapshots see the values that were added and copied."""
         self._coming.clear()
         self._counts = self._placed
         if len(self._counts) > 1 and self._num_alike is not None:
             self._rejoin(self._num_alike)
 
     def _rejoin(self, num_alike: int) -> None:
-        """Let columns share their labels again, if a step that came tap by tap is whole."""
+        """Let columns share their labels again, if a step that comes tap by tap has arrived
+        whole."""
         count = self._counts[0]
         if self._counts.count(count) < len(self._counts):
             return
@@ -142,7 +145,7 @@ class Table:
             self._num_alike = None
 
     def revert(self) -> None:
-        """Forget what was added."""
+        """Forget the values that were added and not committed."""
         self._coming.clear()
         self._placed = self._counts
 
@@ -168,7 +171,7 @@ class FrozenTable:
     """The contents of a table at one time.
 
     Attributes:
-        names: of each column.
+        names: of each column, the points whose values it has.
         counts: how many values each column has; one number if all have the same positions.
     """
 
@@ -179,8 +182,8 @@ class FrozenTable:
     dtype: torch.dtype
 
     def together(self) -> tuple[Part, np.ndarray] | None:
-        """All columns as one Part, whose rows are uint8, and the bytes: [n, num_columns, bytes].
-        None if there is nothing, or if columns differ in their positions."""
+        """(All columns as one Part of uint8 rows, the same bytes as [n, num_columns, bytes]). None
+        if the table is empty, or if its columns have different positions."""
         if not self.values.size or len(self.counts) != 1:
             return None
         values = self.values[: self.counts[0]]
@@ -188,12 +191,13 @@ class FrozenTable:
 
     @cached_property
     def _shared(self) -> tuple[np.ndarray, np.ndarray]:
-        """Positions and arrivals of all columns, if they are the same; always the same objects."""
+        """Positions and arrivals of all columns, if all columns have the same. Each access returns
+        the same objects."""
         positions, arrivals = self.labels[:, 0, : self.counts[0]]
         return positions, arrivals
 
     def parts(self) -> dict[int, Part]:
-        """Name of a column -> its values, as views."""
+        """Point -> its values, as views."""
         if not self.values.size:
             return {}
         labels, counts = self.labels, self.counts
@@ -214,7 +218,7 @@ class FrozenTable:
 
 
 class ArrivedParts(Mapping[What, Mapping[int, list[Part]]]):
-    """A result's parts, made at first use: most snapshots of a streaming request are hardly
+    """A result's parts, made at first use, because most snapshots of a streaming request are seldom
     read."""
 
     def __init__(self, tables: Mapping[TableKey, Table]) -> None:
@@ -238,7 +242,7 @@ class ArrivedParts(Mapping[What, Mapping[int, list[Part]]]):
         return found[0] if len(found) == 1 else None
 
     def only(self, kinds: Set[What]) -> ArrivedParts:
-        """Some kinds of values, without the memory of the others."""
+        """The values of some kinds. They do not hold the memory of other kinds."""
         found = ArrivedParts({})
         found._tables = [(what, table) for what, table in self._tables if what in kinds]
         return found

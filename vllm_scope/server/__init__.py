@@ -10,8 +10,8 @@ tokens.py    the tokens of a choice, with text and scores
 encode.py    results as JSON, and as named tensors
 body.py      the body of an answer: JSON, or a safetensors file with the JSON
 store.py     results that are too large for an answer: files with an expiry time
-held_folder.py  their folder, which the processes of a server share
-room.py      how many bytes of them one key has
+held_folder.py  the folder of these files, which the processes of a server share
+room.py      how many bytes of these files one key has
 faces.py     what faces register: words of requests, fields of answers, routes
 routes.py    all routes, added to an app
 reading.py   GET /v1/scope and below
@@ -20,10 +20,10 @@ sweeps.py    /v1/scope/sweeps
 pages.py     the operator's page, which shows live what monitors do
 access.py    who may use a route, and what a route can ask of the engine
 changes.py   one operator's change at a time, in all processes of a server
-shared.py    the monitors that one process has set, for the others
-peers.py     what monitors have found in each process, for the others
+shared.py    the monitors that one process has set, for the other processes
+peers.py     what monitors have found in each process, for the other processes
 edits.py     server-wide edits, as they are sent and shown
-schemas.py   what the routes take and give, for OpenAPI
+schemas.py   the bodies that routes take and return, for OpenAPI
 settings.py  limits and the operator's key, from the environment
 
 Nothing here imports vLLM; engine/http/serving.py connects the two.

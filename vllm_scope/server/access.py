@@ -1,4 +1,4 @@
-"""Who may use a route, and what a route can ask of the engine; for these routes and compat's.
+"""Who may use a route, and what a route can ask of the engine; compat's routes use this file too.
 
 Owns:  Engine, RunningSweep, ScopeState (`app.state.scope`), RefusalError, Route, `admin`,
        `in_turn`.
@@ -33,9 +33,9 @@ from vllm_scope.sweeps.table import SweepTable
 from vllm_scope.sweeps.wire import AskedSweep
 
 T = TypeVar("T")
-#: Numbers in the lists of a body: 80 layers with 8,192 numbers each, and more.
+#: Most numbers in the lists of a body. 80 layers with 8,192 numbers each have fewer.
 MOST_NUMBERS = 1 << 20
-#: Characters in the sentence of a refusal.
+#: Most characters in the message of a refusal.
 MOST_MESSAGE = 2000
 _STATUS = {
     400: "SpecError", 401: "Unauthorized", 403: "Forbidden", 404: "NotFound",
@@ -44,7 +44,7 @@ _STATUS = {
 
 
 class Engine(Protocol):
-    """What the routes ask of an engine. It raises SpecError if the request is wrong."""
+    """The calls of an engine that routes need. A call raises SpecError if the request is wrong."""
 
     async def describe(self) -> dict[str, Any]: ...
     async def load(self) -> tuple[int, int]: ...
@@ -63,19 +63,19 @@ class Engine(Protocol):
 
 
 class RunningSweep(Protocol):
-    """A sweep that has its place among the server's sweeps until it is closed.
+    """One of the sweeps that the server runs at once. `close` makes room for another sweep.
 
     Attributes:
-        table: its values come while it runs.
+        table: the sweep's values; they arrive while the sweep runs.
     """
 
     table: SweepTable
     num_cells: int
 
     async def run(self, tell: Callable[[Cell], object]) -> None:
-        """Call `tell` with each cell as it arrives, and close the sweep. In a task of its own; if
-        the task is cancelled, all requests of the sweep end. Raises ScopeError if a prompt could
-        not be read."""
+        """Call `tell` with each cell as it arrives, and close the sweep at the end. Runs in a task
+        of its own; if the task is cancelled, all requests of the sweep end. Raises ScopeError if a
+        prompt could not be read."""
 
     def close(self) -> None: ...
 
@@ -86,7 +86,8 @@ class ScopeState:
 
     Attributes:
         engine: returns the engine; None if there is none with taps.
-        showing: held while edits are shown, which may take 8 MiB.
+        showing: held while an answer with edits (up to 8 MiB) or with sums is made, so that only
+            one such answer is made at a time.
     """
 
     settings: ServerSettings
@@ -100,7 +101,8 @@ class ScopeState:
 
 
 class RefusalError(Exception):
-    """A route raises it. The answer has this status and this sentence, in OpenAI's shape."""
+    """Raised by a route. The answer has its status and its message, in the shape of OpenAI's
+    errors."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -122,13 +124,13 @@ def error_body(status: int, message: str) -> dict[str, object]:
 
 
 async def refused(request: Request, error: Exception) -> Response:
-    """The handler of RefusalErrors."""
+    """The app's handler of RefusalErrors: makes the answer."""
     assert isinstance(error, RefusalError)
     return refusal(error.status, str(error))
 
 
 class _Bounded(Request):
-    """A request whose JSON is counted before it is parsed, in a thread."""
+    """A request whose JSON is parsed in a thread, after the JSON's items have been counted."""
 
     async def json(self) -> object:
         body = await self.body()
@@ -142,7 +144,7 @@ class Route(APIRoute):
     """A route whose errors all have OpenAI's shape, those that FastAPI raises too.
 
     If a route needs the operator's key, the key is checked before the body is read; FastAPI
-    would check its dependencies after that.
+    would check the route's dependencies only after it has read the body.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[None, None, Response]]:
@@ -168,7 +170,7 @@ def state_of(request: Request) -> ScopeState:
 
 
 def engine_of(request: Request) -> Engine:
-    """Raises RefusalError if there is no engine with taps."""
+    """The app's engine. Raises RefusalError if the app has no engine with taps."""
     engine = state_of(request).engine()
     if engine is None:
         raise RefusalError(404, "this server has no engine with taps.")
@@ -176,8 +178,8 @@ def engine_of(request: Request) -> Engine:
 
 
 async def asked(call: Awaitable[T]) -> T:
-    """The result of a call. Its CapacityError becomes a refusal with status 429, and any other
-    ScopeError one with status 400."""
+    """The result of a call. A CapacityError of the call becomes a refusal with status 429, any
+    other ScopeError a refusal with status 400."""
     try:
         return await call
     except CapacityError as error:
@@ -188,11 +190,11 @@ async def asked(call: Awaitable[T]) -> T:
 
 @asynccontextmanager
 async def in_turn(request: Request, clearing: bool = False) -> AsyncIterator[Engine]:
-    """Wait until no other process of the server changes modules or server-wide edits, and give
-    the engine.
+    """Wait until the server makes no other operator's change, then yield the engine. Other changes
+    wait until the `async with` block ends.
 
     Args:
-        clearing: the change ends edits, which must be possible with a full disk too.
+        clearing: True if the change ends edits, which must be possible with a full disk too.
     """
     engine = engine_of(request)
     try:
@@ -223,8 +225,8 @@ def admin(request: Request, key: AdminKey = None) -> None:
 
 
 def admin_or_bearer(request: Request, key: AdminKeyOrBearer = None) -> None:
-    """As `admin`; the operator's key may also be the bearer token. vLLM accepts that token if
-    it is one of the API keys, or if there are none."""
+    """As `admin`; the operator's key may also be the bearer token. vLLM accepts that token if it
+    is one of the server's API keys, or if the server has no API keys."""
     scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
     operators = scheme.lower() == "bearer" and state_of(request).settings.is_operators(bearer)
     if key is not None or not operators:

@@ -4,9 +4,9 @@ Owns:  Answer, `current`.
 Runs:  in an API server process, on its event loop.
 From:  engine.http, which passes on each output.   To: choice, store, faces.
 
-Promise: only requests with a `scope` get a `scope`; others get the verdicts of an operator's
-monitors in it, if there are any. The fields of faces come with the last chunk of
-a choice. Files that no sent part of the answer names are deleted.
+Promise: if a request has no `scope`, its answer has a `scope` only for the verdicts of an
+operator's monitors. The fields of faces come with the last chunk of a choice. Files that no sent
+part of the answer names are deleted.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from vllm_scope.server.faces import CompletionOutput, Reply
 from vllm_scope.server.options import ScopeOptions
 from vllm_scope.server.store import Kept, Store
 
-#: Rows and scores inside one answer, of all its choices. Base64 and JSON take a multiple of it
-#: in memory.
+#: Most bytes of rows and scores inside one answer, for all its choices together. As base64 and
+#: JSON they take a multiple of this in memory.
 MAX_INLINE_BYTES = 32 << 20
 
 
@@ -48,16 +48,18 @@ class Answer:
 
     Args:
         options: None if the request has no `scope`.
-        choices_per_prompt: `n`.
-        streams: the answer comes in chunks.
+        choices_per_prompt: the request's `n`.
+        streams: True if the answer comes in chunks.
 
     Attributes:
-        streams: each chunk carries the data that has arrived.
-        num_prompts: counted by `add_prompt`; all of them before the first generation runs.
-        replies: of the faces whose words the request has; set before `fill` and `chunk`.
-        error: of the first generation that failed.
+        streams: True if each chunk carries the data that has arrived.
+        num_prompts: number of prompts. `add_prompt` has counted all of them before the first
+            generation runs.
+        replies: the Replies of the faces whose words the request has; set before `fill` and
+            `chunk`.
+        error: the error of the first generation that failed.
         opened: set when the engine has accepted every generation, or has refused one.
-        exchange: the request's. When it closes, the answer drops all rows.
+        exchange: the request's Exchange. When it closes, the answer drops all rows.
     """
 
     def __init__(
@@ -78,27 +80,27 @@ class Answer:
         self.exchange.closing.append(self._end)
         if self._native:
             self.exchange.expect = self._expect
-        #: Expected bytes of files.
+        #: Bytes that are expected to go into files.
         self._to_file = 0
         self._room = MAX_INLINE_BYTES
         self._per_prompt = choices_per_prompt
         self.num_prompts = self._num_opened = 0
-        #: By the index of the choice.
+        #: Index of a choice -> its ChoiceScope.
         self._choices: dict[int, ChoiceScope] = {}
         self._forget: list[Callable[[], None]] = []
         #: Ids of files that no sent part of the answer names.
         self._kept: list[str] = []
         self._abandoned = False
-        #: Data waits for the end, because speculative decoding may take it back.
+        #: True if data waits for the last chunk, because speculative decoding may take it back.
         self.holds = False
-        #: Chunks wait for late data; False once some data was lost.
+        #: True if chunks wait for late data; False once some data was lost.
         self.waits = True
 
     def add_prompt(self) -> int:
-        """Count a prompt before its generation starts; returns its index.
+        """Count a prompt before its generation starts, and return the prompt's index.
 
         Raises:
-            SpecError: its files would replace another prompt's.
+            SpecError: the prompt's files would replace the files of another prompt.
         """
         if self.num_prompts and self._options.named:
             raise SpecError(
@@ -109,11 +111,11 @@ class Answer:
         return self.num_prompts - 1
 
     def _expect(self, num_bytes: int) -> None:
-        """Check the room for a generation that delivers `num_bytes` of its prompt. The bytes of
+        """Check the store's room for a generation whose prompt delivers `num_bytes`. The bytes of
         its generated tokens are not known yet.
 
         Raises:
-            CapacityError: they will become a file, and there is no room for it.
+            CapacityError: the bytes will go into a file, and the store has no room for the file.
         """
         inline = self._inline_bytes
         in_file = self._options.tensors == "handle" and self._options.reads
@@ -124,12 +126,13 @@ class Answer:
             self._store.check_room(self._to_file, self._owner)
 
     def open_one(self, forget: Callable[[], None] | None, sure: bool) -> None:
-        """The engine has accepted one completion.
+        """Record that the engine has accepted one completion.
 
         Args:
-            forget: drops its rows; None if it has none. `close` calls it, because the frames
-                of a cancelled request live until the garbage collector runs.
-            sure: the engine cannot refuse it any more.
+            forget: drops the completion's rows; None if it has no rows. `close` calls this
+                function, because the frames of a cancelled request live until the garbage
+                collector runs.
+            sure: True if the engine can no longer refuse the completion.
         """
         if forget is not None:
             self._forget.append(forget)
@@ -157,7 +160,8 @@ class Answer:
             choice.cursor.look(completion.scope)
 
     def late(self, prompt: int, completion: CompletionOutput, behind: int) -> bool:
-        """Whether a stream lacks data of tokens that are `behind` or more before the last."""
+        """True if a stream lacks data of a token that is `behind` or more tokens before the last
+        one."""
         last = len(completion.scope.transcript) - 1 - behind
         return self._choice(prompt, completion).cursor.late(last)
 
@@ -179,7 +183,7 @@ class Answer:
     async def fill(self, response: VllmResponse) -> None:
         """Set the fields of a whole answer and of each of its choices."""
         if not self._forget:
-            return  # the faces' words ask for no rows
+            return  # no completion has rows: the words of faces ask for none
         with self._keeping():
             for choice in response.choices:
                 known = self._choices[choice.index]
@@ -191,7 +195,7 @@ class Answer:
                     setattr(response, name, value)
 
     async def chunk(self, text: str) -> str:
-        """A server-sent event, with the fields of each of its choices."""
+        """vLLM's server-sent event `text`, with the fields of each of its choices added."""
         if not text.startswith("data: {") or not self._forget:
             return text
         body = msgspec.json.decode(text.removeprefix("data: "))
@@ -212,7 +216,8 @@ class Answer:
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
-        """If the `with` block fails, delete the files that it kept: no answer names them."""
+        """If the `with` block fails, delete the files that were kept in the block, because no
+        answer names them."""
         try:
             yield
         except BaseException:
@@ -223,8 +228,8 @@ class Answer:
         self._kept.clear()
 
     async def _ended(self, number: int) -> tuple[Json, Json]:
-        """The faces' fields of a choice that has ended; and, if it is the last one, those of the
-        response."""
+        """(The faces' fields of a choice that has ended, their fields of the response). The second
+        are empty unless the choice is the last one to end."""
         self._num_ended += 1
         own: Json = {}
         whole: Json = {}
@@ -252,11 +257,11 @@ class Answer:
             raise CapacityError(f"{error.strerror or type(error).__name__}.") from None
         self._kept.append(kept.id)
         self.exchange.untold.append(lambda: self._store.delete(kept.id, self._owner))
-        if self._abandoned:  # while the file was written
+        if self._abandoned:  # the answer failed while the file was written
             self._store.delete(kept.id, self._owner)
         return kept
 
 
-#: The answer of the current HTTP request; the path, if the path takes no scope; None outside of
-#: HTTP requests.
+#: The Answer of the current HTTP request if the request gets a scope or a face's fields, else the
+#: request's path. None outside of HTTP requests.
 current: ContextVar[Answer | str | None] = ContextVar("vllm_scope_answer", default=None)

@@ -1,11 +1,11 @@
-"""The body of an answer: the JSON that vLLM makes, and the tensors that go around it.
+"""The body of an answer: the JSON that vLLM makes, and the tensors that are sent with the JSON.
 
 Owns:  JsonBody, BinaryBody, `body_for`.
 Runs:  in an API server process: `values` on any thread, all else on its event loop.
 From:  choice (columns), exchange (the messages of vLLM's response).   To: exchange.
 
-vLLM's encoder takes 3 ms for a megabyte of base64. So base64 is put into the encoded JSON, and
-tensors of a binary answer never become text.
+vLLM's encoder takes 3 ms for a megabyte of base64. So base64 is inserted after vLLM has encoded the
+JSON, and tensors of a binary answer never become text.
 
 Promise: without tensors, a JSON answer is byte for byte vLLM's. An answer whose status is not 200
 is JSON. A tensor is not copied until a piece of it is sent.
@@ -29,7 +29,8 @@ from vllm_scope.results.column import Column
 from vllm_scope.server import encode
 from vllm_scope.server.encode import Buffer, Json
 
-#: Base64 of fewer bytes goes through vLLM's encoder, which is cheaper than to put it in later.
+#: The base64 of a smaller tensor goes through vLLM's encoder, which is cheaper than to insert the
+#: base64 into the encoded answer.
 SMALL_BYTES = 4 << 10
 #: Buffers of fewer bytes are joined; more system calls would cost more than the copy.
 JOINED_BYTES = 64 << 10
@@ -39,23 +40,25 @@ class Body(Protocol):
     """How an answer's tensors are sent.
 
     Attributes:
-        binary: the answer is one of BINARY.
+        binary: True if the answer has the media type BINARY.
     """
 
     binary: bool
 
     def begin(self) -> None:
-        """The answer has a scope."""
+        """Called once if the answer has a scope."""
 
     def values(self, choice: int, column: Column) -> Json:
-        """Take a column's values; returns the fields of its item that say where they are."""
+        """Take a column's values. Returns the fields of the column's item that say where the values
+        are."""
 
     def messages(self, message: Message) -> Iterator[Message]:
-        """The messages to send for a message of vLLM's response."""
+        """The messages to send in place of a message of vLLM's response."""
 
 
 class _Messages:
-    """The start of a response waits until the length of its body is known."""
+    """Makes the messages of one response. The response's start waits until the length of its body
+    is known."""
 
     def __init__(self) -> None:
         self._start: Message | None = None
@@ -88,7 +91,8 @@ class _Messages:
                 yield from _bodies(buffers, message)
 
     def _changes(self, streams: bool) -> bool:
-        """Whether the response may get tensors; asked at its start. False: it passes as it is."""
+        """True if the response may get tensors. If False, its messages pass unchanged. Called at
+        the start of the response."""
         raise NotImplementedError
 
     def _head(self, headers: MutableHeaders) -> None:
@@ -100,7 +104,8 @@ class _Messages:
 
 
 def _bodies(buffers: Iterator[Buffer] | list[Buffer], message: Message) -> Iterator[Message]:
-    """A body in messages: one for each large buffer, and for the small ones between two."""
+    """A body as messages: one for each large buffer, and one for all small buffers between two
+    large ones."""
     small: list[Buffer] = []
     for buffer in buffers:
         if len(buffer) < JOINED_BYTES:
@@ -118,7 +123,8 @@ class JsonBody(_Messages):
     """JSON, with tensors in base64.
 
     Args:
-        sent: `messages` passes the answer on; False keeps all base64 within the JSON.
+        sent: True if the answer goes through `messages`, which inserts the base64. False keeps all
+            base64 in the JSON that vLLM encodes.
     """
 
     binary = False
@@ -126,7 +132,7 @@ class JsonBody(_Messages):
     def __init__(self, sent: bool = False) -> None:
         super().__init__()
         self._sent = sent
-        #: Not to be guessed: a model's text cannot have it.
+        #: Marks the places of base64. Random, so that no text of a model contains the mark.
         self._mark = secrets.token_hex(16) if sent else ""
         self._kept: dict[int, bytes] = {}
         self._num_kept = 0
@@ -158,7 +164,7 @@ class JsonBody(_Messages):
 
 
 class BinaryBody(_Messages):
-    """A safetensors file with the JSON and the tensors; in a stream, one for each event."""
+    """A safetensors file with the JSON and the tensors; in a stream, one file for each event."""
 
     binary = True
 
@@ -204,7 +210,7 @@ class BinaryBody(_Messages):
 
 
 def body_for(accept: str) -> Body:
-    """The body that a request asks for by its `Accept`: JSON, unless it names BINARY."""
+    """The body that a request asks for: JSON, unless its header `Accept` names BINARY."""
     for one in accept.split(","):
         kind, *parameters = (part.strip().lower() for part in one.split(";"))
         if kind == BINARY:

@@ -3,8 +3,9 @@
 Owns:  Changes.
 Runs:  in each API server process, on its event loop.
 
-Without it, two changes could reach an engine's replicas in different orders and leave them
-different; and a route that reads edits, adds to them and sets them would lose a change between.
+Without the lock, two changes could reach an engine's replicas in different orders, and the replicas
+would then differ. A route that reads the edits, adds to them and sets them would lose a change that
+another process makes in between.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ class NoTurnError(Exception):
 
 
 class Changes:
-    """A lock among the processes of one server. A process that ends releases it.
+    """A lock among the processes of one server. A process that ends releases the lock.
 
     Args:
-        folder: returns the folder that the processes share, and makes it.
+        folder: makes the folder that the processes share if it is missing, and returns it.
     """
 
     def __init__(self, folder: Callable[[], Path]) -> None:
         self._folder = folder
         self._here = asyncio.Lock()
-        with suppress(OSError):  # now: the disk may be full later
+        with suppress(OSError):  # make the file now, because the disk may be full later
             os.close(os.open(self._file(), os.O_CREAT | os.O_NOFOLLOW, 0o600))
 
     @asynccontextmanager
@@ -46,8 +47,9 @@ class Changes:
         """Hold the lock.
 
         Args:
-            clearing: the change ends edits. If the lock's file cannot be made, only this
-                process takes turns: edits that do harm can always be ended.
+            clearing: True if the change ends edits. If the lock's file cannot be made, the change
+                then waits for those of this process alone, so that harmful edits can always be
+                ended.
 
         Raises:
             NoTurnError: the lock was not free within MOST_WAIT_S, or its file cannot be made.

@@ -35,7 +35,7 @@ from vllm_scope.server.tokens import ScoredTokens
 #: Limit of the rows in one chunk. If the new rows are larger, the chunk has none of them: they
 #: come as a file with the last chunk.
 MAX_CHUNK_BYTES = 8 << 20
-#: Work on so many bytes or more is left to a thread. It takes as long as to start one.
+#: Work on so many bytes takes as long as to start a thread. From this size on, a thread works.
 THREAD_BYTES = 128 << 10
 #: Estimated size in JSON: of a score, and of a token without its scores.
 _SCORE_BYTES, _TOKEN_BYTES = 20, 80
@@ -48,12 +48,12 @@ class ChoiceScope:
     Args:
         inline_bytes: rows of a choice are inside the answer if they take at most this much.
         take_room: takes bytes of the room inside the answer; False if fewer are left.
-        body: takes the values of rows; a binary one also those of features and lenses.
+        body: takes the values of rows; a binary body also the values of features and lenses.
         number: the choice's index.
 
     Attributes:
-        completion: its newest state.
-        cursor: knows which values of a stream's next chunk are new.
+        completion: the choice's newest state.
+        cursor: finds the values that are new in a stream's next chunk.
     """
 
     def __init__(
@@ -66,13 +66,14 @@ class ChoiceScope:
         self._binary, self._values = body.binary, partial(body.values, number)
         self._sparse_values = self._values if body.binary else None
         self._tokens = ScoredTokens()
-        #: Column -> positions of values that did not fit into their chunk.
+        #: Label of a column -> positions of values that did not fit into their chunk.
         self._held_back: dict[Label, list[np.ndarray]] = {}
-        #: Columns that an earlier chunk has.
+        #: Labels of the columns that earlier chunks have.
         self._said: set[Label] = set()
 
     def flags(self) -> Json:
-        """The field `scope` of a choice that asked for nothing: verdicts of monitors, or absent."""
+        """The field `scope` of a choice whose request has no scope: the verdicts of monitors. The
+        field is absent if there are none."""
         result = self.completion.scope
         found = {} if result is None else encode.verdicts(result.verdicts, result.begun)
         return {"scope": found} if found else {}
@@ -103,7 +104,7 @@ class ChoiceScope:
             holds: True if the choice's data waits for the last chunk.
         """
         result, cursor = self.completion.scope, self.cursor
-        if ended:  # the result keeps what it has joined
+        if ended:  # the result keeps the joined columns, which `rest` then uses
             await _aside(_is_large(result), result.columns)
         scores, rows = _split(cursor.rest(result) if ended else cursor.take())
         tokens: Json = {}
@@ -136,15 +137,15 @@ class ChoiceScope:
         )  # fmt: skip
 
     def _new(self, scores: list[Column], late: Sequence[Column] = ()) -> Json:
-        """The fields of scores, features and lenses of a chunk. The first chunk with some features
-        says which were read: up to 256 numbers."""
+        """The fields of scores, features and lenses of a chunk. Only the first chunk with the
+        features of a name says which features were read: up to 256 numbers."""
         told = encode.told(scores, late, self._sparse_values, self._said)
         self._said.update(column.label for column in (*scores, *late))
         return told
 
     def _fitting(self, columns: Iterable[Column], fit: bool) -> list[Column]:
-        """The columns that have values. If `fit` is False, none: their positions are held back for
-        the last chunk."""
+        """The columns that have values. If `fit` is False, an empty list: the positions of these
+        columns are held back for the last chunk."""
         found = [column for column in columns if len(column.positions)]
         if fit:
             return found
@@ -194,25 +195,27 @@ class ChoiceScope:
         return body
 
     async def _with_values(self, rows: list[Column]) -> list[Json]:
-        """Items of `rows`. Base64 and decoding let other threads run."""
+        """The items of `rows` with their values. Base64 or decoding of many bytes is done in a
+        thread, because other threads can run meanwhile."""
         works = not self._binary or any(isinstance(c.source, EncodedRows) for c in rows)
         large = works and sum(column.nbytes for column in rows) >= THREAD_BYTES
         return await _aside(large, lambda: encode.rows(rows, self._values))
 
 
 async def _aside(large: bool, call: Callable[[], T]) -> T:
-    """The result of a call, which runs in a thread if it is large."""
+    """The result of `call`, which runs in a thread if `large` is True."""
     return await asyncio.to_thread(call) if large else call()
 
 
 def _is_large(result: ScopeResult) -> bool:
-    """Whether THREAD_BYTES or more have arrived."""
+    """True if THREAD_BYTES or more of a result have arrived."""
     arrived = (p.rows.nbytes for source in result.sources() for p in result.parts_of(source))
     return any(total >= THREAD_BYTES for total in accumulate(arrived))
 
 
 def _split(columns: Iterable[Column]) -> tuple[list[Column], list[Column]]:
-    """The columns of scores and features, and those of rows."""
+    """(The columns of scores, features and lenses; the columns of rows), without the columns of an
+    operator's monitors."""
     found: tuple[list[Column], list[Column]] = ([], [])
     for column in encode.for_callers(columns):
         found[not isinstance(column.label, str)].append(column)

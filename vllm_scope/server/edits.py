@@ -1,9 +1,9 @@
 """Server-wide edits as an operator sends them, and as they are shown.
 
-Owns:  `decoded` (of any body), `checked`, `shown`, and `monitors` (the same of monitors).
+Owns:  `decoded` (for any body), `checked` and `shown` (for edits), `monitors` (for monitors).
 Runs:  in a thread of an API server process, because each function reads a whole text.
 
-Promise: a text is counted before it is parsed, and the size of what is shown is bounded.
+Promise: the items of a text are counted before it is parsed, and what is shown has a bounded size.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class _Shown(msgspec.Struct):
 
 
 def decoded(body: bytes, most_items: int = MOST_ITEMS) -> tuple[str, object]:
-    """A request's body as text, and what its JSON says.
+    """(A request's body as text, the value of its JSON).
 
     Raises:
-        SpecError: it is not UTF-8, not JSON, or larger than `bounded_json.decode` takes.
+        SpecError: the body is not UTF-8, not JSON, or has more than `bounded_json.decode` takes.
     """
     try:
         text = body.decode()
@@ -46,7 +46,7 @@ def checked(body: bytes) -> str:
     """The text of a body that has a list of edits.
 
     Raises:
-        SpecError: as `decoded`; or it is not an object with a list of edits and nothing else.
+        SpecError: as `decoded`; or the body is not an object with a list of edits and nothing else.
     """
     text, found = decoded(body)
     given = found if isinstance(found, dict) else {}
@@ -66,7 +66,7 @@ def monitors(body: bytes) -> object:
     """The monitors of a body, by name.
 
     Raises:
-        SpecError: as `decoded`; or it is not an object with `monitors` and nothing else.
+        SpecError: as `decoded`; or the body is not an object with `monitors` and nothing else.
     """
     _, found = decoded(body)
     if not isinstance(found, dict) or set(found) != {"monitors"}:
@@ -81,7 +81,7 @@ def shown(text: str | None, digest: str | None = None) -> bytes:
     """JSON of the engine's server-wide edits.
 
     Args:
-        text: what `checked` returned for them; None if there are none.
+        text: the body of these edits, as `checked` returned it; None if there are no edits.
     """
     edits: object = []
     if text is not None:

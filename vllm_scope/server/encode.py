@@ -32,15 +32,17 @@ from vllm_scope.sinks import Manifest
 Json = dict[str, object]
 #: Bytes of a tensor, not copied.
 Buffer = bytes | memoryview
-#: Takes a column's values into the answer; returns the fields of its item that say where they are.
+#: Takes a column's values into the answer. Returns the fields that say, in the column's item, where
+#: the values are.
 Values = Callable[[Column], Json]
-#: A column's: site, layer and "after" or "before" of a stream; the name of a probe or of features.
+#: Names a column: (site, layer, "after" or "before") of a stream, or the name of a probe or of
+#: features.
 Label = tuple[str, int, str] | str
 
 #: At most so many numbers of scores, features and lenses of a choice are inside the answer.
 MAX_INLINE_SCORES = 16_384
-#: In a file, a tensor's positions have its name and this ending; and the other tensors of features
-#: and lenses.
+#: Endings of tensor names in a file: `.positions` for every column; features also have `.indices`
+#: and `.tokens`, lenses `.token_ids`.
 POSITIONS, INDICES, TOKENS = ".positions", ".indices", ".tokens"
 TOKEN_IDS = ".token_ids"
 
@@ -64,7 +66,8 @@ def spans(positions: np.ndarray) -> list[list[int]]:
 
 
 def counts(result: ScopeResult) -> Json:
-    """The request's status and counts; and those of each sink, which the counts leave out."""
+    """The request's status and counts, and those of each sink. The request's counts leave out the
+    rows and scores that go to sinks."""
     body = _fields(result, "status", "error")
     if result.manifests:
         body["sinks"] = {sink: _manifest(found) for sink, found in result.manifests.items()}
@@ -122,7 +125,8 @@ def buffer_of(tensor: Tensor) -> memoryview:
 
 
 def _sparse_tensors(name: str, rows: SparseRows, positions: Tensor) -> dict[str, Tensor]:
-    """COO, and the positions that were encoded; of a lens two dense tensors."""
+    """Features as a COO matrix, with the positions that were encoded; a lens as two dense tensors,
+    with their positions."""
     if rows.lens is not None:
         top = TopTokens.of_rows(rows, positions)
         return {
@@ -137,7 +141,7 @@ def _sparse_tensors(name: str, rows: SparseRows, positions: Tensor) -> dict[str,
 
 
 def rows(columns: Iterable[Column], values: Values | None) -> list[Json]:
-    """`rows`; None: without the values."""
+    """The items of `rows`; without the values if `values` is None."""
     return [_rows(column) | (values(column) if values else {}) for column in columns]
 
 
@@ -166,9 +170,9 @@ def told(
     """The field `scores`, and the fields `features` and `lens` if there are any.
 
     Args:
-        late: columns without the values.
-        values: takes those of features and lenses; None: they are numbers in the JSON.
-        said: labels of features of which an earlier chunk says which were read.
+        late: columns whose values are left out.
+        values: takes the values of features and lenses; None: the values are numbers in the JSON.
+        said: labels of features without `num_features` and `asked`: an earlier chunk has them.
     """
     of_probes: list[list[Column]] = [[], []]
     of_features: dict[str, Json] = {}
@@ -197,7 +201,7 @@ def scores(columns: Iterable[Column], inline: bool) -> Json:
 
 
 def _features(column: Column, rows: SparseRows, inline: bool) -> Json:
-    """`indices` and `values` have a list for each position of `spans`."""
+    """The features of one name. `indices` and `values` have a list for each position of `spans`."""
     body: Json = {"spans": spans(column.positions)}
     if inline:
         sparse = SparseFeatures(rows, torch.arange(len(rows)))
@@ -226,11 +230,11 @@ def _lens(column: Column, rows: SparseRows, inline: bool) -> Json:
 
 
 def num_numbers(columns: Iterable[Column]) -> int:
-    """How many numbers of scores, features and lenses `scores` writes inline."""
+    """How many numbers of scores, features and lenses `told` writes inline."""
     total = 0
     for column in columns:
         if isinstance(column.source, SparseRows):
-            # An empty position takes a pair of brackets.
+            # A position counts once by itself: without features it is still a pair of brackets.
             total += len(column.positions) + 2 * int(column.source.counts.sum())
         else:
             total += len(column.positions) * (1 if column.aggregates is None else 2)
@@ -247,7 +251,7 @@ def _scores(column: Column, inline: bool) -> Json:
 
 
 def verdicts(found: Mapping[str, Verdict], begun: Mapping[str, int]) -> Json:
-    """The fields `verdicts` and `begun`; each is absent if it has nothing."""
+    """The fields `verdicts` and `begun`; each is absent if it is empty."""
     told: Json = {
         name: {"position": position, "value": value if math.isfinite(value) else None}
         for name, (position, value) in found.items()

@@ -4,7 +4,7 @@ Owns:  Exchange, which also disconnects clients that do not read.
 Runs:  in each API server process, on its event loop.
 From:  limits.Door, which makes one per request.   To: answer; results, as `budget.asking`.
 
-Promise: a client that does not read what it is sent within the timeout counts as gone. If an
+Promise: a client that does not read a piece of its answer within the timeout counts as gone. If an
 answer names a file and could not be sent, the file is deleted.
 """
 
@@ -23,7 +23,7 @@ from vllm_scope.server.body import Body, JsonBody
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Bytes sent at once. The timeout is for each such piece, not for a whole answer.
+#: Most bytes sent at once. The timeout holds for each such piece, not for a whole answer.
 _PIECE_BYTES = 1 << 18
 
 
@@ -32,13 +32,14 @@ class Exchange(Asker):
     """A request and its answer.
 
     Attributes:
-        timed: the client has `write_timeout_s` to read each piece of the answer. Plain
+        timed: True if the client has `write_timeout_s` to read each piece of the answer. Plain
             requests are not timed.
-        untold: each deletes a file. Called at the end, unless a part of the body was sent after
-            it was appended: that part names the file.
-        closing: awaited when the request is over, the last one first. They close what otherwise
-            only the garbage collector would close: the generator of a stream whose client left
-            while a chunk was sent.
+        untold: functions that delete one file each, called at the end of the request. A function
+            is removed once a part of the body was sent after the function was appended, because
+            that part names the file.
+        closing: functions that are called and awaited when the request is over, the last one first.
+            They close objects that otherwise only the garbage collector would close, such as the
+            generator of a stream whose client left while a chunk was sent.
         body: how the answer's tensors are sent.
     """
 
@@ -62,7 +63,7 @@ class Exchange(Asker):
                 self._gone = True
             for piece in self._pieces(message) if self.timed else (message,):
                 if self._gone:
-                    return  # as uvicorn: data for a client that has left is dropped
+                    return  # as uvicorn does, drop data for a client that has left
                 await self._send(scope, send, piece, timeout_s if self.timed else None)
             if not self._gone:
                 del self.untold[:telling]
@@ -83,7 +84,8 @@ class Exchange(Asker):
                 raise
 
     async def close(self) -> None:
-        """The request is over; nothing more is sent."""
+        """Call the functions of `closing`, then those of `untold`. The request is over, and nothing
+        more is sent."""
         while self.closing:
             with _logged():
                 await self.closing.pop()()
@@ -94,7 +96,7 @@ class Exchange(Asker):
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """Log an error, so that the others are closed too."""
+    """Log an error of the `with` block, so that the functions that remain are called too."""
     try:
         yield
     except Exception:
@@ -119,8 +121,8 @@ def _pieces(message: Message) -> Iterator[Message]:
 
 
 async def _has_left(receive: Receive) -> bool:
-    """Whether the server knows that the client has left. After the request's body, the only
-    message is `http.disconnect`."""
+    """True if the server knows that the client has left. After the request's body, the only
+    message that comes is `http.disconnect`."""
     message = asyncio.ensure_future(receive())
     await asyncio.sleep(0)
     if message.done():
@@ -131,7 +133,7 @@ async def _has_left(receive: Receive) -> bool:
 
 def _hang_up(scope: Scope) -> bool:
     """Abort a connection and drop its unsent data; a plain close would wait until the client has
-    read. Returns False if the server is not one that is known here.
+    read the data. Returns False if no connection was found, as with a server other than uvicorn.
 
     Source: uvicorn 0.54, protocols/http/httptools_impl.py, HttpToolsProtocol; vLLM 0.32,
     entrypoints/launchers/launcher.py: `app.state.server`.
@@ -140,7 +142,7 @@ def _hang_up(scope: Scope) -> bool:
     connections = list(getattr(getattr(server, "server_state", None), "connections", ()))
     found = [one for one in connections if getattr(one, "scope", None) is scope]
     if not found and _is_peer(scope):
-        # A connection has one scope: if the client has sent two requests, that of the second.
+        # A connection has one scope: if the client has sent two requests, the second one's scope.
         found = [one for one in connections if getattr(one, "client", None) == scope["client"]]
     for connection in found:
         connection.transport.abort()
@@ -148,7 +150,7 @@ def _hang_up(scope: Scope) -> bool:
 
 
 def _is_peer(scope: Scope) -> bool:
-    """Whether the scope's client is the connection's address. A unix socket has none, and behind
-    a proxy the client's address comes from a header."""
+    """True if the scope's client is the connection's address. A unix socket has no address, and
+    behind a proxy the client's address comes from a header."""
     forwarded = any(name == b"x-forwarded-for" for name, _ in scope["headers"])
     return scope["client"] is not None and not forwarded

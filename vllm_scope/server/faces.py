@@ -1,11 +1,11 @@
-"""Faces over HTTP: the words of a request that are a face's, and the fields that it answers.
+"""Faces over HTTP: the words of requests that a face takes, and the fields of answers that it adds.
 
 Owns:  HttpFace (what a face registers), Reply (its fields of one answer), Words,
        CompletionOutput.
 Runs:  in each API server process, on its event loop.
 From:  compat.   To: engine.http (requests), answer (answers), routes (routers).
 
-Promise: a word belongs to one face, and a request may say it once. A word that no face
+Promise: a word belongs to one face, and a request may have it once. A word that no face
 understands over HTTP is refused, never ignored.
 """
 
@@ -46,14 +46,15 @@ class CompletionOutput(Protocol):
 
 
 class Reply:
-    """What a face adds to the answer of one request; the base adds nothing.
+    """What a face adds to the answer of one request; the base class adds nothing.
 
     The methods run in a thread, one at a time, and may block. They return JSON. An error in
-    them fails the request, so they report data that is missing as a field's value.
+    a method fails the request, so a method reports missing data as a field's value.
     """
 
     def choice(self, number: int, of: int, completion: CompletionOutput) -> Mapping[str, object]:
-        """Fields of a choice that has ended. Called once for each, in the order of ends.
+        """Fields of a choice that has ended. Called once for each choice, in the order in which
+        they end.
 
         In a stream they come with the chunk that has `finish_reason`.
 
@@ -65,7 +66,7 @@ class Reply:
         return {}
 
     def whole(self) -> Mapping[str, object]:
-        """Fields of the whole response, after the last choice's.
+        """Fields of the whole response. Called after `choice` was called for the last choice.
 
         In a stream they come with the chunk that ends the last choice.
         """
@@ -74,7 +75,7 @@ class Reply:
 
 class FirstReply(Reply):
     """Adds one field, `name`. The response has the value of its first choice. If there are several
-    choices, each choice also has its own."""
+    choices, each choice also has its own value."""
 
     name: str
 
@@ -82,7 +83,7 @@ class FirstReply(Reply):
         self._first: Json = {}
 
     def value(self, completion: CompletionOutput) -> object:
-        """The field of one completion as JSON; None if it has none."""
+        """The field of one completion as JSON; None if the completion has none."""
         raise NotImplementedError
 
     def choice(self, number: int, of: int, completion: CompletionOutput) -> Json:
@@ -96,7 +97,7 @@ class FirstReply(Reply):
         return self._first
 
 
-#: (values of the face's words, how to keep files) -> Reply. Called before the request enters the
+#: (values of the face's words, a Keep for files) -> Reply. Called before the request enters the
 #: engine. Raises SpecError for values that are possible offline only; the face's translator
 #: refuses all other wrong values.
 Begin = Callable[[Mapping[str, object], Keep], Reply]
@@ -107,14 +108,14 @@ class HttpFace:
     """What a face does over HTTP.
 
     Attributes:
-        keys: of `vllm_xargs` that its translator understands. Their values are numbers, strings
-            (JSON too) and lists of these.
+        keys: the keys of `vllm_xargs` that the face's translator understands. Their values are
+            numbers, strings (JSON too) and lists of these.
         fields: keys that may also be fields of the body, with any JSON as value.
         begin: makes the Reply to a request that has some of the keys.
         reading: routers for everyone with the API key. Each has a prefix of its own below /v1,
             where vLLM authenticates.
         changing: routers for the operator; they exist only if there is an operator's key.
-        bearer: for `changing`, the operator's key may also be the bearer token.
+        bearer: True if, for `changing`, the operator's key may also be the bearer token.
     """
 
     name: str
@@ -137,7 +138,7 @@ _faces: dict[str, HttpFace] = {}
 
 
 def register(face: HttpFace) -> None:
-    """Add a face, before the app is made; it replaces one of the same name."""
+    """Add a face, which replaces a face of the same name. Called before the app is made."""
     _faces[face.name] = face
 
 
@@ -159,7 +160,7 @@ class Words:
     """The faces' words in one request, by face.
 
     Attributes:
-        fields: those that stood beside `vllm_xargs`; the caller moves them into it.
+        fields: the words that stood beside `vllm_xargs`; the caller adds them to `vllm_xargs`.
     """
 
     values: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
@@ -172,12 +173,12 @@ class Words:
         """The words of a request.
 
         Args:
-            given: its `vllm_xargs`.
-            body: its fields that vLLM does not know.
+            given: the request's `vllm_xargs`.
+            body: the fields of the request's body that vLLM does not know.
             foreign: keys that some face understands offline.
 
         Raises:
-            SpecError: a word is said twice, or is not understood over HTTP.
+            SpecError: a word comes twice, or is not understood over HTTP.
         """
         values: dict[str, Json] = {}
         fields: Json = {}

@@ -14,15 +14,16 @@ from vllm_scope.transport.folders import hold, is_held, prefix, release, remove_
 
 
 class HeldFolder:
-    """A folder with mode 700. The folders of servers that were killed are removed first.
+    """A folder with mode 700. Before it is made, the folders of servers that were killed are
+    removed.
 
     Args:
-        parent: where it is made.
-        kind: of its content, part of its name.
-        run: the same in all processes of one server.
+        parent: where the folder is made.
+        kind: the kind of the content, part of the folder's name.
+        run: names the server's run; the same in all processes of one server.
 
     Attributes:
-        path: of the folder.
+        path: the folder's path.
 
     Raises:
         PermissionError: the folder is another user's.
@@ -35,8 +36,8 @@ class HeldFolder:
         self.make()
 
     def make(self) -> None:
-        """Make the folder if it is not there, and lock it. Programs that clean /tmp ignore the
-        lock."""
+        """Make the folder if it is not there, and lock it. A program that cleans /tmp may have
+        removed the folder in spite of the lock."""
         if self._holder >= 0 and is_held(self.path, self._holder):
             return
         self.path.mkdir(mode=0o700, exist_ok=True)

@@ -28,7 +28,7 @@ class Door:
     """Refuses a body with 413 if its announced or its real length is over the limit.
 
     Args:
-        limits: prefix of a path -> bytes; the longest prefix counts.
+        limits: prefix of a path -> most bytes of a body; the longest prefix that matches holds.
         timed: prefixes of paths whose answers the client must read within the timeout.
     """
 
@@ -77,7 +77,7 @@ class Door:
 
 
 async def _guarded(path: str, receive: Receive) -> Receive:
-    """`receive`, after the checks of vLLM's development routes.
+    """Check a request to vLLM's development routes. Returns a `receive` for the request.
 
     Raises:
         HTTPException: the request needs the operator's key, or its body is too long.

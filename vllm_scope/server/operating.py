@@ -34,7 +34,7 @@ router = APIRouter(prefix="/v1/scope", tags=["scope operator"], route_class=Rout
 
 
 class _AnyName(Convertor[str]):
-    """Text, also with slashes and newlines, which Starlette's `path` does not match."""
+    """Text that may have slashes and newlines. Starlette's `path` matches no newlines."""
 
     regex = r"[\s\S]+"
 
@@ -51,14 +51,15 @@ Name = Annotated[str, Path(min_length=1, max_length=MAX_NAME, description="Of th
 
 @router.get("/monitors", summary="The operator's probes on every request")
 async def get_monitors(request: Request) -> dict[str, dict[str, object]]:
-    """Name to site, layers, tokens, activation, aggregate, threshold, action and after."""
+    """For each name of a monitor: site, layers, tokens, activation, aggregate, threshold, action
+    and after."""
     found = await asked(engine_of(request).monitors())
     return {name: dict(monitor) for name, monitor in found.items()}
 
 
 @router.get("/moments/{name:scope_name}", summary="Which sums of a name there are")
 async def get_moments(request: Request, name: Name) -> schemas.MomentsInfo:
-    """Site, layer and label of each."""
+    """The site, the layer and the label of each of the sums."""
     found = await asked(engine_of(request).moments(name))
     every = [schemas.SumsAt(site=site, layer=layer, label=label) for site, layer, label in found]
     return schemas.MomentsInfo(name=name, sums=every)
@@ -87,7 +88,7 @@ async def get_sums(
     responses=errors(404),
 )
 async def delete_moments(request: Request, name: Name) -> Response:
-    """Their memory is free again. Running requests add nothing more to them."""
+    """Free the memory of the sums. Running requests add nothing more to them."""
     if not await asked(engine_of(request).drop_moments(name)):
         raise RefusalError(404, f"there are no sums called {name!r}.")
     return Response(status_code=204)
@@ -104,7 +105,7 @@ async def delete_moments(request: Request, name: Name) -> Response:
     ),
 )
 async def put_module(request: Request, name: Name) -> schemas.ModuleInfo:
-    """From now on the name means these vectors. Running requests keep the earlier ones."""
+    """From now on the name means these vectors. Running requests keep the earlier vectors."""
     data = await request.body()
     module = await asked(run_in_threadpool(from_bytes, data))
     async with in_turn(request) as engine:
@@ -120,7 +121,7 @@ async def put_module(request: Request, name: Name) -> schemas.ModuleInfo:
     responses=errors(404),
 )
 async def delete_module(request: Request, name: Name) -> Response:
-    """Running requests keep it."""
+    """Running requests keep the module."""
     async with in_turn(request) as engine:
         known = await asked(engine.unregister(name))
     if not known:
@@ -135,8 +136,8 @@ async def delete_module(request: Request, name: Name) -> Response:
     openapi_extra=takes("application/json", schemas.Edits.model_json_schema()),
 )
 async def put_edits(request: Request) -> Response:
-    """Replaces all server-wide edits. Running requests keep the earlier ones. The answer is what
-    GET shows."""
+    """Replaces all server-wide edits. Running requests keep the earlier edits. The answer is that
+    of GET, with a digest."""
     text = await asked(run_in_threadpool(edits.checked, await request.body()))
     async with in_turn(request) as engine:
         digest = await asked(engine.set_edits(text))
@@ -149,8 +150,8 @@ async def put_edits(request: Request) -> Response:
     openapi_extra=takes("application/json", schemas.Monitors.model_json_schema()),
 )
 async def put_monitors(request: Request) -> dict[str, dict[str, object]]:
-    """Replaces all monitors, for requests that enter from now on; `{"monitors": {}}` ends them. The
-    answer is what GET shows."""
+    """Replaces all monitors, for requests that enter from now on. `{"monitors": {}}` ends all
+    monitors. The answer is that of GET."""
     found = await asked(run_in_threadpool(edits.monitors, await request.body()))
     async with in_turn(request) as engine:
         await asked(engine.set_monitors(found))

@@ -28,10 +28,10 @@ class ScopeOptions:
     """How a request wants its tensors.
 
     Attributes:
-        tensors: "auto": small tensors are inline; "handle": all rows are a file.
+        tensors: "auto": small tensors are inline; "handle": all rows go into a file.
         stream: what chunks carry: "scores" alone, or "rows" and scores.
-        named: a read names the request's files, so the request may have one prompt only.
-        reads: some rows come back to the caller.
+        named: True if a read names the request's files. The request may then have one prompt only.
+        reads: True if some rows come back to the caller.
     """
 
     tensors: Literal["auto", "handle"] = "auto"
@@ -44,7 +44,7 @@ class ScopeOptions:
         """The options of a request; None if it has no field of ours.
 
         Args:
-            operator: the request has the operator's key.
+            operator: True if the request has the operator's key.
 
         Raises:
             SpecError: an unknown field or value, or a spec that cannot be answered over HTTP.
@@ -80,7 +80,8 @@ class ScopeOptions:
 
 def _check_answerable(spec: Spec) -> None:
     """Raises SpecError for codec rp8, whose rows take this process seconds to decode (an inverse
-    of the whole projection), and for a score's name that a file uses for positions."""
+    of the whole projection), for names that are kept for an operator's monitors, and for names that
+    end as the tensors of positions, indices or tokens do in a file."""
     names = [(f"probes[{i}].name", probe.name) for i, probe in enumerate(spec.probes)]
     names += [(f"features[{i}].name", one.name) for i, one in enumerate(spec.features)]
     names += [(f"lens[{i}].name", one.name) for i, one in enumerate(spec.lens)]

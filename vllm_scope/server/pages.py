@@ -5,8 +5,8 @@ Runs:  in each API server process, if VLLM_SCOPE_ADMIN_KEY is set; without it th
 From:  control.activity, views.monitors.   To: routes, which adds them to the app.
 
 Promise: the page itself says nothing about the server: a browser sends no keys when it opens an
-address, so everybody may have the page. Its data need the operator's key, as the other routes of
-`/v1/scope/monitors` do, and vLLM's API key.
+address, so everybody may have the page. The page's data need the operator's key and vLLM's API key,
+as the other routes of `/v1/scope/monitors` do.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from vllm_scope.server.access import Route, asked, engine_of, state_of
 from vllm_scope.views.document import live_page
 from vllm_scope.views.monitors import monitor_page
 
-#: Seconds from an answer to the page's next question, and for an answer.
+#: Seconds from an answer to the page's next request, and most seconds for an answer.
 _EVERY_S, _TIMEOUT_S = 2.0, 30.0
 
-#: Outside of /v1, where vLLM asks for an API key.
+#: Outside of /v1, because vLLM asks for an API key below /v1.
 page = APIRouter(tags=["scope operator"], route_class=Route)
 data = APIRouter(prefix="/v1/scope/monitors", tags=["scope operator"], route_class=Route)
 
 
 @page.get("/scope/monitors", summary="The operator's page", response_class=HTMLResponse)
 async def get_page() -> Response:
-    """It asks its reader for the keys, and shows what `/v1/scope/monitors/view` tells them."""
+    """The page asks its reader for the keys, and shows the data of `/v1/scope/monitors/view`."""
     html, headers = live_page("Monitors", "../v1/scope/monitors/view", _EVERY_S, _TIMEOUT_S)
     return HTMLResponse(html, headers=headers)
 
 
 @data.get("/activity", summary="What monitors have found")
 async def get_activity(request: Request) -> Activity:
-    """Of each monitor, since it was set: counts, a histogram of scores, the requests of the last
-    ten minutes, the last verdicts, and what became of them; and what the plugin holds."""
+    """For each monitor, since it was set: counts, a histogram of the requests' largest values, the
+    requests of the last ten minutes, the last verdicts, and the outcomes of its webhook. Also what
+    the plugin holds."""
     state = state_of(request)
     found = await asked(engine_of(request).activity(state.settings))
     of_files = replace(
@@ -54,7 +55,8 @@ async def get_activity(request: Request) -> Activity:
 
 @data.get("/view", summary="The data of the operator's page", response_model=schemas.ViewData)
 async def get_view(request: Request) -> Response:
-    """The same as parts of a view, which `vllm_scope/views/scope.js` draws."""
+    """The data of `/v1/scope/monitors/activity` as parts of a view, which
+    `vllm_scope/views/scope.js` draws."""
     # A page of 64 monitors takes up to 0.2 s of a CPU.
     text = await asyncio.to_thread(_view, await get_activity(request))
     return Response(text, media_type="application/json")

@@ -1,11 +1,12 @@
-"""What each API server process of a server has counted, for the others: the activity of monitors.
+"""The activity of monitors that each API server process has counted, told to the other processes.
 
 Owns:  Peers.
 Runs:  in each API server process of a server that has several. A thread writes the file of this
        process at most once a second; `others` reads on any thread.
 From:  engine.monitors.
 
-Each request is counted by the process that serves it, and an operator's call reaches one process.
+Each request is counted by the process that serves it, but an operator's call reaches one process
+only.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ EVERY_S = 1.0
 
 
 class Peers(Background):
-    """A file of each process in the folder that they share.
+    """One file for each process, in the folder that the processes share.
 
     Args:
-        folder: returns the folder, and makes it.
-        text: what this process tells now. Called on the thread.
+        folder: makes the folder if it is missing, and returns it.
+        text: returns what this process has counted. Called on the thread.
     """
 
     def __init__(self, folder: Callable[[], Path], text: Callable[[], bytes]) -> None:
@@ -39,7 +40,7 @@ class Peers(Background):
         self._changed = threading.Event()
 
     def changed(self) -> None:
-        """Tell the others soon. Any thread; never waits for a file."""
+        """Let the thread write the file soon. Any thread; never waits for a file."""
         self._start()
         self._changed.set()
 
@@ -56,7 +57,7 @@ class Peers(Background):
             time.sleep(EVERY_S)
 
     def others(self) -> list[bytes]:
-        """What the other processes told last; nothing of one whose file cannot be read."""
+        """The newest file of each other process; a file that cannot be read is left out."""
         found = []
         for path in sorted(self._folder().glob("activity.*")):
             if path.name == self._name:

@@ -89,9 +89,10 @@ async def get_result(
     delete: Annotated[bool, Query(description="Delete it once it was read.")] = False,
 ) -> StreamingResponse:
     """A safetensors file: `{site}.{layer}` and `{site}.{layer}.positions` (with `.before`
-    after the layer for rows that were read before edits), `scores.{name}` likewise.
+    after the layer for rows that were read before edits), `scores.{name}` and
+    `scores.{name}.positions`.
 
-    It needs the Authorization header of the request that made it.
+    The request needs the Authorization header of the request that made the file.
     """
     state = state_of(request)
     owner = state.owner_of(request)
@@ -112,8 +113,8 @@ async def get_modules(request: Request) -> schemas.ModuleList:
 
 @router.get("/edits", response_model=schemas.EditsInfo, summary="The edits of every request")
 async def get_edits(request: Request) -> Response:
-    """What PUT has set. Vectors come back as they were sent, or, if all edits take more than
-    8 MiB, as dtype and shape alone."""
+    """The edits that PUT has set. Vectors come back as they were sent. If all edits together take
+    more than 8 MiB, vectors come back as dtype and shape alone."""
     async with state_of(request).showing:
         text = await asked(engine_of(request).edits())
         return json_answer(await run_in_threadpool(edits.shown, text))

@@ -18,7 +18,8 @@ class Room:
     """Charged bytes of files, by key.
 
     Attributes:
-        most_bytes: of all files; `budget.fits` says how much of it one key may have.
+        most_bytes: limit of all files together; `budget.fits` decides how much of it one key may
+            have.
         num_bytes: charged for all files.
     """
 
@@ -27,7 +28,7 @@ class Room:
         self._held: dict[str, int] = {}
 
     def charge(self, owner: str, more: int) -> None:
-        """Count bytes of a key's files; negative ones give them back."""
+        """Count `more` bytes for a key's files; a negative number gives bytes back."""
         self.num_bytes += more
         self._held[owner] = self._held.get(owner, 0) + more
         if not self._held[owner]:

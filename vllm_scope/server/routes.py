@@ -3,10 +3,10 @@
 Owns:  `attach`, which adds them with their guards and the middleware.
 From:  reading, operating, sweeps, pages; faces (compat's).
 Runs:  in each API server process, behind vLLM's authentication: if vLLM has an API key, every
-       route needs it.
+       route below /v1 needs the key.
 
 Promise: the routes that change anything exist only if VLLM_SCOPE_ADMIN_KEY is set. They need
-it in the header `X-Scope-Admin-Key`.
+this key in the header `X-Scope-Admin-Key`; some routes of faces also take it as the bearer token.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
     limits |= dict.fromkeys(prefixes, MAX_OPERATOR_BYTES)
     app.add_middleware(Door, limits=limits, settings=settings, timed=prefixes)
     app.add_exception_handler(RefusalError, refused)
-    # vLLM adds its handlers after this, and an app has one of each kind: ours goes around it.
+    # vLLM adds its handlers later, and an app has one for each kind of error: ours wraps vLLM's.
     app.build_middleware_stack = partial(_built, app, app.build_middleware_stack)  # type: ignore[method-assign]
     app.openapi = partial(_described, app.openapi)  # type: ignore[method-assign]
     for router in open_to_all:
@@ -98,7 +98,7 @@ _Handler = Callable[[Request, Any], Awaitable[Response]]
 
 
 def _built(app: FastAPI, original: Callable[[], ASGIApp]) -> ASGIApp:
-    """The app with its handlers, once all of them are known."""
+    """The app's middleware stack, made once all handlers are known: ours then wraps vLLM's."""
     theirs: Any = app.exception_handlers.get(
         RequestValidationError, request_validation_exception_handler
     )
@@ -107,8 +107,8 @@ def _built(app: FastAPI, original: Callable[[], ASGIApp]) -> ASGIApp:
 
 
 async def _invalid(theirs: _Handler, request: Request, error: Any) -> Response:
-    """The answer to a body that vLLM's types refuse. It is theirs, except for a scope that is no
-    text: they answer it with one error for each type that the field might have."""
+    """The answer to a body that vLLM's types refuse: vLLM's own answer, unless the scope is not a
+    text. For such a scope vLLM's answer has one error for each type that the field might have."""
     for each in error.errors():
         where = each.get("loc", ())
         if ("vllm_xargs", "scope") in pairwise(where) and not isinstance(each["input"], str):

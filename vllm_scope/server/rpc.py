@@ -3,7 +3,7 @@
 Owns:  `names_ours` and `whole_body`, for `/collective_rpc`, which calls any method of workers.
 From:  limits.Door.
 
-vLLM has these routes if VLLM_SERVER_DEV_MODE is set, and needs no API key there.
+vLLM has these routes if VLLM_SERVER_DEV_MODE is set, and asks for no API key on them.
 `/server_info` shows `additional_config` with the options of sinks, which may hold tokens.
 Source: vllm 0.32, entrypoints/serve/dev/rpc/api_router.py and dev/server_info/api_router.py.
 """
@@ -18,7 +18,7 @@ PATH = "/collective_rpc"
 INFO = "/server_info"
 #: Most bytes of a body, which is kept whole until its method is known.
 MAX_BYTES = 64 << 20
-#: Most lists, objects and items of these in a body that is parsed.
+#: Most lists and objects, with their items, in a body that is parsed.
 MOST_ITEMS = 1 << 16
 REFUSAL = (
     "the body names a method of vllm-scope, or may do so and is too long to tell, which needs the "
@@ -48,15 +48,15 @@ async def whole_body(receive: Receive) -> tuple[bytes, Receive]:
 
 
 def names_ours(body: bytes) -> bool:
-    """Whether a body names one of our methods anywhere: some methods call others. Also True if
-    the body may name one and is too long to look through.
+    """True if a body names one of our methods anywhere in it, because some methods call others.
+    Also True if the body may name one and is too long to look through.
 
-    It is parsed as vLLM parses it: in any encoding, and the last of two equal fields counts.
+    The body is parsed as vLLM parses it: in any encoding, and the last of two equal fields counts.
     """
-    # A name is plain, or has an escape, or is UTF-16 or UTF-32 with null bytes between.
+    # A name is plain text, or has an escape, or is in UTF-16 or UTF-32, which have null bytes.
     if not any(mark in body for mark in (_OURS.encode(), b"\\", b"\0")):
         return False
-    # The parser holds the GIL for one whole call.
+    # The parser holds the GIL during its whole call, so only a small body is parsed.
     if sum(map(body.count, (b",", b"[", b"{"))) > MOST_ITEMS:
         return True
     try:

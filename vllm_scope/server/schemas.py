@@ -20,7 +20,7 @@ class ErrorBody(BaseModel):
 
 
 class Refusal(BaseModel):
-    """An error, in the shape of OpenAI's."""
+    """An error, in the shape of OpenAI's errors."""
 
     error: ErrorBody
 
@@ -45,7 +45,7 @@ class HttpLimits(BaseModel):
 
 
 class Load(BaseModel):
-    """What this API server process holds now; `requests` is of the whole engine."""
+    """What this API server process holds now; `requests` counts those of the whole engine."""
 
     requests: int = Field(description="Running requests that read, probe or edit.")
     pending: int = Field(description="Requests whose rows are awaited, or not yet answered.")
@@ -54,7 +54,7 @@ class Load(BaseModel):
 
 
 class SumsAt(BaseModel):
-    """Where there are sums of rows, and with which label."""
+    """The place and the label of some sums of rows."""
 
     site: str
     layer: int
@@ -118,7 +118,7 @@ class EditsInfo(BaseModel):
     digest: str | None = Field(default=None, description="Of what was set just now.")
 
 
-#: What is checked of it is more: docs/probes.md.
+#: The server checks more than this schema says: docs/probes.md.
 _MONITOR = {
     "type": "object",
     "description": "The fields of a probe, as in a spec, without name and to.",
@@ -137,7 +137,7 @@ _MONITOR = {
 
 
 class Monitors(BaseModel):
-    """Probes on every request from now on, in place of all that there were."""
+    """Probes on every request from now on. They replace all earlier monitors."""
 
     monitors: dict[str, Annotated[dict[str, object], WithJsonSchema(_MONITOR)]] = Field(
         description="By name."
@@ -145,7 +145,7 @@ class Monitors(BaseModel):
 
 
 class ViewData(BaseModel):
-    """A view, from which a page draws."""
+    """A view as data, which a page draws."""
 
     parts: list[dict[str, object]] = Field(description="As in vllm_scope/views/parts.py.")
 
@@ -209,7 +209,7 @@ Json = dict[str, object]
 
 
 class Sweep(BaseModel):
-    """What is swept: docs/sweeps.md."""
+    """The prompts of a sweep, and its settings: docs/sweeps.md."""
 
     model_config = ConfigDict(extra="forbid")
     prompts: Annotated[object, WithJsonSchema(_PROMPTS)]
@@ -238,14 +238,15 @@ class CellError(BaseModel):
 
 
 class SweepCounts(BaseModel):
-    """Cells of a sweep."""
+    """How many cells a sweep has, and how many of them failed."""
 
     cells: int
     failed: int
 
 
 class SweepTable(BaseModel):
-    """The values of a sweep. A value is null if its cell failed, or if there is no such token."""
+    """The values of a sweep. A value is null if its cell failed, or if its prompt has no such
+    token."""
 
     shape: list[int] = Field(description="Prompts, layers, positions, heads; the last two if any.")
     values: list[float | None] = Field(description="In C order.")

@@ -1,6 +1,7 @@
 """Limits of the HTTP side and the operator's key, from the environment.
 
-Not from `additional_config`, which is part of the key of vLLM's compile cache and is logged.
+They do not come from `additional_config`, because it is part of the key of vLLM's compile cache and
+is logged.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from vllm_scope.vectors.containers import MAX_BYTES
 
 #: The header that has the operator's key.
 ADMIN_KEY = "X-Scope-Admin-Key"
-#: Bodies of /v1/scope: a module, and what safetensors adds to it.
+#: Most bytes of a body below /v1/scope: a module, and what safetensors adds to it.
 MAX_OPERATOR_BYTES = MAX_BYTES + (1 << 20)
 
 
@@ -32,8 +33,8 @@ class ServerSettings:
         admin_key: VLLM_SCOPE_ADMIN_KEY; None: nothing can be changed over HTTP.
         inline_bytes: VLLM_SCOPE_INLINE_KIB: tensors of a choice up to this are inside the
             answer, larger ones in a file.
-        binary_bytes: the same of binary answers: VLLM_SCOPE_INLINE_KIB too, but 8 MiB if it is
-            not set.
+        binary_bytes: the same limit for binary answers: also VLLM_SCOPE_INLINE_KIB, but 8 MiB if
+            the variable is not set.
         rows_bytes: VLLM_SCOPE_ROWS_MIB: rows and scores of the running requests of an API
             server process; None: the processes share a quarter of the memory. One key may take
             three times what is free. A request whose prompt does not fit is refused; one whose
@@ -43,12 +44,12 @@ class ServerSettings:
         results_ttl_s: VLLM_SCOPE_RESULTS_TTL_S: how long a file is kept.
         results_dir: VLLM_SCOPE_RESULTS_DIR: where the folder of files is made.
         body_bytes: VLLM_SCOPE_MAX_BODY_MIB: of a completion or chat request.
-        write_timeout_s: VLLM_SCOPE_WRITE_TIMEOUT_S: a client of an answer with a scope that
-            reads nothing for so long is disconnected.
-        sweep_cells: VLLM_SCOPE_SWEEP_CELLS: of one sweep.
-        sweep_share: VLLM_SCOPE_SWEEP_SHARE: of a step's sequences and tokens that the cells of all
-            sweeps may take together, above 0 and at most 1. While the engine has other
-            requests, cells are in it for a fifth as much of the time: with 0.5 for a tenth.
+        write_timeout_s: VLLM_SCOPE_WRITE_TIMEOUT_S: if a client reads nothing of an answer with a
+            scope for so long, the client is disconnected.
+        sweep_cells: VLLM_SCOPE_SWEEP_CELLS: most cells of one sweep.
+        sweep_share: VLLM_SCOPE_SWEEP_SHARE: the part of a step's sequences and tokens that the
+            cells of all sweeps may take together, above 0 and at most 1. While the engine has other
+            requests, it has cells for `sweep_share / 5` of the time: a tenth with 0.5.
     """
 
     admin_key: str | None
@@ -65,7 +66,8 @@ class ServerSettings:
 
     @staticmethod
     def from_environment(environ: Mapping[str, str] = os.environ) -> ServerSettings:
-        """Raises ConfigError for a limit that is not a number above 0."""
+        """The settings in `environ`. Raises ConfigError for a limit that is not a number above
+        0."""
         rows = environ.get("VLLM_SCOPE_ROWS_MIB") and _number(environ, "VLLM_SCOPE_ROWS_MIB", 0)
         return ServerSettings(
             environ.get("VLLM_SCOPE_ADMIN_KEY") or None,
@@ -82,14 +84,14 @@ class ServerSettings:
         )
 
     def is_operators(self, key: str) -> bool:
-        """Whether this is the operator's key; always False if there is none."""
+        """True if `key` is the operator's key; always False if the server has no such key."""
         # Digests are compared, so that the time does not depend on the key's length either.
         expected = hashlib.sha256((self.admin_key or "").encode()).digest()
         given = hashlib.sha256(key.encode("latin-1", "replace")).digest()
         return secrets.compare_digest(given, expected) and self.admin_key is not None
 
     def rows_of(self, num_processes: int) -> int:
-        """Bytes for rows and scores of each of a server's API server processes."""
+        """Bytes that each of a server's API server processes may hold for rows and scores."""
         return self.rows_bytes or memory_bytes() // (4 * max(1, num_processes))
 
 

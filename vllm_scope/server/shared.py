@@ -1,11 +1,12 @@
 """A text that the API server processes of a server share: the operator's monitors.
 
 Owns:  Shared.
-Runs:  in each API server process: `set` when its turn has come (changes), `news` for each request.
+Runs:  in each API server process: `set` while the process holds the lock of `changes`, `news` for
+       each request.
 To:    engine.monitors.
 
-EngineCore holds modules and server-wide edits for all processes. Monitors are added to requests by
-the front-end, so every process needs them.
+EngineCore holds modules and server-wide edits for all processes. The front-end adds monitors to
+requests, so every process needs the monitors.
 
 Promise: when `set` has returned, the next `news` of every process returns the text.
 """
@@ -25,23 +26,23 @@ class Shared:
     """A file in the folder of the server's processes. The caller serialises the calls.
 
     Args:
-        folder: returns the folder, and makes it.
+        folder: makes the folder if it is missing, and returns it.
 
     Attributes:
-        folder: the same.
+        folder: as given.
     """
 
     def __init__(self, folder: Callable[[], Path]) -> None:
         self.folder = folder
         self._path = folder() / "monitors"
-        #: When the text was set that `news` returned last.
+        #: Time (in ns) at which the text that `news` returned last was set.
         self._seen = 0
 
     def set(self, text: bytes) -> None:
         """Replace the text. Raises OSError if it cannot be written; the earlier text stays."""
         part = self.folder() / f"monitors.{os.getpid()}"
         part.write_bytes(text)
-        # The file system's own time is the same for changes within some milliseconds.
+        # The file system's own time may be equal for two changes within some milliseconds.
         os.utime(part, ns=(0, time.time_ns()))
         part.replace(self._path)
 
@@ -52,7 +53,7 @@ class Shared:
             if at == self._seen:
                 return None
             text = self._path.read_bytes()
-        except FileNotFoundError:  # nothing was set, or a program that cleans /tmp was here
+        except FileNotFoundError:  # nothing was set, or a program that cleans /tmp removed the file
             return None
         except OSError as error:
             logger.warning("vllm-scope: monitors cannot be read and stay: %s", error.strerror)

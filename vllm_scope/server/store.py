@@ -36,7 +36,7 @@ from vllm_scope.server.room import LEAST_BYTES, Room
 _ID = re.compile(r"[A-Za-z0-9_-]{32}")
 KIND = "results"
 _PIECE_BYTES = 1 << 20
-#: A tensor in a file's header, without its name: dtype, shape, offsets.
+#: Bytes counted for a tensor's entry in a file's header, without its name: dtype, shape, offsets.
 _HEADER_BYTES = 200
 #: Files that expire within this time of each other are removed together.
 SLACK_S = 0.2
@@ -70,8 +70,8 @@ class _File:
 
 
 def owner_of(authorization: str | None) -> str:
-    """A digest of a request's key: whoever sends the same key may fetch the request's files.
-    The case of the scheme does not matter, as in vLLM."""
+    """A digest of a request's key. Every request with the same key may fetch this request's files.
+    As in vLLM, the case of the scheme does not matter."""
     scheme, space, key = (authorization or "").partition(" ")
     return hashlib.sha256(f"{scheme.lower()}{space}{key}".encode()).hexdigest()[:32]
 
@@ -81,8 +81,9 @@ class Store:
 
     Args:
         parent: where the folder is made, with mode 700.
-        run: the same in all processes of one server.
-        most_bytes: of all files; `budget.fits` says how much of it one key may have.
+        run: names the server's run; the same in all processes of one server.
+        most_bytes: limit of all files together; `budget.fits` decides how much of it one key may
+            have.
         ttl_s: a file's time to live in seconds.
     """
 
@@ -91,7 +92,7 @@ class Store:
         self._lock = threading.Lock()
         #: Written files, the oldest first.
         self._files: OrderedDict[str, _File] = OrderedDict()
-        #: Of written files and of those being written.
+        #: Counts the bytes of written files, and of files that are being written.
         self.room = Room(most_bytes)
         self._num_writing = 0
         self._timer: threading.Timer | None = None
@@ -130,8 +131,8 @@ class Store:
         """Write a file; blocks.
 
         Raises:
-            CapacityError: it does not fit.
-            OSError: it cannot be written.
+            CapacityError: the file does not fit.
+            OSError: the file cannot be written.
         """
         size = len(json.dumps([*tensors, dict(metadata)])) + _HEADER_BYTES
         size += sum(tensor.nbytes + _HEADER_BYTES for tensor in tensors.values())
@@ -167,7 +168,7 @@ class Store:
             file = self._path(name, owner).open("rb")
         except FileNotFoundError:
             return None
-        # The process that deletes it may be late.
+        # The process that deletes this file may be late.
         if time.time() - os.fstat(file.fileno()).st_mtime > self.ttl_s:
             file.close()
             return None
@@ -179,7 +180,7 @@ class Store:
         """An answer with the rest of an open file, from its position on.
 
         Args:
-            delete: delete the file once all of it was sent.
+            delete: True to delete the file once all of it was sent.
         """
 
         def pieces() -> Iterator[bytes]:
@@ -209,7 +210,7 @@ class Store:
                 path.unlink(missing_ok=True)
 
     def _ended(self) -> list[Path]:
-        """The paths of up to FEW files whose time is over; the store forgets them."""
+        """Stop counting up to FEW files whose time is over, and return their paths."""
         found: list[Path] = []
         now = time.monotonic()
         with self._lock:
@@ -221,7 +222,7 @@ class Store:
         return found
 
     def _forget(self, name: str) -> Path:
-        """The path of a file that the store no longer counts. The caller holds the lock."""
+        """Stop counting a file, and return its path. The caller holds the lock."""
         file = self._files.pop(name)
         self.room.charge(file.owner, -file.charged)
         return file.path
@@ -244,7 +245,8 @@ class Store:
     def forget_deleted(self) -> None:
         """Give back the room of files that another process has deleted after they were read.
 
-        Blocks in proportion to the number of files; with more than FEW not every call looks.
+        Blocks in proportion to the number of files. With more files than FEW, not every call looks
+        for deleted ones.
         """
         with self._lock:
             written = [(name, file.path) for name, file in self._files.items()]

@@ -78,8 +78,9 @@ def _parsed(body: bytes) -> AskedSweep:
 
 
 class _Arrived:
-    """Cells that were not sent yet. Apart from the answer, so that a cancelled task, whose error
-    keeps its frames, does not keep itself."""
+    """Cells that have arrived and were not sent yet. The task refers to this object and not to the
+    SweepAnswer, which has the task. Otherwise a cancelled task would keep itself alive, because its
+    error keeps its frames."""
 
     def __init__(self) -> None:
         self._cells: list[Cell] = []
@@ -91,7 +92,7 @@ class _Arrived:
 
     def ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
-            task.exception()  # a client that has left is not told
+            task.exception()  # mark the error as seen, or asyncio logs it if the client has left
         self.news.set()
 
     def take(self) -> list[Cell]:
@@ -100,7 +101,7 @@ class _Arrived:
 
 
 class SweepAnswer:
-    """A sweep that runs."""
+    """The answer to a request for a sweep: runs the sweep in a task, and sends its cells."""
 
     def __init__(self, run: RunningSweep) -> None:
         self._run, self._arrived, self._closing = run, _Arrived(), False
@@ -109,11 +110,11 @@ class SweepAnswer:
 
     async def close(self) -> None:
         """End the sweep's requests. Called when the HTTP request is over."""
-        if not self._closing:  # a second one would interrupt what the first one makes it do
+        if not self._closing:  # a second `cancel` would interrupt the clean-up after the first
             self._closing = True
             self._task.cancel()
         await asyncio.wait({self._task})
-        self._run.close()  # a task that is cancelled before it began runs nothing
+        self._run.close()  # a task that is cancelled before it began does not close the sweep
 
     async def whole(self, request: Request) -> Response:
         """The table, when all cells have come. Raises RefusalError if the sweep failed."""
@@ -124,14 +125,14 @@ class SweepAnswer:
             gone.cancel()
         if not self._task.done():
             await self.close()
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has left
         await asked(self._task)
         body = await run_in_threadpool(wire.whole, self._run.table, self._run.num_cells)
         return Response(msgspec.json.encode(body), media_type="application/json")
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The names of the table; the cells, those that have arrived meanwhile in one event; the
-        counts, or why the sweep failed."""
+        """Server-sent events: the names of the table; the cells, where one event has all cells that
+        have arrived since the last; the counts, or why the sweep failed; `[DONE]`."""
         table = self._run.table
         yield _event({"table": wire.head(table), "num_cells": self._run.num_cells})
         ended = False
@@ -158,6 +159,6 @@ def _event(body: object) -> bytes:
 
 
 async def _gone(request: Request) -> None:
-    """Ends when the client has left."""
+    """Return when the client has left."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

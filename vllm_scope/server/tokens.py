@@ -1,7 +1,7 @@
 """The tokens of a choice, each with the text that it added and the scores of its own row.
 
 Owns:  ScoredTokens; what `tokens` of a choice's `scope` looks like.
-From:  answer.   To: encode.
+From:  results (columns).   To: choice.
 
 The model computes a token's row one step after the token was sampled and its text was sent. A
 token is therefore in the first chunk after its scores have arrived, mostly the chunk after the
@@ -54,8 +54,8 @@ class ScoredTokens:
         """The tokens that were not returned yet and whose scores have arrived.
 
         Args:
-            texts: of each generated token.
-            settled: scores of positions below it have arrived; None: no more will arrive.
+            texts: the text of each generated token.
+            settled: the scores of all positions below it have arrived; None: no more will arrive.
         """
         start = result.num_prompt + self._num_told
         stop = len(result.transcript) if settled is None else max(settled, start)

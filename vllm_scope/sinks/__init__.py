@@ -1,7 +1,7 @@
 """Sinks: where drained rows go.
 
 Owns:  Sink, Block, RequestInfo, Ending, Report (what a sink is given, and what it returns);
-       Manifest (what callers get of it);
+       Manifest (what callers are told of a report);
        RowBatch and BatchSink (what the drain gives to the router).
 Runs:  RowBatch on the drain thread of each worker that drains; a Sink on its own thread.
 
@@ -11,12 +11,12 @@ Runs:  RowBatch on the drain thread of each worker that drains; a Sink on its ow
 router.py      which sink gets which rows, and when a request is done
 memory.py      rows to the front-end that made the request
 sink_thread.py one sink: its thread, its overload policy
-guarded_sink.py  its calls: what it raises, and whether it hangs
-sink_queue.py  what waits for it, in bounded memory
+guarded_sink.py  the calls of a sink: what they raise, and whether they hang
+sink_queue.py  what waits for a sink, in bounded memory
 spill.py       queued rows in a file, when the memory is full
 quota.py       how many bytes of one API key a sink takes
-request.py     one request at one sink: its rows, and what is missing
-streams.py     what a sink gets of a request, and where a token's layout has it
+request.py     one request at one sink: its rows, and which rows are missing
+streams.py     what a sink gets of a request, and where it lies in a token's layout
 filesystem.py  requests into files
 max_activating.py  features into tables of their strongest tokens
 options.py     the operator's options of each sink; plugin look-up
@@ -58,7 +58,7 @@ class RequestInfo:
         request_id: the caller's, or vLLM's; may repeat.
         uid: unique; the same for all stages and completions of one request.
         tag, name: those of the read.
-        child: index of the completion, of a request with n > 1.
+        child: index of the completion, if the request has n > 1.
         stage, num_stages: the pipeline stage of this worker, which has only its layers.
         model: name of the engine's model.
         owner: over HTTP a digest of the sender's API key; "" offline, and at global sinks.
@@ -89,11 +89,11 @@ class Block:
         values: the rows, encoded if their read has a codec, the scores, or the values of features.
             Valid during the call: copy what you keep.
         probe: the name of the probe, or of the features.
-        indices: of features, the feature's number of each value: int32 [n, places]; -1 in a place
-            without a feature, whose value is 0.
-        sae: of features that no `indices` and no `threshold` chose, the SAE's name; else None.
-        num_features, asked: of features, how many their SAE has, and which the read named
-            (`indices`); None if it is not known, or if it named none.
+        indices: for features, int32 [n, places]: the number of the feature that each value belongs
+            to. A place without a feature has the index -1 and the value 0.
+        sae: the SAE's name, for features that neither `indices` nor `threshold` chose; else None.
+        num_features: for features, how many features the SAE has; None if that is not known.
+        asked: for features, those that the read named (`indices`); None if the read named none.
     """
 
     request: RequestInfo
@@ -110,8 +110,8 @@ class Block:
     @cached_property
     def rows(self) -> Tensor:
         """[n, hidden_size], the model's dtype, CPU; float32 [n] for a probe, and [n, places] for
-        features. A site per head has its heads one after another. Decoded if the read has a
-        codec."""
+        features. If the site has heads, a row has one head's numbers after another's. Rows of a
+        read with a codec are decoded."""
         return decoded(self.values)
 
     @property
@@ -189,15 +189,15 @@ class Sink(Protocol):
 
     Class attributes say what may name the sink: `takes_rows` for reads, `takes_scores` for probes
     and lenses, `takes_features` for features, `takes_some_features` for features with `indices` or
-    `threshold`, and `takes_edited` for requests with edits. An attribute that is left out is True;
-    but `takes_features` that is left out equals `takes_scores`.
+    `threshold`, and `takes_edited` for requests with edits. If an attribute is left out, it counts
+    as True; if `takes_features` is left out, it counts as `takes_scores` does.
 
     If a call raises, its request ends with status `error` and the exception as the reason.
     Other requests and the engine go on. The engine waits for a call at most `patience_s`, an
     option of every sink (`sinks.options`).
 
-    Lifetime: made when the worker loads its model, closed with it. A killed worker closes
-    nothing.
+    Lifetime: made when the worker loads its model, closed when the worker shuts down. A killed
+    worker closes nothing.
     """
 
     def write(self, block: Block) -> None: ...
@@ -218,10 +218,10 @@ class RowBatch:
 
     Attributes:
         labels: one entry per token.
-        lease: its span in the worker's host ring.
+        lease: the batch's span in the worker's host ring.
         widths: of plain rows.
-        boundary: the tap, if the batch is of one. Each token then has equally many slots, of
-            which its layout at this boundary uses the first.
+        boundary: the tap's boundary, if the batch is of one tap. Each token then has the same
+            number of slots, and its layout at this boundary uses the first of these slots.
     """
 
     labels: Labels

@@ -1,10 +1,11 @@
-"""Calls of a sink, whatever it does.
+"""Calls a sink, which may raise, hang, or return what is wrong.
 
 Owns:  GuardedSink.
 Runs:  on the sink's thread; `stalled` on any thread.
 From:  sink_thread.   To: a Sink; reports (the log).
 
-Promise: nothing that a sink raises gets out. A call that takes longer than `patience_s` is known.
+Promise: nothing that a sink raises reaches the caller. `stalled` is True while a call takes longer
+than `patience_s`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from vllm_scope.sinks.reports import Log, checked, failure, plain
 
 
 class GuardedSink:
-    """A sink that may raise, hang, or take less than everything.
+    """A sink that may raise, may hang, and may refuse some kinds of actions.
 
     Args:
         count_error: called for each call that fails.
@@ -26,7 +27,7 @@ class GuardedSink:
         live: as in Sink.
         takes: the kinds of actions that may name the sink; "edits" if requests with edits may, and
             "some features" if features with indices or threshold may.
-        log: the operator's.
+        log: the operator's log of this sink.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class GuardedSink:
         return f"sink {self._name!r} did not return from a call within {self._patience_s:g} s"
 
     def write(self, block: Block) -> str | None:
-        """Why the call failed, or None; so do `flush` and `close`."""
+        """Call the sink. Returns why the call failed, or None; `flush` and `close` do the same."""
         return self._call(self._sink.write, block)
 
     def flush(self) -> str | None:
@@ -67,7 +68,7 @@ class GuardedSink:
         return self._call(self._sink.close)
 
     def finish(self, ending: Ending) -> tuple[Report, str | None]:
-        """The sink's report, checked, and why the call failed."""
+        """(The sink's report, checked; why the call failed, or None)."""
         reports: list[Report] = []
         error = self._call(lambda: reports.append(checked(self._sink.finish(ending))))
         return reports[0] if reports else Report(), error
@@ -83,7 +84,7 @@ class GuardedSink:
         return None
 
     def failure(self, error: BaseException, counts: bool = False) -> str:
-        """The reason that requests are told, shortened; the log has more of it."""
+        """Log an error. Returns the reason that requests are told, which is shorter."""
         if counts:
             self._count_error()
         self.log.failure(error)

@@ -20,11 +20,11 @@ class Manifest(msgspec.Struct, frozen=True):
     """What became of one request at one sink: `result.manifests[sink]`.
 
     Attributes:
-        expected, delivered, dropped: rows and scores.
-        files: the files that have them.
+        expected, delivered, dropped: numbers of rows and scores.
+        files: the files that have these rows and scores.
         streams: `site.layer` (or a probe's name) -> shape, dtype, codec, file.
         details: `Report.details` of each stage.
-        said: True if reason and streams have a plugin's own words.
+        said: True if the reason or the streams have a plugin's own words.
     """
 
     status: Status
@@ -39,7 +39,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     def public(self, sink: str) -> Manifest:
         """The manifest for API keys other than the operator's: without paths, and without texts
-        of exceptions and plugins, which may have some. `files` are those with a relative name."""
+        of exceptions and plugins, which may contain paths. Of `files`, the relative names stay."""
         reason, streams = self.reason, self.streams
         if self.status == "error":
             reason = f"sink {sink!r} failed; the server's log says why"

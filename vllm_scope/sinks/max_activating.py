@@ -7,9 +7,9 @@ Owns:  MaxActivatingSink and its options.
 Runs:  on its sink thread. Several instances, and several engines, may write into one root.
 To:    saes.max_activating (the table), files with one table each.
 
-Each accepted token counts once, however often it was computed: the rows come when the request has
-ended. A request that failed is left out; one that was aborted counts as far as it came. Requests
-with edits are refused, because their features are not the model's.
+Each accepted token counts once, however often it was computed, because the rows come when the
+request has ended. A request that failed is left out. Of a request that was aborted, the tokens
+before the abort count. Requests with edits are refused, because their features are not the model's.
 """
 
 from __future__ import annotations
@@ -54,11 +54,12 @@ class MaxActivatingOptions(BaseModel):
 
     @staticmethod
     def parse(own: Mapping[str, object]) -> MaxActivatingOptions:
-        """Raises ConfigError: names the option, what came and what is allowed."""
+        """The checked options. Raises ConfigError, which names the option, what came and what is
+        allowed."""
         return checked(MaxActivatingOptions, own, "")
 
 
-#: Places (tokens x top_k) of one request, at most. So many take some seconds.
+#: Most places (tokens x top_k) of one request. So many places take some seconds.
 MAX_PLACES: Final = 1 << 23
 
 #: The SAE's name, positions [n], indices [n, places] and values [n, places] of one request.
@@ -91,7 +92,7 @@ class MaxActivatingSink:
             )
         self._make(block.sae, block.num_features)
         some = self._waiting.setdefault(block.request.key, [])
-        if all(sae != block.sae for sae, *_ in some):  # once, however often it was asked for
+        if all(sae != block.sae for sae, *_ in some):  # an SAE once, however often it was asked for
             places = block.indices.numel() + sum(indices.size for _, _, indices, _ in some)
             if places > MAX_PLACES:
                 raise ConfigError(

@@ -1,8 +1,8 @@
-"""Rows back to the caller: to the front-end that made the request.
+"""The sink `memory`: rows back to the front-end that made the request.
 
 Owns:  which request belongs to which front-end, and the sender to each.
-Runs:  `connect` and `add_request` on the worker's thread, `write` on the drain thread,
-       `finish` there or on a sink's, `reclaim` on both of the first.
+Runs:  `connect` and `add_request` on the worker's thread, `write` on the drain thread, `finish`
+       on the drain thread or on a sink's, `reclaim` on the worker's thread and the drain thread.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class MemorySink:
     """Routes labelled batches to front-ends by the request's key.
 
     Args:
-        stage: of this worker in the pipeline.
-        ring: has the batches.
+        stage: this worker's stage in the pipeline.
+        ring: the host ring that has the batches.
         road: the allowed transport, as in the engine's options.
     """
 
@@ -45,7 +45,7 @@ class MemorySink:
         self._lock = threading.Lock()
         self._senders: dict[str, Sender] = {}
         self._frontend_of: dict[int, str] = {}
-        #: The same, of requests whose rows go to their front-end.
+        #: As `_frontend_of`, but only of requests whose rows go to their front-end.
         self._reads: dict[int, str] = {}
         self._num_bytes = 0
         #: Messages that front-ends had read at the last `_give_up`.
@@ -105,13 +105,13 @@ class MemorySink:
             self._frontend_of[key] = self._reads[key] = frontend
 
     def leave_out_rows(self, key: int) -> None:
-        """The request's rows go to other sinks; the front-end gets only its end."""
+        """Send the front-end only the request's end, because its rows go to other sinks."""
         with self._lock:
             self._reads.pop(key, None)
 
     def write(self, batch: RowBatch) -> None:
-        """Send rows to the front-ends of their requests. If one cannot be sent its rows, the others
-        are."""
+        """Send rows to the front-ends of their requests. If the rows of one front-end cannot be
+        sent, the other front-ends still get theirs."""
         self.reclaim()
         with self._lock:
             of = self._reads
@@ -126,8 +126,9 @@ class MemorySink:
     def finish(
         self, key: int, error: str | None, manifests: dict[str, Manifest] | None = None
     ) -> None:
-        """Send a request's end. Called on the thread of the sink that ended it last. The text is
-        cleaned, so that the message can always be encoded: its caller waits for it."""
+        """Send a request's end. Called on the drain thread, or on the thread of the sink that ended
+        the request last. The error's text is cleaned, so that the message can always be encoded:
+        the request's caller waits for the message."""
         error = None if error is None else plain(error)
         with self._lock:
             frontend = self._frontend_of.pop(key, None)
@@ -137,7 +138,7 @@ class MemorySink:
 
     def finish_all(self, ends: Sequence[tuple[int, str | None]]) -> None:
         """`finish` of several requests, (key, error) each; one message for each front-end. If one
-        cannot be sent, the others are."""
+        message cannot be sent, the others still are."""
         found: dict[str, list[tuple[int, str | None]]] = {}
         with self._lock:
             for key, error in ends:
@@ -159,18 +160,19 @@ class MemorySink:
             logger.exception("vllm-scope: %s could not be sent to front-end %s", what, frontend)
 
     def tell(self, key: int, decided: Decided) -> None:
-        """Send what a request's policy decided. On the thread that makes a step's output."""
+        """Send what a request's policy decided. Called on the thread that makes a step's output."""
         with self._lock:
             frontend = self._frontend_of.get(key)
             if frontend is not None:
                 self._senders[frontend].send_decided(key, decided)
 
     def counters(self) -> dict[str, float]:
-        """Some of `counters.Counters`; the ring is this sink's queue."""
+        """Some of the fields of `counters.Counters`; the ring is this sink's queue."""
         return {"bytes": self._num_bytes, "wait_ms": self._ring.wait_ms}
 
     def send_counters(self, sinks: dict[str, dict[str, float]]) -> bool:
-        """Send to one front-end, so that nothing counts twice. False if none is alive."""
+        """Send the sinks' counters to one front-end, so that nothing is counted twice. Returns
+        False if no front-end is alive."""
         with self._lock:
             alive = next((s for s in self._senders.values() if not s.dead), None)
             if alive is not None:
@@ -178,13 +180,14 @@ class MemorySink:
             return alive is not None
 
     def reclaim(self) -> None:
-        """Release the leases of what front-ends have read, or will never read."""
+        """Release the leases of rows that front-ends have read, or will never read."""
         with self._lock:
             for sender in self._senders.values():
                 sender.reclaim()
 
     def _give_up(self, lease: Lease) -> None:
-        """Drop front-ends that have read nothing since the last call: the worker waits for them."""
+        """Drop front-ends that have read nothing since the last call, because the worker waits for
+        them."""
         with self._lock:
             before = self._read_before
             self._read_before = {f: sender.num_read for f, sender in self._senders.items()}

@@ -34,15 +34,15 @@ _GAUGES = {
     "held_bytes": "Bytes of requests that have not ended",
     "spill_bytes": "Bytes that wait on disk",
 }
-#: (worker, sink) -> the totals that it sent last, of workers that run.
+#: (worker, sink) -> the totals that the worker sent last. Only of workers that run.
 _last: dict[tuple[int, str], dict[str, float]] = {}
 
 T = TypeVar("T")
 
 
 def _once(make: Callable[[], T]) -> Callable[[], T]:
-    """A function that returns what `make` makes, once in this process, whichever threads call it:
-    Prometheus refuses a second metric of the same name."""
+    """A function that calls `make` once in this process, whichever threads call the function, and
+    always returns that result: Prometheus refuses a second metric of the same name."""
     lock, made = threading.Lock(), list[T]()
 
     def get() -> T:
@@ -97,11 +97,11 @@ def _of_monitors() -> _OfMonitors | None:
 
 
 def count_verdict(monitor: str, value: float | None, above: bool, num_lost: int) -> None:
-    """Count a request that has ended.
+    """Count what a monitor found in a request that has ended.
 
     Args:
-        value: its largest; None if nothing was scored.
-        above: True if it has a verdict.
+        value: the monitor's largest value in the request; None if nothing was scored.
+        above: True if the monitor has a verdict.
         num_lost: scores that did not arrive. The request's caller is told nothing of them.
     """
     metrics = _of_monitors()
@@ -120,7 +120,7 @@ def count_escalation(outcome: str) -> None:
 
 
 def _counter(name: str, text: str, *labels: str) -> Counter | None:
-    """None without prometheus_client."""
+    """A new counter; None if prometheus_client is not installed."""
     try:
         from prometheus_client import Counter
     except ImportError:
@@ -177,7 +177,7 @@ def count_sinks(header: CountersHeader) -> None:
 
 
 def forget_worker(worker: int) -> None:
-    """Subtract a gone worker's gauges, and forget its totals."""
+    """Subtract the gauges of a worker that is gone, and forget its totals."""
     metrics = _metrics()
     for key in [key for key in _last if key[0] == worker]:
         totals = _last.pop(key)

@@ -5,7 +5,7 @@
     "global_sinks": {"filesystem": {"root": "/data/all", "reads": [{"site": "resid_post"}]}}
 
 Owns:  SinkOptions (the options of every sink), SinkConfig (one sink), the look-up of plugins, and
-       `take_options` (of any kind of plugin).
+       `take_options` (for any kind of plugin).
 Runs:  in the front-end, before the engine starts, and in every process that parses it.
 """
 
@@ -46,20 +46,20 @@ class SinkOptions(BaseModel):
         held_mib: limit of the rows of running requests, for a sink that takes whole requests.
             Rows beyond it are dropped and counted under any policy, because only the end of
             a request makes room. One API key may hold three times what is left free; under
-            `drop` of queue_mib too.
+            `drop`, the same rule holds for queue_mib.
         spill_mib, spill_folder: limit of the rows on disk, and their folder; None is the
             folder for temporary files.
         threads: instances of the sink, each with its own thread. They share the limits
             equally.
-        patience_s: limit of one call to the sink. After it the sink counts as stalled until
-            the call returns: nothing waits for it, new rows are dropped, and its requests
-            end with the reason.
+        patience_s: limit of one call to the sink. After this time the sink counts as stalled
+            until the call returns: nothing waits for the sink, new rows are dropped, and its
+            requests end with the reason.
         flush_s: how long an ended request may wait until the sink makes it visible, together
             with others. If its caller waits and no other request is running, it waits less.
         key_mib: rows that one API key may give the sink within 24 hours, in each worker. A
-            request counts 8 KiB beside its rows. Rows beyond it are dropped and counted, and
-            their request is `partial`. A request without any row at the sink leaves nothing
-            there. None: no limit. Offline requests have no key.
+            request counts 8 KiB beside its rows. Rows beyond the limit are dropped and counted,
+            and their request is `partial`. A request without any row at the sink then leaves
+            nothing at the sink. None: no limit. Offline requests have no key.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -75,7 +75,7 @@ class SinkOptions(BaseModel):
     key_mib: Number | None = Field(default=None, gt=0)
 
     def share(self, mib: float) -> int:
-        """One thread's share, in bytes."""
+        """One thread's share of a limit, in bytes."""
         return int(mib * 2**20) // self.threads
 
 
@@ -84,10 +84,10 @@ class SinkConfig:
     """One sink of an engine.
 
     Attributes:
-        options: the general ones.
+        options: the options that every sink has.
         own: the options of this sink alone.
-        reads: JSON of a global sink's reads of every request; None for a sink that requests
-            name.
+        reads: JSON of the reads that a global sink makes of every request; None for a sink that
+            requests name.
     """
 
     name: str
@@ -96,7 +96,7 @@ class SinkConfig:
     reads: str | None = None
 
     def factory(self) -> Callable[[], Sink]:
-        """A function that makes an instance.
+        """A function that makes an instance of the sink.
 
         Raises:
             ConfigError: there is no such plugin, or an option is wrong.
@@ -120,7 +120,7 @@ class SinkConfig:
             try:
                 sink: Sink = made(**self.own)
             except (TypeError, ValueError) as error:
-                # Only the options' names: this is logged, and values may be secrets.
+                # Only the options' names, because the error is logged and values may be secrets.
                 raise ConfigError(
                     f"the options of sink {self.name!r}, {', '.join(sorted(map(str, self.own)))}, "
                     f"are not taken: {error}."
@@ -135,10 +135,11 @@ def parse_sinks(body: object, where: str, reads: bool) -> dict[str, SinkConfig]:
 
     Args:
         where: "sinks" or "global_sinks".
-        reads: True if each has `reads`.
+        reads: True if each sink must have `reads`.
 
     Raises:
-        ConfigError: names the sink and the option, what came and what is allowed.
+        ConfigError: an option is wrong. The error names the sink and the option, what came and
+            what is allowed.
     """
     if not isinstance(body, Mapping):
         raise ConfigError(f"{where} is {shown(body)}; it is an object, one field per sink.")
@@ -213,11 +214,11 @@ def _parse_reads(body: object, where: str) -> str:
 
 
 def take_options(model: type[Options], own: dict[str, Any], where: str) -> Options:
-    """The options that every plugin of a kind has. They are taken out of `own`, which has those of
-    one plugin.
+    """The options that every plugin of a kind has. They are removed from `own`, which has all
+    options of one plugin.
 
     Raises:
-        ConfigError: the first one that is wrong.
+        ConfigError: an option is wrong; the error names the first one.
     """
     general = {key: own.pop(key) for key in model.model_fields if key in own}
     return checked(model, general, f"{where}.")

@@ -13,7 +13,7 @@ from collections import Counter
 from vllm_scope.results.budget import fits
 from vllm_scope.sinks.options import SinkOptions
 
-#: Counted for each request beside its rows: it may make two small files.
+#: Bytes counted for each request beside its rows: a request may make two small files.
 REQUEST_BYTES = 1 << 13
 WINDOW_HOURS = 24
 
@@ -61,8 +61,8 @@ class Quota:
 class KeyedBytes:
     """Bytes in the memory of one sink thread, in all and by API key. Used by one thread at a time.
 
-    A key may hold three times what is left free, so that other keys find some. The operator,
-    who has no key, may fill it.
+    A key may hold three times what is left free, so that other keys find some room. The operator,
+    who has no key, may fill the memory.
     """
 
     def __init__(self, most_bytes: int) -> None:

@@ -53,7 +53,7 @@ class Log:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        #: How many more could be logged at the time `_at`.
+        #: How many more failures could be logged at the time `_at`.
         self._room, self._at = float(_BURST), time.monotonic()
 
     def failure(self, error: BaseException) -> None:
@@ -79,7 +79,8 @@ def facts_of(block: Block) -> dict[str, object]:
 
 
 def checked(report: object) -> Report:
-    """The report with text that can be sent. Raises TypeError if it is no report, or too large."""
+    """The report, with text that can be sent. Raises TypeError if `report` is not a Report, has a
+    wrong field, or is too large."""
     if report is None:
         return Report()
     if not isinstance(report, Report):
@@ -118,7 +119,8 @@ def manifest_of(ending: Ending, streams: dict[str, dict[str, object]], report: R
     """The manifest of a request at one sink.
 
     Args:
-        streams: shape, dtype and codec of what the sink was given; the report's replace them.
+        streams: shape, dtype and codec of what the sink was given; the report's streams replace
+            these.
     """
     if ending.status == "ok" and report.status is not None:
         ending = replace(ending, status=report.status, reason=report.reason)

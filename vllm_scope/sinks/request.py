@@ -1,4 +1,4 @@
-"""One request at one sink: what was asked for, what came, what is missing.
+"""One request at one sink: which rows were asked for, which came, which are missing.
 
 Owns:  Arrival (rows on their way to a sink), Ended (the request's end, as the scheduler
        knows it), Delivery.
@@ -6,8 +6,8 @@ Runs:  made on the worker's thread, then used on the sink's thread. The drain th
        `arrival` and `lose`.
 From:  router.   To: sink_thread.
 
-Promise: of each stream a whole-request sink gets the last computed row of every accepted
-position that was asked for, once. The counts say what is missing.
+Promise: of each stream, a sink that takes whole requests gets the last computed row of every
+accepted position that was asked for, once. The counts say how many rows are missing.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Arrival:
     """The rows and scores of a request's tokens of one layout, from one batch.
 
     Attributes:
-        layout: the part of the tokens' layout that is here.
+        layout: the part of the tokens' layout that `data` has.
         positions: int64 [n].
-        data: uint8 [n, bytes of a token], its own memory.
+        data: uint8 [n, bytes of a token], in memory of its own.
         widths: of plain rows.
         number: counts the request's arrivals at this sink, from 1.
     """
@@ -71,9 +71,9 @@ class Delivery:
     Attributes:
         error: why nothing more is delivered.
         loss: why some rows were dropped.
-        held_bytes: of rows that wait for the request's end.
-        entered: True if some of its rows were in the sink's queue.
-        refused: True if its key may not give the sink more rows for now.
+        held_bytes: bytes of the rows that wait for the request's end.
+        entered: True if some of the request's rows have been in the sink's queue.
+        refused: True if the request's key may not give the sink more rows for now.
     """
 
     def __init__(
@@ -93,18 +93,18 @@ class Delivery:
         #: Dropped arrivals. Earlier rows of their positions are outdated: an earlier row may be
         #: that of a rejected draft.
         self._dropped: list[Arrival] = []
-        #: Number of dropped arrivals in the table of `_last_dropped`, and the table.
+        #: How many dropped arrivals the last result of `_last_dropped` covers, and that result.
         self._last: tuple[int, dict[Layout, Ints]] = (0, {})
 
     @property
     def empty(self) -> bool:
-        """True if this stage has none of its streams."""
+        """True if this stage has none of the streams that the request sends to the sink."""
         return not self._streams
 
     def arrival(
         self, layout: Layout, positions: Ints, data: NDArray[np.uint8], widths: Widths
     ) -> Arrival | None:
-        """A copy of what this destination asked for; None if that is nothing.
+        """A copy of the rows that go to this destination; None if none do.
 
         Args:
             layout: of `data`, uint8 [n, bytes of a token].
@@ -124,7 +124,8 @@ class Delivery:
         return Arrival(own, positions.copy(), taken.view(np.uint8), widths, self._num_arrivals)
 
     def _part_of(self, layout: Layout, widths: Widths) -> tuple[Layout, Ints | slice] | None:
-        """The part of a layout that is taken, and its slots; a slice if they are consecutive."""
+        """(The part of a layout that goes to this destination, its slots: a slice if they are
+        consecutive). None if nothing goes there."""
         wanted: dict[Head | None, set[int]] = defaultdict(set)
         for stream in self._streams:
             wanted[stream.head].add(stream.point)
@@ -165,7 +166,8 @@ class Delivery:
         return found
 
     def _last_dropped(self) -> dict[Layout, Ints]:
-        """Layout -> [positions]: number of the last dropped arrival there, or 0."""
+        """Layout -> int64 [positions]: the number of the last dropped arrival that has the
+        position, or 0."""
         dropped = list(self._dropped)
         if self._last[0] != len(dropped):
             by_layout: dict[Layout, list[Arrival]] = {}
@@ -185,7 +187,7 @@ class Delivery:
         self.held_bytes += arrival.data.nbytes
 
     def forget(self) -> int:
-        """Free what was kept. Returns its bytes."""
+        """Free the rows that were kept. Returns the number of their bytes."""
         freed, self.held_bytes = self.held_bytes, 0
         self._kept.clear()
         return freed
@@ -232,7 +234,7 @@ class Delivery:
                     self._arrived.setdefault(stream, []).append((positions, last))
 
     def ending(self, ended: Ended) -> Ending:
-        """The request's end, with what was delivered so far."""
+        """The request's end, with the counts of what was delivered so far."""
         expected = delivered = 0
         for stream in self._streams:
             wanted = self._wanted(stream, ended)

@@ -37,7 +37,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: Prefix of a global sink's destination. No request can name it.
 GLOBAL = "global:"
-#: Interval between two searches for stalled sinks; searches per report of the counters.
+#: Seconds between two searches for stalled sinks; number of searches per report of the counters.
 LOOK_S = 0.1
 LOOKS_PER_REPORT = 10
 _UNKNOWN_END = Ended((), "error")
@@ -50,7 +50,7 @@ class _Routed:
     Attributes:
         deliveries: destination -> its sink thread, and its delivery there.
         waiting: destinations whose manifest has not come.
-        ended: set when it has ended.
+        ended: None until the request has ended.
     """
 
     deliveries: dict[str, tuple[SinkThread, Delivery]]
@@ -120,7 +120,7 @@ class Router:
         deliveries = {}
         for to in asked.destinations:
             if to not in self._threads:
-                continue  # memory
+                continue  # memory, which has no sink thread
             called = next((read.called for read in asked.reads if read.to == to), (None, None))
             # A global sink's rows are the operator's.
             owner = "" if to.startswith(GLOBAL) else info.owner
@@ -137,7 +137,8 @@ class Router:
                 self._keys = np.array(sorted(self._routed), np.int64)
 
     def expect_end(self, key: int, ended: Ended) -> None:
-        """The scheduler's news of an end. Called before the drain finishes the request."""
+        """Take the scheduler's news of a request's end. Called before the drain finishes the
+        request."""
         with self._lock:
             if key in self._routed:
                 self._expected[key] = ended
@@ -203,11 +204,11 @@ class Router:
         ):  # fmt: skip
             try:
                 call()
-            except Exception:  # the others end
+            except Exception:  # go on with the ends of the others
                 logger.exception("vllm-scope: the end of a request could not be told")
 
     def close(self) -> None:
-        """Deliver what waits."""
+        """Deliver what waits, and close all sinks."""
         self._stop.set()
         self._close_threads()
         if self._watcher is not None:
@@ -216,7 +217,7 @@ class Router:
 
     def _close_threads(self) -> None:
         threads = [thread for some in self._threads.values() for thread in some]
-        for thread in threads:  # all first, so that the waits for sinks that hang overlap
+        for thread in threads:  # stop all first, so that the waits for sinks that hang overlap
             thread.stop()
         for thread in threads:
             thread.close()
@@ -232,7 +233,8 @@ class Router:
 
     @property
     def takes(self) -> dict[str, list[str]]:
-        """Sink that requests may name -> the kinds of actions that may: reads, probes, features."""
+        """Sink that requests may name -> the kinds of actions that may name it, as in
+        GuardedSink."""
         return {
             name: threads[0].takes
             for name, threads in self._threads.items()

@@ -46,12 +46,12 @@ class SinkThread:
     """Hands blocks to a sink.
 
     Args:
-        quota: of the sink, shared by its threads. If None, the thread makes its own.
+        quota: the sink's quota, shared by its threads. If None, the thread makes its own.
 
     Verbs: `add_request`, `put`, `end`, `give_up`, `flush`, `close`.
 
     Raises:
-        ConfigError: the spill file cannot be made. The sink is closed.
+        ConfigError: the spill file cannot be made. The sink is closed before the error is raised.
     """
 
     def __init__(
@@ -71,13 +71,14 @@ class SinkThread:
             raise
         self._changed = self._queue.changed
         self._closing = False
-        #: When the first of the requests that are not flushed yet ended; None if there are none.
+        #: End time of the first ended request that is not flushed yet; None if there is none.
         self._dirty_since: float | None = None
         self._num_running = 0
         self._worked_at = 0.0
         #: Deliveries that have ended and whose rows may still be lost.
         self._unpublished: dict[Delivery, Ending] = {}
-        #: Why a request was lost, the latest one since `flush` last returned; None if none was.
+        #: The reason of the last request that was lost since `flush` last returned; None if no
+        #: request was lost.
         self._lost_since_asked: str | None = None
         self._thread = threading.Thread(target=self._run, name=f"vllm-scope-{name}", daemon=True)
         self._thread.start()
@@ -153,8 +154,8 @@ class SinkThread:
         self._count_error()
 
     def flush(self) -> str | None:
-        """Wait until all ended requests are visible. If one was lost since the last call, returns
-        why; else None."""
+        """Wait until all ended requests are visible. If a request was lost since the last call,
+        returns the reason; else None."""
         request = QueuedFlush()
         with self._changed:
             self._queue.append(request)
@@ -247,7 +248,7 @@ class SinkThread:
         try:
             for block in blocks:
                 error = self._sink.write(block)
-                # `give_up` may have set it meanwhile.
+                # `give_up` may have set the error meanwhile.
                 delivery.error = delivery.error or error
                 if delivery.error is not None:
                     break

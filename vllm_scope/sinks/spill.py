@@ -29,7 +29,7 @@ class SpillFile:
         most_bytes: largest size of the file.
 
     Attributes:
-        num_bytes: bytes that wait.
+        num_bytes: bytes of the rows that wait.
     """
 
     def __init__(self, folder: str | None, most_bytes: int) -> None:

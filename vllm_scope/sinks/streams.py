@@ -1,4 +1,4 @@
-"""What a sink gets of one request: its streams, and where a token's layout has them.
+"""What a sink gets of one request: streams, and where they lie in a token's layout.
 
 Owns:  Stream, `streams_of`.
 Runs:  in the worker, on the drain thread and on the sinks' threads.
@@ -36,8 +36,8 @@ class Stream:
     Attributes:
         name: the site and layer of its blocks.
         dtype: of plain rows.
-        head: what makes the values of rows; None for plain rows.
-        probe: whose scores or features the values are; None for rows.
+        head: makes the values out of rows; None for plain rows.
+        probe: the probe or the features that the values belong to; None for rows.
     """
 
     name: Place
@@ -83,7 +83,7 @@ class Stream:
         return values if self.head is not None else values.view(self.dtype)
 
     def block(self, info: RequestInfo, positions: Ints, values: Tensor) -> Block:
-        """Some of the `values` as a sink gets them."""
+        """The block of some values, which have the form that `Stream.values` returns."""
         source: Tensor | EncodedRows = values
         indices, sae, read = None, None, NOT_KNOWN
         if isinstance(self.probe, ResolvedFeatures):
@@ -98,7 +98,7 @@ class Stream:
 
 
 def streams_of(asked: Resolved, to: str, sites: Sites, here: Sequence[int]) -> Iterator[Stream]:
-    """Those of a request that a sink gets from one stage.
+    """The streams of a request that a sink gets from one stage.
 
     Args:
         asked: the whole request.
@@ -116,7 +116,7 @@ def streams_of(asked: Resolved, to: str, sites: Sites, here: Sequence[int]) -> I
         name = place if when == "after" else Place(f"{place.site}.before", place.layer)
         yield Stream(name, tuple(some), place.point(when), dtype, encoding)
     for probe in going.banked:
-        (cell,) = probe.cells  # Probe refuses others for a sink
+        (cell,) = probe.cells  # Probe refuses more than one cell for a sink
         if cell.place.boundary in here:
             point = cell.place.point()
             yield Stream(cell.place, (probe.tokens,), point, dtype, cell.bank, probe)
