@@ -5,7 +5,7 @@ Runs:  in the worker that drains its stage, in device memory.
 From:  plan (how many slots a step needs).   To: graph.tap (writes), drain (copies out).
 
 Promise: a region is reused only after the fence of its last copy, so a row is never overwritten
-before it is copied. If the ring is full, the stream waits (GPU), or the thread (CPU).
+before it is copied. If the ring is full, the stream waits on a GPU, and the thread on a CPU.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from vllm_scope.transport.spans import SpanRing
 
 
 class HostFence(threading.Event):
-    """The drain thread sets it; the worker's thread waits for it."""
+    """An event that the drain thread sets after the copy. The worker's thread waits for it."""
 
 
 class StreamFence:
-    """A CUDA event after the copy; the current stream waits for it, the host does not, but for a
-    copy that is not enqueued yet."""
+    """A CUDA event after the copy. The current stream waits for the event; the host waits only
+    until the copy is enqueued."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()
@@ -34,11 +34,11 @@ class StreamFence:
         self._hurry: Callable[[], None] = _nothing
 
     def put_off(self, hurry: Callable[[], None]) -> None:
-        """The copy will be enqueued on another thread, soon after `hurry` was called."""
+        """Note that another thread will enqueue the copy, soon after `hurry` is called."""
         self._enqueued, self._hurry = threading.Event(), hurry
 
     def set(self) -> None:
-        """The copy is enqueued on the current stream."""
+        """Record the event: the copy is enqueued on the current stream."""
         self._event.record()
         if self._enqueued is not None:
             self._enqueued.set()
@@ -73,7 +73,7 @@ class Arena(SpanRing[Region]):
     Attributes:
         slots: [num_slots, elements of a slot], model dtype. Its address never changes:
             CUDA graphs hold it.
-        num_slots: its length.
+        num_slots: how many slots the ring has.
     """
 
     name = "an arena"

@@ -1,12 +1,12 @@
-"""From the drain thread to the sink: items in their order, adjacent steps as one batch.
+"""Does the drain thread's items in order, and gives adjacent steps to the sink as one batch.
 
 Owns:  Deliverer.
 Runs:  on the drain thread.
 From:  drain (the items), filler.   To: a BatchSink (sinks.router), the score store.
 
 Promise: rows reach the sink in the order of their steps, and a request's `finish` after all of its
-rows. What fails is logged, and its requests report these rows as dropped; the engine and later
-steps go on.
+rows. If rows cannot be delivered, that is logged, and their requests report them as dropped; the
+engine and later steps go on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 
 class Deliverer:
-    """Gives what waits to a sink, and what the store keeps to the store."""
+    """Gives rows, scores and ends of requests to a sink, and scores to keep to the store."""
 
     def __init__(
         self, filler: Filler, ring: HostRing, sink: BatchSink, widths: Widths,
@@ -47,20 +47,20 @@ class Deliverer:
         self._widths, self._store = widths, store
 
     def deliver(self, items: Sequence[Item]) -> None:
-        """Do what the items say, in their order."""
+        """Do the items in order: write rows and scores, keep scores, end requests, make calls."""
         steps: list[Rows] = []
         stored: list[Stored] = []
         kept: list[Filled] = []
         for kind, same in groupby(items, type):
             some = list(same)
-            if kind is Keep:  # later, so that more steps may be joined with those before it
+            if kind is Keep:  # later, so that steps before and after it may be joined
                 kept += [one for item in some if isinstance(item, Keep) for one in item.filled]
                 continue
             # The steps so far are sent before anything else is done, and their scores are kept.
             if kind is not Rows:
                 self._write_and_keep(steps, kept)
                 steps, kept = [], []
-            # Calls that come between stored scores do not concern those that are in the ring.
+            # A call between two Stored items does not concern the scores that are in the ring.
             if stored and kind in (Rows, Finish):
                 self._write_all_stored(stored)
                 stored = []
@@ -69,7 +69,7 @@ class Deliverer:
                 continue
             for item in some:
                 if isinstance(item, Stored):
-                    # Now: a later call may forget what it takes.
+                    # Now: a later call may make the store forget these scores.
                     self._guard(partial(self._fill_stored, item))
                     stored.append(item)
                 elif isinstance(item, Rows):
@@ -78,7 +78,7 @@ class Deliverer:
                         self._write_and_keep(steps, kept)
                         steps, kept = [], []
                     steps.append(item)
-                elif not isinstance(item, Finish | Keep):  # as the kind says
+                elif not isinstance(item, Finish | Keep):  # a call
                     self._guard(item)
         self._write_and_keep(steps, kept)
         if stored:
@@ -111,7 +111,8 @@ class Deliverer:
             logger.exception("vllm-scope: rows could not be delivered")
 
     def write(self, steps: Sequence[Rows]) -> None:
-        """Give steps to the sink that `may_join`, once their rows are in the ring."""
+        """Give steps that may be joined (`may_join`) to the sink. Waits until their rows are in the
+        ring."""
         try:
             waiting = [step for step in steps if step.waits]
             lost = {id(step) for step in waiting} - set(map(id, self._filler.fill_waiting(waiting)))
@@ -137,7 +138,7 @@ class Deliverer:
                         self._filler.stream.give_back(used)
 
     def _write_joined(self, steps: Sequence[Rows]) -> None:
-        """Give steps that may be joined to the sink. Their rows are there."""
+        """Give steps to the sink as one batch. Their rows are in the ring."""
         if not steps:
             return
         labels = [true_labels(step) for step in steps]
@@ -148,13 +149,13 @@ class Deliverer:
         lease = first.lease
         if len(steps) > 1:
             lease = JoinedLease([step.lease for step in steps], self._ring)
-        if lease.start < lease.stop:  # else all went into sums
+        if lease.start < lease.stop:  # else all rows went into sums
             whole = labels[0] if len(steps) == 1 else joined(labels)
             self._sink.write(RowBatch(whole, lease, self._widths, first.boundary))
 
     def _write_all_stored(self, items: Sequence[Stored]) -> None:
-        """Give scores that were kept to the sink: those that lie side by side in the ring as one
-        batch, as when several requests come at once."""
+        """Give stored scores to the sink. Scores that lie side by side in the ring, as when several
+        requests come at once, are one batch."""
         run: list[Stored] = []
         try:
             for item in items:

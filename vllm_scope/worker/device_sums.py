@@ -5,9 +5,9 @@ Runs:  as worker.summing.   To: batch.sums.
 
 Promise: sums are float64. Products of 16-bit rows on a GPU are exact in float32, and are added in
 float32 for at most MOST_AT_ONCE rows before they are added to the float64 sums (worker.squares);
-all other products are float64. Of x x^T, not all that lies below the diagonal is computed. All
-that is kept lies in the room that was given. Sums change in inference mode alone, in which vLLM
-computes its steps.
+all other products are float64. Of x x^T, only a part of what lies below the diagonal is computed.
+All vectors and matrices lie in the room that was given. Sums change only in inference mode, in
+which vLLM computes its steps.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from vllm_scope.batch.sums import Packed, bytes_of, num_waiting, upper_blocks
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: float64 copies of rows that are made at once.
+#: Bytes of the float64 copies of rows that are made at once.
 COPY_BYTES = 32 << 20
 #: Most rows whose products are added in float32, if their numbers have 16 bits and are on a GPU.
 MOST_AT_ONCE = 8192
 
 
 def on_device(device: torch.device, numbers: NDArray[Any]) -> Tensor:
-    """The same numbers there; the host does not wait for their copy."""
+    """The numbers as a tensor on the device. The host does not wait for the copy."""
     found = torch.from_numpy(numbers)
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
@@ -47,7 +47,7 @@ class DeviceSums:
         covariance, targets: as in batch.sums.bytes_of.
 
     Attributes:
-        kind: covariance and targets.
+        kind: (covariance, targets).
         missing: as in batch.sums.Sums.
     """
 
@@ -59,7 +59,7 @@ class DeviceSums:
         self._width, self._dtype = width, dtype
         self.row_bytes = width * dtype.itemsize
         self._exact = dtype.itemsize == 2 and room.is_cuda
-        #: Rows that are not in `_xx` yet.
+        #: Number of rows whose products are not in `_xx` yet.
         self._num_rows = 0
         self._count = 0
         self._y = self._yy = 0.0
@@ -67,7 +67,7 @@ class DeviceSums:
         room.zero_()
 
     def lie_in(self, room: Tensor) -> None:
-        """Take the numbers that lie there; as in the constructor, but nothing is zeroed."""
+        """Use the numbers that `room` holds, laid out as in the constructor; zero nothing."""
         assert room.numel() == self.num_bytes
         covariance, targets = self.kind
         width, of_rows = self._width, num_waiting(self._width) * self.row_bytes * self.kind[0]
@@ -89,7 +89,7 @@ class DeviceSums:
         Args:
             rows_of: returns [n, width], the rows of some indices.
             at: int64 [n], the indices.
-            targets: [n], ignored without targets.
+            targets: [n], one target for each row; ignored if `kind` has no targets.
         """
         try:
             rows = rows_of(at)
@@ -114,7 +114,7 @@ class DeviceSums:
 
     @property
     def _num_copied(self) -> int:
-        """Rows of one float64 copy."""
+        """How many rows one float64 copy has."""
         return max(1, COPY_BYTES // (8 * self._width))
 
     def _keep(self, rows: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Arena -> host ring -> sink, off the path of the forward.
 
-Owns:  Drain: the drain thread, and what waits for it.
+Owns:  Drain: the drain thread, and the items that wait for it.
 Runs:  `submit` and `finish_request` on the worker's thread, after the forward was enqueued.
-From:  arena, plan.Labels.   To: filler (copies into transport.ring), deliverer, pace.
+From:  arena, step_plan (labels).   To: filler (copies into transport.ring), deliverer, pace.
 
 Promise: rows reach the sink in the order of their steps, and a request's `finish`
 after all of its rows. If the sink is slow, the worker waits; nothing is lost.
@@ -44,7 +44,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 T = TypeVar("T")
 
-#: Bytes that may wait if no caller follows its request.
+#: Bytes of rows that may wait while no caller follows its request.
 MOST_UNSEEN_BYTES = 8 << 20
 #: How long a question about sums, or a change of the weights, waits for the rows before it.
 ANSWER_S = 300.0
@@ -54,15 +54,16 @@ class Drain:
     """Copies regions of the arena to the host ring and hands them to a sink, in order.
 
     Args:
-        watch: sees the rows of each step too, while it has requests.
-        store: sees them on the drain thread.
-        saes: that the worker holds, by name.
-        moments_bytes: of the device, for the sums of Moments.
-        joins: True if heads work on the rows of several steps at once. None means on a GPU alone:
-            there it takes fewer launches, and a held SAE's weights are read once for all of them.
+        watch: is shown the rows of each step, while it has requests.
+        store: collects scores from the rows of each step, on the drain thread.
+        saes: the SAEs that the worker holds, by name.
+        moments_bytes: memory of the device for the sums of Moments.
+        joins: True if heads work on the rows of several steps at once. This takes a GPU fewer
+            launches, and a held SAE's weights are read once for all these steps. None: True on a
+            GPU, False on a CPU.
 
     Attributes:
-        defers: stored scores wait for `nudge`.
+        defers: True if stored scores wait for `nudge`.
 
     Verbs: `add_request`, `submit` (a written region), `finish_request`, `close`.
     """
@@ -85,17 +86,18 @@ class Drain:
         self._summing, self._stream = self.filler.summing, self.filler.stream
         self._deliverer = Deliverer(self.filler, ring, sink, widths, store)
         self._pace = Pace()
-        # Bounded by the ring: each step in it holds a lease.
+        # Bounded by the ring: each step that waits holds a lease.
         self._items: deque[Item] = deque()
         self._closing = False
-        #: Slots, of the arena or the ring, that may wait if no request is followed, and those
-        #: submitted since the last look. A quarter of a ring leaves room for the next steps.
+        #: Slots of the arena or the ring: how many may wait while no request is followed, and how
+        #: many were submitted since the thread last looked. At most a quarter of a ring waits,
+        #: which leaves room for the next steps.
         most = min(MOST_UNSEEN_BYTES // SLOT_BYTES, arena.num_slots // 4, len(ring.slots) // 4)
         self._most_unseen, self._num_unseen = most, 0
         self.defers = self._stream.is_cuda
-        #: Stored scores were submitted since the last `nudge`.
+        #: True if stored scores were submitted since the last `nudge`.
         self._unseen_scores = False
-        #: On a CPU: steps may wait that the drain thread fills.
+        #: True if, on a CPU, steps may wait for the drain thread to fill their leases.
         self._unfilled = False
         self._thread = threading.Thread(target=self._run, name="vllm-scope-drain", daemon=True)
         self._thread.start()
@@ -114,13 +116,13 @@ class Drain:
             self.filler.packer.hold(key, encodings, banks)
 
     def warm(self, call: Callable[[], None]) -> None:
-        """Call something before the first step, where rows are worked on: on a GPU on the drain's
-        stream, so that the memory that it takes and frees stays there."""
+        """On a GPU, call a function on the drain's stream before the first step, so that the memory
+        that it takes and frees stays with that stream. On a CPU, do nothing."""
         if self._stream.is_cuda:
             self._stream.warm(call)
 
     def follow(self, key: int) -> None:
-        """Deliver rows soon until this request ends: its caller looks at them."""
+        """Deliver rows soon until this request ends: its caller looks at rows as they arrive."""
         self._pace.follow(key)
 
     def finish_request(self, key: int, error: str | None = None) -> None:
@@ -136,8 +138,12 @@ class Drain:
         self._summing.add_request(key, num_prompt, asked)
 
     def accept(self, num_tokens: Mapping[int, int]) -> None:
-        """Key of a request with Moments -> how many of its tokens are accepted, as was known when
-        the coming step was scheduled."""
+        """Note how many tokens of requests with Moments are accepted.
+
+        Args:
+            num_tokens: key of a request -> how many of its tokens are accepted, as was known when
+                the coming step was scheduled.
+        """
         self._in_order(partial(self._accept, num_tokens))
 
     def _accept(self, num_tokens: Mapping[int, int]) -> None:
@@ -145,14 +151,14 @@ class Drain:
             self._summing.accept(key, count)
 
     def _in_order(self, call: Callable[[], None]) -> None:
-        """Call something after the rows that were submitted so far have been added to sums."""
+        """Call a function after the rows that were submitted so far have been added to sums."""
         if self._stream.is_cuda:
             call()
         else:
             self.later(call)
 
     def of_sums(self, call: Callable[[Summing], T]) -> T:
-        """The result of a call, with the sums of the rows that were submitted so far."""
+        """The result of a call on the sums, which have the rows that were submitted so far."""
         if self._stream.is_cuda:
             with self._stream.entered():
                 return call(self._summing)
@@ -187,7 +193,7 @@ class Drain:
         lease = self._ring.acquire(self.filler.num_slots(region, labels, boundary))
         copied = tapped = None
         if self._stream.is_cuda:
-            # Nobody waits for what is put off in this step.
+            # A step that a watch waits for, or that is drained tap by tap, is not put off.
             whole = boundary is None and not self._watch
             if whole and self.filler.may_put_off(region, labels):
                 positions = None if positions is None else to_host(positions)
@@ -202,9 +208,9 @@ class Drain:
         self._put(Rows(labels, boundary, region, lease, copied, positions, tapped))
 
     def submit_written(self, lease: Lease, labels: Labels, positions: Tensor | None) -> None:
-        """Deliver what taps on a GPU write straight into the ring.
+        """Deliver rows that taps on a GPU write straight into the ring.
 
-        It takes one event instead of a copy on another stream: for a small step the
+        This takes one event instead of a copy on another stream: for a small step the
         host's part of that copy takes longer than the copy itself.
         """
         if positions is not None:
@@ -216,12 +222,12 @@ class Drain:
     def submit_stored(self, labels: Labels, write: Callable[[Lease], bool]) -> None:
         """Deliver scores that were kept.
 
-        On a GPU, without a watch, the drain thread does not wake up for them before `nudge`. It
-        would delay the worker's thread, which is about to launch the model. On a CPU it wakes up at
-        once.
+        On a GPU, without a watch, the drain thread does not wake up for these scores before
+        `nudge`: it would delay the worker's thread, which is about to launch the model. On a CPU
+        the drain thread wakes up at once.
 
         Args:
-            labels: of one layout.
+            labels: with one layout.
             write: called on the drain thread, see Stored.
         """
         num_slots = len(labels.keys) * labels.layouts[0].slots(self._widths)
@@ -263,10 +269,10 @@ class Drain:
     # The thread
 
     def later(self, call: Callable[[], None], wake: bool = True) -> None:
-        """Call something on the drain thread, after the rows that were submitted so far.
+        """Call a function on the drain thread, after the rows that were submitted so far.
 
         Args:
-            wake: False if it may wait for the next rows.
+            wake: False if the call may wait for the next rows.
         """
         if wake:
             self._put(call)
@@ -274,8 +280,8 @@ class Drain:
             self._items.append(call)
 
     def hurry(self) -> None:
-        """Let the thread look now, without rest: something waits for it, or no request runs that
-        its work would delay."""
+        """Let the thread look now, without rest. Call this if something waits for the thread, or if
+        no request runs, so that the thread's work delays none."""
         self._pace.hurry()
 
     def settle(self) -> None:
@@ -289,7 +295,7 @@ class Drain:
         if not done.wait(ANSWER_S):
             logger.error("vllm-scope: rows wait for a sink; a lens may read later weights for them")
         if self._stream.is_cuda:
-            self._stream.synchronize()  # its work is enqueued when the thread has done its part
+            self._stream.synchronize()  # the thread has enqueued all work
 
     def _put(self, item: Item) -> None:
         if isinstance(item, Rows):
@@ -314,8 +320,8 @@ class Drain:
         self._pace.wake()
 
     def _show(self, step: Rows, watch: Watch) -> Rows | None:
-        """Let the watch see a step. It may wait for the rows, so on a CPU they are copied now.
-        Returns None if they are lost."""
+        """Show a step to the watch. The watch may wait for the rows, so on a CPU they are copied
+        now. Returns the step as shown; None if its rows are lost."""
         if step.copied is None:
             if not self.filler.fill_waiting([step]):
                 return None
@@ -335,13 +341,13 @@ class Drain:
         self._unfilled = False
 
     def close(self) -> None:
-        """Deliver what waits, then stop."""
+        """Deliver all rows that wait, then stop."""
         if self._thread.is_alive():
             self._closing = True
             self.hurry()
             self._thread.join(timeout=30)
         self._sink.close()
-        if not self._thread.is_alive():  # a thread that hangs still reads there
+        if not self._thread.is_alive():  # a thread that hangs still reads the ring
             self._ring.close()
 
     def _run(self) -> None:

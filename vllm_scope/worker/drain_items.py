@@ -1,4 +1,4 @@
-"""What waits for the drain thread, and which steps go on their way together.
+"""The items that wait for the drain thread, and which steps are copied or delivered together.
 
 Owns:  Rows, Finish, Stored, Keep (the items), and `may_join`, `adjacent`, `joined`.
 Runs:  on the drain thread; `true_labels` also where the watch looks.
@@ -28,17 +28,18 @@ MOST_BYTES = 64 << 20
 
 
 class Rows(msgspec.Struct, frozen=True, eq=False):
-    """Rows of one step, or of one tap of it, on their way.
+    """Rows of one step, or of one tap of it, on their way to the sink.
 
     Attributes:
         boundary: as in RowBatch.
-        region: of the arena; None if the rows are in the ring already, or are written there.
+        region: the region of the arena; None if the rows are in the ring already, or if taps write
+            them to the ring.
         copied: on a GPU, the event after which the rows are in the ring; None if the drain thread
             copies them.
         positions: int64 [num_rows], the true positions of the batch's rows; None if the
             labels' positions are true.
-        tapped: on a GPU, for rows that the drain thread copies: the event after which they are in
-            the region.
+        tapped: the event after which the rows are in the region; None on a CPU, or if the drain
+            thread does not copy the rows.
         watched: the watch waits for `copied`, so no later step may use that event.
     """
 
@@ -70,9 +71,9 @@ class Stored:
     """Scores of cached tokens.
 
     Attributes:
-        write: writes them to the lease; False if they are not there.
-        written: set after that.
-        whole: True if they are in the lease.
+        write: writes the scores to the lease; returns False if some are missing.
+        written: set when the thread has done with this item, whether the scores are there or not.
+        whole: True if the scores are in the lease.
     """
 
     labels: Labels
@@ -87,22 +88,24 @@ class Stored:
 
 @dataclass(frozen=True)
 class Keep:
-    """Scores that the store keeps, of steps before this."""
+    """Blocks whose scores the store is to keep. The scores are of steps before this item."""
 
     filled: Sequence[Filled]
 
 
-#: What the thread does, in order. A call has no rows.
+#: An item of work for the drain thread, which does the items in order. A function is called.
 Item = Rows | Finish | Stored | Keep | Callable[[], None]
 
 
 def may_join(steps: Sequence[Rows], item: Rows) -> bool:
-    """True for whole programs of the same layouts, adjacent in the ring, below MOST_BYTES."""
+    """True if `item` may join the batch of `steps`: whole programs of the same layouts, adjacent in
+    the ring, of at most MOST_BYTES together."""
     return item.boundary is None and steps[-1].boundary is None and _lie_as_one(steps, item)
 
 
 def stored_may_join(run: Sequence[Stored], item: Stored) -> bool:
-    """True for scores of the same layout, adjacent in the ring, below MOST_BYTES."""
+    """True if `item` may join the batch of `run`: scores of the same layout, adjacent in the ring,
+    of at most MOST_BYTES together."""
     return _lie_as_one(run, item)
 
 
@@ -116,8 +119,8 @@ def _lie_as_one(run: Sequence[Rows] | Sequence[Stored], item: Rows | Stored) -> 
 
 
 def adjacent(steps: Sequence[Rows], joins: bool) -> Iterator[list[Rows]]:
-    """Runs of steps whose rows heads can work on at once: side by side in the arena and in the
-    ring, and none of whose rows are summed. `steps`: such as `may_join` allows."""
+    """Divide steps that may be joined (`may_join`) into runs. Heads can work on the rows of one run
+    at once: they lie side by side in the arena and in the ring, and none of them are summed."""
     run: list[Rows] = []
     for step in steps:
         if run and not (joins and _follows(run[-1], step)):
@@ -140,7 +143,7 @@ def _follows(last: Rows, step: Rows) -> bool:
 
 
 def joined(labels: Sequence[Labels]) -> Labels:
-    """Of steps with the same layouts."""
+    """The labels of several steps with the same layouts, as those of one batch."""
     return Labels(
         np.concatenate([one.keys for one in labels]),
         np.concatenate([one.positions for one in labels]),

@@ -1,13 +1,13 @@
-"""From the arena to the ring: copies of regions, with heads and sums on the way.
+"""Copies regions from the arena to the ring, with heads and sums on the way.
 
 Owns:  Filler, with the Packer, the Summing and the side stream; which steps on a GPU are put off.
 Runs:  `copy` and `put_off` on the worker's thread, `fill_waiting` on the drain thread (and on the
        worker's, for a step that a watch looks at on a CPU).
 From:  drain, deliverer.   To: packer, summing, the leases.
 
-On a GPU, steps are copied on the worker's thread. Small ones with probes on rows, features or a
+On a GPU, steps are copied on the worker's thread. Small steps with probes on rows, features or a
 lens are copied on the drain thread, several at once: that takes fewer launches, and large weights
-are read once for all of them.
+are read once for all of these steps.
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ HEAD_FAILED = (
 
 
 class Filler:
-    """Fills leases of the ring with what regions of the arena hold, or what heads make of it.
+    """Fills leases of the ring with rows of the arena, or with what heads make of rows.
 
     Args:
-        saes: that the worker holds, by name.
-        moments_bytes: of the device, for the sums of Moments.
-        joins: True if heads work on the rows of several steps at once; None on a GPU alone.
-        forget: called with the keys of requests that lost rows, of which no scores may be kept.
+        saes: the SAEs that the worker holds, by name.
+        moments_bytes: memory of the device for the sums of Moments.
+        joins: True if heads work on the rows of several steps at once. None: True on a GPU, False
+            on a CPU.
+        forget: called with the keys of requests that lost rows or scores: no more of their scores
+            may be kept.
 
     Attributes:
-        failed: running requests for which something could not be computed -> what to tell them.
+        failed: key of a running request for which a head failed -> the error that it ends with.
     """
 
     def __init__(
@@ -66,22 +68,22 @@ class Filler:
         self.stream = SideStream(device)
         self._joins = self.stream.is_cuda if joins is None else joins
         self.failed: dict[int, str] = {}
-        #: Slots of the arena that were left to the drain thread on a GPU, that it has copied, and
-        #: that may wait for it.
+        #: On a GPU, slots of the arena: how many were left to the drain thread, how many of these
+        #: it has copied, and how many may wait for it.
         self._num_put_off, self._num_caught_up, self._most_put_off = 0, 0, arena.num_slots // 4
         self.packer = Packer(dtype, device, widths, saes)
         with self.stream.entered():
             self.summing = Summing(dtype, device, widths, moments_bytes)
 
     def num_slots(self, region: Region, labels: Labels, boundary: int | None) -> int:
-        """Slots of the ring that a region takes."""
+        """How many slots of the ring a region takes."""
         return self.packer.num_slots(labels, boundary) if labels.encodes else region.num_slots
 
     # Later, on the drain thread
 
     def may_put_off(self, region: Region, labels: Labels) -> bool:
-        """True if the drain thread shall copy a step on a GPU, together with others. The step is
-        small, its rows are multiplied, and no sums are made."""
+        """True if, on a GPU, the drain thread shall copy a step together with others: the step is
+        small, heads multiply its rows, and no rows are summed."""
         return (
             self._joins
             and region.num_slots <= self._most_put_off // 8
@@ -92,7 +94,7 @@ class Filler:
 
     def put_off(self, region: Region, hurry: Callable[[], None]) -> torch.cuda.Event:
         """Leave a region to the drain thread, which `hurry` wakes. Returns the event after which
-        its rows are there."""
+        taps have written its rows."""
         assert isinstance(region.fence, StreamFence)
         region.fence.put_off(hurry)
         self._num_put_off += region.num_slots
@@ -104,12 +106,12 @@ class Filler:
 
     @property
     def much_waits(self) -> bool:
-        """Half of what may be put off is."""
+        """True if the slots that wait for the drain thread are more than half of those that may."""
         return 2 * self._num_waiting > self._most_put_off
 
     def fill_waiting(self, steps: Sequence[Rows]) -> list[Rows]:
-        """Copy the regions of steps to their leases, and wait until they are there. Returns the
-        steps of which they are; the rows of the others are lost."""
+        """Copy the regions of steps to their leases, and wait for the copies. Returns the steps
+        that were copied; the rows of the others are lost."""
         filled: list[Rows] = []
         for some in adjacent(steps, self._joins):
             regions = [step.region for step in some if step.region is not None]
@@ -125,9 +127,10 @@ class Filler:
         return filled
 
     def _filled(self, steps: Sequence[Rows]) -> Sequence[Rows]:
-        """Those that could be filled: together, or else each by itself."""
+        """Fill the leases of steps together; if that fails, each by itself. Returns the steps whose
+        leases were filled."""
         try:
-            # On a GPU vLLM's thread, which works on other rows, is in this mode too.
+            # On a GPU the worker's thread, which fills other leases, is in this mode too.
             with self.stream.entered(), torch.inference_mode(self.stream.is_cuda):
                 self._fill_together(steps)
             return steps
@@ -162,10 +165,11 @@ class Filler:
         lease: Lease,
         positions: Tensor | None,
     ) -> tuple[torch.cuda.Event | None, Tensor | None]:
-        """The event after the copy, None if these rows are lost; and the positions' copy."""
+        """Enqueue the copy of a region to its lease. Returns the event after the copy, or None if
+        the rows are lost; and a copy of the positions on the host."""
         if positions is not None:
             positions = to_host(positions)
-        # Sums look at the event later.
+        # Sums query the event in later steps.
         written = self.stream.wait_for_taps(lasting=labels.sums)
         copied, whole = self.stream.event(), True
         with self.stream.entered():
@@ -198,7 +202,7 @@ class Filler:
             lease.slots.copy_(self._arena.view(region).view(torch.uint8), non_blocking=True)
 
     def _fail(self, keys: Collection[int]) -> None:
-        """End these requests with an error, and keep no scores of theirs."""
+        """Let these requests end with an error, and keep no scores of them."""
         self.failed.update(dict.fromkeys(keys, HEAD_FAILED))
         self._forget(keys)
 
@@ -209,5 +213,5 @@ class Filler:
 
 
 def _multiplies(layout: Layout) -> bool:
-    """True if products of rows are made when they leave the arena."""
+    """True if heads multiply rows by weights when the rows leave the arena."""
     return any(isinstance(head, Bank) and not isinstance(head, Told) for head, _ in layout.encoded)

@@ -1,13 +1,13 @@
-"""The SAEs that a worker holds, and their strongest features, for many rows at once.
+"""The SAEs that a worker holds, and the strongest features of many rows at once.
 
 Owns:  DeviceSae (the encoder of one SAE on the device), `hold_saes`; PairMaker, of which DeviceLens
        is another kind.
-Runs:  in workers that drain: loaded at start; computed on the drain thread, of large steps on a GPU
-       on the worker's, enqueued on the drain's stream.
+Runs:  in workers that drain. SAEs are loaded at start. Rows are computed on the drain thread, those
+       of large steps on a GPU on the worker's thread, enqueued on the drain's stream.
 From:  saes.sae.   To: packer.
 
 Promise: the host never waits for the device. Memory beside the rows is bounded by MOST_BYTES of
-products, and about as much again; of UNPACKED_BYTES more for weights in float8.
+products, about as much again, and UNPACKED_BYTES for weights in float8.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
 from vllm_scope.request.heads import LensKey
 from vllm_scope.saes.sae import Sae
 
-#: Products that are computed at once: of 1,024 rows, for an SAE of 65,536 features. In parts of
-#: 512, 768 rows took 1.5 ms instead of 0.95 (H100).
+#: Bytes of the products that are computed at once: 1,024 rows for an SAE of 65,536 features. In
+#: parts of 512 rows, 768 rows took 1.5 ms instead of 0.95 (H100).
 MOST_BYTES = 256 << 20
-#: float8 weights that are unpacked at once, in bytes of what they become.
+#: Bytes of unpacked weights at a time, if weights are held in float8.
 UNPACKED_BYTES = 32 << 20
 FP8 = torch.float8_e4m3fn
-#: Features whose maximum is looked at first. The k strongest features are in the k groups with the
-#: largest maxima, so that the whole width is read once and not sorted.
+#: Number of features in a group. The k strongest features are in the k groups with the largest
+#: maxima, so that the whole width is read once and not sorted.
 GROUP = 64
 
 
 def num_bytes(sae: Sae, dtype: torch.dtype) -> int:
-    """What the SAE's encoder takes with weights of this dtype; those of FP8 have scales."""
+    """How many bytes an SAE's encoder takes with weights of this dtype; FP8 weights have scales."""
     num_vectors = 1 + _has_thresholds(sae) + (dtype == FP8)
     return sae.d_sae * (sae.d_model * dtype.itemsize + 4 * num_vectors)
 
@@ -53,7 +53,7 @@ def hold_saes(
         fp8: as in DeviceSae.
 
     Raises:
-        ConfigError: they take more.
+        ConfigError: the encoders take more than `most_mib`.
     """
     every = list(saes) if most_mib else []
     kept = FP8 if fp8 else kept_dtype(dtype, device)
@@ -69,7 +69,7 @@ def hold_saes(
     if device.type == "cuda":
         from vllm_scope.worker import topk  # Triton is there where there is a GPU
 
-        for sae in every:  # kernels are compiled now, so that no step waits for it
+        for sae in every:  # compiles the kernels now, so that no step waits
             row = torch.zeros(1, sae.d_model, dtype=dtype, device=device)
             for count in (topk.LEAST, topk.MOST):
                 held[sae.name].pack(row, count)
@@ -94,7 +94,7 @@ class DeviceSae:
     Args:
         dtype: of rows and weights. Sums are float32.
         fp8: weights are float8_e4m3fn with a float32 scale for each feature, as codecs.scaled.Fp8
-            has rows. They are exact in each dtype of rows, to which they are unpacked in parts.
+            encodes rows. They are unpacked in parts to the dtype of rows, which holds them exactly.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class DeviceSae:
                 weight = scaled["q"]
                 self._scale[here] = scaled["scale"][:, 0]
             if sae.apply_b_dec_to_input:
-                # The rounding of the weights then counts for x - b_dec, not for x and for b_dec.
+                # The rounding error of the weights then acts on x - b_dec, not on x and on b_dec.
                 rounded = weight.double()
                 if self._scale is not None:
                     rounded *= self._scale[here, None]
@@ -129,7 +129,8 @@ class DeviceSae:
                 self._threshold[here] = part.threshold
 
     def pack(self, rows: Tensor, count: int) -> Tensor:
-        """uint8 [num_rows, bytes in whole slots], as request.heads.Strongest has them.
+        """The strongest features of each row, as request.heads.Strongest describes them: uint8
+        [num_rows, bytes in whole slots].
 
         Args:
             rows: [num_rows, width], on the device.
@@ -149,7 +150,7 @@ class DeviceSae:
         return packed_pairs(rows, count, self._most_rows, found)
 
     def _pack_in_kernels(self, rows: Tensor, count: int, num_active: int) -> Tensor:
-        """`pack`, of few features, on a GPU: in few launches."""
+        """`pack` for few features on a GPU, in few launches."""
         from vllm_scope.worker.maxima import maxima
         from vllm_scope.worker.topk import put_pairs
 
@@ -165,7 +166,7 @@ class DeviceSae:
         return packed.view(torch.uint8)
 
     def _strongest(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The largest features of each row, of an SAE without thresholds before the ReLU."""
+        """The largest features of each row; if the SAE has no thresholds, before the ReLU."""
         products = self._products(rows)
         if rows.is_cuda and _grouped(products.shape[1], count):
             # Triton is there where there is a GPU.
@@ -193,7 +194,7 @@ class DeviceSae:
 
     @staticmethod
     def _features(found: Tensor, thresholds: Tensor | None) -> Tensor:
-        """The features of sums, which it changes. A row that is not finite stays so."""
+        """Apply the thresholds to pre-activations, in place. A row that is not finite stays so."""
         return found if thresholds is None else found.masked_fill_(found <= thresholds, 0)
 
 
@@ -202,7 +203,7 @@ def affine(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
     Args:
         rows: [n, d].
-        weight: [m, d], of the dtype that `kept_dtype` says for rows of this device.
+        weight: [m, d], of the dtype that `kept_dtype` returns for these rows.
         bias: [m] float32.
     """
     return _products(rows, weight).add_(bias)
@@ -221,7 +222,7 @@ def packed_pairs(
     """uint8 [num_rows, bytes in whole slots]: int32 indices, then as many float32 values.
 
     Args:
-        most_rows: that `found` takes at once.
+        most_rows: the most rows that `found` takes at once.
         found: rows -> values and indices, [n, at most count].
         absent: the index of a pair that `found` does not make; its value is 0.
     """
@@ -258,11 +259,11 @@ def _grouped(width: int, count: int) -> bool:
 def _among(
     largest: Tensor, count: int, features_at: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The same, of the groups with the `count` largest features.
+    """As `strongest`, out of the `count` groups with the largest features.
 
     Args:
-        largest: [n, groups], of each group.
-        features_at: int64 [n, m], indices -> [n, m].
+        largest: [n, groups], the largest feature of each group.
+        features_at: indices, int64 [n, m] -> the features there, [n, m].
     """
     best = largest.topk(count).indices
     within = torch.arange(GROUP, device=largest.device)
@@ -272,7 +273,8 @@ def _among(
 
 
 def kept_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Of the weights. A CPU has no product of 16-bit numbers with a float32 result."""
+    """The dtype of weights for rows of this dtype. A CPU has no product of 16-bit numbers with a
+    float32 result."""
     return dtype if device.type == "cuda" else torch.float32
 
 
@@ -280,7 +282,7 @@ def _has_thresholds(sae: Sae) -> bool:
     return sae.threshold is not None or sae.gate_bias is not None
 
 
-#: By the names of SAEs, and by the keys of lenses.
+#: Name of an SAE, or key of a lens -> its pair maker.
 PairMakers = Mapping[str | LensKey, PairMaker]
-#: Of a worker that holds none.
+#: The pair makers of a worker that holds no SAE and no lens.
 NONE: PairMakers = {}

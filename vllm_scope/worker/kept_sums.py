@@ -1,6 +1,6 @@
 """All sums of a worker, in memory that is reserved at the start.
 
-Owns:  KeptSums: the sums by name, place and label, and the rows that are in none.
+Owns:  KeptSums: the sums by name, place and label, and the number of rows that are in none.
 Runs:  as worker.summing, which uses it.   To: batch.sums.
 
 Promise: sums of at most `most_bytes` fit, whatever was dropped before. They are views: no memory is
@@ -33,8 +33,8 @@ class KeptSums:
     Args:
         dtype, device: of rows.
         widths: of raw rows.
-        most_bytes: that the sums take. They are taken at once, on the current stream, so that vLLM
-            does not give them to the KV cache.
+        most_bytes: the most bytes that sums take. This memory is taken at once, on the current
+            stream, so that vLLM does not give it to the KV cache.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class KeptSums:
     ) -> None:
         self._dtype, self._widths = dtype, widths
         self._reserved = torch.empty(most_bytes, dtype=torch.uint8, device=device)
-        #: Key -> its sums and where they begin, in the order of their places.
+        #: Key -> its sums and where they begin, in the order in which they lie.
         self._sums: dict[Key, tuple[DeviceSums, int]] = {}
-        #: Bytes before it are taken, or were; and those that are.
+        #: End of the taken bytes, with gaps; number of taken bytes, without gaps.
         self._end = self._num_bytes = 0
         #: Rows that could not be added to any sums.
         self._missing: Counter[Key] = Counter()
@@ -55,7 +55,7 @@ class KeptSums:
                 squares.load(dtype, size // dtype.itemsize)
 
     def of(self, key: Key, action: ResolvedMoments) -> DeviceSums | None:
-        """The sums of an action; None if there is no room, or if they are of another kind."""
+        """The sums of an action; None without room, or if the key has sums of another kind."""
         kind = action.covariance, action.target is not None
         if key in self._sums:
             found = self._sums[key][0]
@@ -78,11 +78,11 @@ class KeptSums:
         return self._reserved[start : start + size]
 
     def _close_gaps(self) -> None:
-        """Move all sums together."""
+        """Move all sums to the beginning of the memory, without gaps."""
         end = 0
         for key, (one, start) in self._sums.items():
             shift = start - end
-            # What is copied at once does not overlap its new place.
+            # In parts of `shift` bytes: a part does not overlap its new place.
             for first in range(start, start + one.num_bytes, shift) if shift else ():
                 size = min(shift, start + one.num_bytes - first)
                 self._room(first - shift, size).copy_(self._room(first, size))

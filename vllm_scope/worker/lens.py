@@ -1,7 +1,7 @@
 """The likeliest tokens by a model's own final norm and unembedding, for many rows at once.
 
 Owns:  DeviceLens; DeviceMap (one affine map of a lens), `hold_lenses`.
-Runs:  in workers that drain and hold the unembedding; computed where held_saes is.
+Runs:  in workers that drain and hold the unembedding, on the same threads as held_saes.
 From:  engine.worker.unembedding (which knows the model).   To: packer.
 
 Promise: the host never waits for the device. Memory beside the rows is bounded by MOST_BYTES of
@@ -23,7 +23,7 @@ from vllm_scope.request.heads import LensKey
 from vllm_scope.request.sites import Place
 from vllm_scope.worker.held_saes import affine, kept_dtype, packed_pairs, strongest
 
-#: float32 logits that are computed at once.
+#: Bytes of float32 logits that are computed at once.
 MOST_BYTES = 64 << 20
 
 
@@ -40,11 +40,11 @@ class DeviceLens:
 
     @property
     def most_rows(self) -> int:
-        """Rows that are computed at once."""
+        """How many rows are computed at once."""
         return max(1, MOST_BYTES // (4 * self.vocab_size))
 
     def of(self, mapped: Callable[[Tensor], Tensor]) -> DeviceLens:
-        """The lens of rows that are mapped first."""
+        """A lens that applies `mapped` to rows first."""
         return replace(self, logits=lambda rows: self.logits(mapped(rows)))
 
     def reserve(self, row: Tensor) -> None:
@@ -66,7 +66,8 @@ class DeviceLens:
             ) from None
 
     def pack(self, rows: Tensor, count: int) -> Tensor:
-        """As request.heads.Likeliest has them. Args: as PairMaker.pack."""
+        """The likeliest tokens of each row, as request.heads.Likeliest describes them. Arguments as
+        for PairMaker.pack."""
 
         def found(some: Tensor) -> tuple[Tensor, Tensor]:
             logits = self.logits(some).float()
@@ -93,13 +94,13 @@ class DeviceMap:
         self._bias = zeros if one.bias is None else one.bias.to(device=device).float()
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """[n, d_model], the dtype of the rows, of [n, d_model]."""
+        """The mapped rows, [n, d_model], of `rows` [n, d_model], in their dtype."""
         found = affine(rows, self._weight, self._bias)
         return (found.add_(rows) if self._residual else found).to(rows.dtype)
 
 
 def num_bytes(lens: LinearLens, num_maps: int, dtype: torch.dtype) -> int:
-    """What so many maps of a lens take with weights of this dtype."""
+    """How many bytes `num_maps` maps of a lens take with weights of this dtype."""
     return num_maps * lens.d_model * (lens.d_model * dtype.itemsize + 4)
 
 
@@ -107,15 +108,15 @@ def hold_lenses(
     lenses: Iterable[LinearLens], most_mib: float, here: Collection[int], moved: Collection[int],
     dtype: torch.dtype, device: torch.device,
 ) -> dict[LensKey, DeviceMap]:  # fmt: skip
-    """The maps on the device, of rows that have a tap here.
+    """(lens name, boundary) -> the map on the device, for places with a tap on this worker.
 
     Args:
         most_mib: additional_config['scope'].lenses_mib.
         here: boundaries with a tap.
-        moved: as in Sites: what enters these layers has no tap.
+        moved: as in Sites: the rows that enter these layers have no tap.
 
     Raises:
-        ConfigError: they take more.
+        ConfigError: the maps take more than `most_mib`.
         SpecError: a map has a number that is not finite.
     """
     found: list[tuple[LinearLens, Place]] = [

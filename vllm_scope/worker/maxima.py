@@ -3,8 +3,7 @@
 Owns:  `maxima`, a Triton kernel.
 Runs:  as worker.held_saes, on GPUs.
 
-Promise: a feature is computed as held_saes computes it. A group with a number that is not a number
-has that as its maximum.
+Promise: a feature is computed as held_saes computes it. If a group has a NaN, its maximum is NaN.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ GROUPS = 16
 
 
 def maxima(products: Tensor, bias: Tensor, threshold: Tensor | None, group: int) -> Tensor:
-    """float32 [num_rows, d_sae / group].
+    """The largest feature of each group, float32 [num_rows, d_sae / group].
 
     Args:
         products: float32 [num_rows, d_sae], contiguous, without the bias.
-        bias, threshold: float32 [d_sae]. A feature up to its threshold is 0.
+        bias, threshold: float32 [d_sae]. A feature at or below its threshold is 0.
         group: a power of two that divides d_sae.
     """
     num_rows, width = products.shape

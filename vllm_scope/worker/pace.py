@@ -6,8 +6,9 @@ Runs:  `rest` and `sleep` on the drain thread, the others on any thread.
 The thread delivers several steps at a time. It looks again after LINGER_S, or sooner if a
 request has ended, whose caller waits. The thread shares the GIL with the thread that launches
 the model: waking up for each step of 1 ms cost that thread a third of its speed (measured, H200,
-0.5B shape). If no caller looks before the end, rows may wait longer: a message of one step costs
-the front-end 0.6 ms, one of 16 steps 0.7 to 0.9 ms (measured, 16 requests, two busy cores).
+0.5B shape). If no caller looks at rows before its request ends, rows may wait longer: a message of
+one step costs the front-end 0.6 ms, one of 16 steps 0.7 to 0.9 ms (measured, 16 requests, two busy
+cores).
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ LINGER_S = 0.004
 LINGER_UNSEEN_S = 0.08
 #: How long the last rows of a request may wait.
 LINGER_AT_END_S = 0.002
-#: For the time that it works the thread owes REST times as much rest. If it owes more than
-#: MOST_OWED_S, it rests after each look, for LINGER_AT_END_S to MOST_REST_S: a worker that needs
-#: room in a ring waits for the thread. If it owes less, callers whose requests have ended do not
-#: wait for its rest, as when a few short requests come at once.
+#: The thread owes REST times its working time as rest. If it owes more than MOST_OWED_S, it rests
+#: after each look, even if a request has ended, for LINGER_AT_END_S to MOST_REST_S. Its rest is not
+#: longer, because a worker that needs room in a ring waits for the thread. If it owes less, the end
+#: of a request cuts its rest short, as when a few short requests come at once.
 REST, MOST_REST_S, MOST_OWED_S = 4, 0.04, 0.2
 
 
@@ -33,12 +34,12 @@ class Pace:
     """Sleep and rest of the drain thread, and what ends them.
 
     Attributes:
-        sleeping: the thread waits for something to do.
+        sleeping: True while the thread waits for something to do.
     """
 
     def __init__(self) -> None:
         self.sleeping = False
-        #: Seconds of rest that the thread owes, and when it was counted.
+        #: Seconds of rest that the thread owes, and when they were counted.
         self._owed, self._rested = 0.0, time.monotonic()
         self._wake = threading.Event()
         #: Since the thread last looked: a request has ended; the thread should look soon, or now.
@@ -47,19 +48,19 @@ class Pace:
         self._followed: set[int] = set()
 
     def follow(self, key: int) -> None:
-        """Look each LINGER_S until this request ends: its caller looks at its rows."""
+        """Look every LINGER_S until this request ends: its caller looks at its rows."""
         self._followed.add(key)
         self._soon.set()
 
     def end(self, key: int) -> None:
-        """A request has ended."""
+        """Note that a request has ended."""
         self._followed.discard(key)
         for news in (self._ended, self._soon):
-            if not news.is_set():  # many end in one step, and asking takes less time
+            if not news.is_set():  # many requests end in one step, and is_set() is faster
                 news.set()
 
     def soon(self) -> None:
-        """Let the thread look when it has rested as long as after the end of a request."""
+        """Let the thread look when it has rested as long as if a caller followed its request."""
         self._soon.set()
 
     def hurry(self) -> None:
@@ -68,12 +69,12 @@ class Pace:
             news.set()
 
     def wake(self) -> None:
-        """Let the thread look if it sleeps; it may rest."""
+        """Wake the thread if it sleeps. If it rests, its rest goes on."""
         if self.sleeping:
             self._wake.set()
 
     def look(self) -> None:
-        """The thread looks."""
+        """Begin a look: clear what asked for it."""
         for news in (self._ended, self._soon, self._now):
             news.clear()
 

@@ -1,15 +1,15 @@
 """Gathers rows, and applies heads to them, on their way out of the arena.
 
 Owns:  Packer: which rows of a region go where in the batch, and what their heads need.
-Runs:  `hold` and `num_slots` on the worker's thread, `release` on the drain thread; `pack` on
-       either: on a GPU on the worker's, but for the small steps that are put off. What it
-       does on a GPU is enqueued on the drain's stream.
+Runs:  `hold` and `num_slots` on the worker's thread, `release_all` on the drain thread; `pack` on
+       either: on a GPU on the worker's thread, except for the small steps that are put off. Work
+       on a GPU is enqueued on the drain's stream.
 From:  filler.   To: codecs.packed, probe_bank, held_saes, lens.
 
 Promise: work and kernel launches grow with (layout, head) pairs and with bytes, not with rows,
 and the host never waits for the device. Memory beside the region is bounded: a head works on at
-most CHUNK_BYTES of raw rows at once, as float32 copies of a whole region of a large step would not
-fit beside a model.
+most CHUNK_BYTES of raw rows at once. Float32 copies of a large step's whole region would not fit
+beside a model.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ _Found = dict[_Kind, list[tuple[Ints, Ints]]]
 
 @dataclass(frozen=True)
 class _Move:
-    """Rows of one kind, from a region to a batch.
+    """The move of rows of one kind from a region to a batch.
 
     Attributes:
-        head: works on them; None for raw rows. Several banks: each on its part of the rows, all
-            parts of one length.
-        num_slots: slots of one of them in the region.
+        head: the head that works on the rows; None for raw rows. Of several banks, each works on
+            its part of the rows; all parts have one length.
+        num_slots: slots of one row in the region.
         row_bytes: bytes of a row for the head, without padding.
-        sources: first slots, relative to the region; int64 [n] if they are not regular.
+        sources: the rows' first slots, relative to the region; int64 [n] if they are not at regular
+            distances.
         targets: the same, relative to the chunk.
     """
 
@@ -70,13 +71,13 @@ class _Move:
     targets: Tensor | Grid
 
     def rows(self, words: Tensor) -> Tensor:
-        """int64 [n, words of a row], of a region. They may lie in it."""
+        """The rows, int64 [n, words of a row]; maybe a view of the region."""
         if isinstance(self.sources, Grid):
             return self.sources.rows(words, self.num_slots)
         return gathered(words, self.sources, self.num_slots)
 
     def put(self, found: Tensor, batch: Tensor) -> None:
-        """Write what was made, [n, words of each], to the batch."""
+        """Write what was made of the rows, [n, words of each], to the batch."""
         count = found.shape[1] // WORDS
         if isinstance(self.targets, Grid):
             into = self.targets.view(batch, count)
@@ -85,8 +86,8 @@ class _Move:
         batch.index_copy_(0, self._slots_of(self.targets, count), found.reshape(-1, WORDS))
 
     def _slots_of(self, targets: Tensor, count: int) -> Tensor:
-        """int64 [n * count], all slots of what is made, `count` of each row. Steps share a move,
-        so it is made once."""
+        """int64 [n * count], the slots of what is made: `count` slots for each row. This tensor is
+        made once, because steps share a move."""
         known: Tensor | None = self.__dict__.get("_slots")
         if known is None:
             within = torch.arange(count, device=targets.device)
@@ -99,7 +100,7 @@ class _Chunk:
     """Consecutive tokens: slots `start` to `stop` - 1 of the batch.
 
     Attributes:
-        in_order: there is one move, and its targets are ascending.
+        in_order: True if there is one move, and its targets are ascending.
     """
 
     start: int
@@ -110,7 +111,7 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Sized:
-    """What is known of one step; of the next step it is mostly the same."""
+    """The size of one step's batch. Mostly the next step's batch has the same size."""
 
     labels: Labels
     boundary: int | None
@@ -130,15 +131,14 @@ class _Plan(_Sized):
 
 @dataclass
 class Packer:
-    """Works on regions of one worker's arena.
+    """Makes batches of regions of one worker's arena.
 
     Args:
         dtype, device: of the arena.
         widths: of raw rows.
-        saes: that the worker holds, by name; and lenses, by heads.LensKey.
-        stacks: True if banks that are alike work together, which takes fewer launches. None means
-            on a GPU alone: without it a score does not depend, in its last bit, on the requests
-            beside it.
+        saes: the SAEs that the worker holds, by name; and the lenses, by heads.LensKey.
+        stacks: True if banks that are alike work together. This takes fewer launches, but the last
+            bit of a score may depend on other requests. None: True on a GPU, False on a CPU.
     """
 
     dtype: torch.dtype
@@ -209,7 +209,7 @@ class Packer:
             self._banks.release(every)
 
     def num_slots(self, labels: Labels, boundary: int | None) -> int:
-        """Slots of the batch that `pack` makes. On any thread."""
+        """The number of slots of the batch that `pack` makes. On any thread."""
         sized = self._sized
         if sized is None or not sized.is_for(labels, boundary):
             num_slots = _num_slots(labels, boundary, self.widths)
@@ -227,8 +227,8 @@ class Packer:
             into: uint8 [num_slots(...), SLOT_BYTES], host memory, pinned if there is a GPU.
 
         Returns:
-            The keys of requests for which a head failed, as for want of memory. Their values are
-            not numbers, and their indices -1; the rest of the batch is whole.
+            The keys of requests for which a head failed, for example for want of memory. Their
+            values are NaN, and their indices -1; the rest of the batch is whole.
         """
         with self._packing:
             return self._pack(region, labels, boundary, into)
@@ -252,7 +252,7 @@ class Packer:
         return set(labels.keys[np.isin(labels.layout_of, having)].tolist())
 
     def _batch(self, chunk: _Chunk, words: Tensor, failed: set[Head]) -> Tensor:
-        """int64 [num_slots, WORDS]; adds to `failed`."""
+        """A chunk of the batch, int64 [num_slots, WORDS]. Adds heads that fail to `failed`."""
         size = (chunk.stop - chunk.start) * WORDS
         made = [self._made(move, words, failed) for move in chunk.moves]
         whole = sum(found.numel() for found in made) == size
@@ -274,11 +274,12 @@ class Packer:
         return self._packed(move.head, rows.view(self.dtype)[:, :row_size], failed)
 
     def _packed(self, head: Head | tuple[Bank, ...], rows: Tensor, failed: set[Head]) -> Tensor:
-        """int64 [n, words of each] of [n, width]; adds to `failed`."""
+        """What a head makes of rows [n, width], as int64 [n, words of each]. Adds heads that fail
+        to `failed`."""
         try:
             return self._pack_of(head)(rows).view(torch.int64)
         except Exception:
-            if isinstance(head, tuple):  # one by one they need less memory, and fail alone
+            if isinstance(head, tuple):  # one by one, banks need less memory, and fail alone
                 parts = rows.split(len(rows) // len(head))
                 alone = zip(head, parts, strict=True)
                 return torch.cat([self._packed(one, part, failed) for one, part in alone])
@@ -287,8 +288,8 @@ class Packer:
             return self._nothing_of(head, rows)
 
     def _nothing_of(self, head: Head, rows: Tensor) -> Tensor:
-        """What stands in the place of what a head could not make: numbers that are none, and
-        indices -1; of a codec, what it makes of a row that is not a number."""
+        """A substitute for what a head could not make: values of NaN and indices of -1. For a codec
+        it is the encoding of a row of NaN."""
         if isinstance(head, Encoding):
             none = torch.full((1, rows.shape[1]), torch.nan, dtype=self.dtype)
             words = packing_of(head).pack(none).view(torch.int64).to(self.device)
@@ -334,8 +335,8 @@ class Packer:
         """First slots of the rows of some tokens of one layout, part by part.
 
         Args:
-            first, step: of the first token, and from a token to the next.
-            parts: first slots from that of a token.
+            first, step: the first token's first slot, and the slots from a token to the next.
+            parts: for each part, first slots relative to the token's first slot.
         """
         if len({len(part) for part in parts}) == 1:
             grid = Grid.of(first, num_tokens, step, np.array(parts))
@@ -371,8 +372,8 @@ class Packer:
             first = last
 
     def _moves(self, found: _Found) -> list[_Move]:
-        """The moves, whose indices go to the device in one copy."""
-        if not found:  # nothing of these tokens is at this tap
+        """The moves of a chunk. Their indices go to the device in one copy."""
+        if not found:  # these tokens deliver nothing at this tap
             return []
         found = self._stacked(found) if self.stacks else found
         sources = [np.concatenate([source for source, _ in some]) for some in found.values()]
@@ -388,7 +389,7 @@ class Packer:
         ]
 
     def _stacked(self, found: _Found) -> _Found:
-        """Joins banks of equal shape that have equally many rows here."""
+        """Join the moves of banks that have equal shapes and equally many rows in this chunk."""
         alike: dict[tuple[object, ...], list[_Kind]] = {}
         for kind, some in found.items():
             like: tuple[object, ...] = (kind,)
@@ -426,13 +427,14 @@ def _sizes(labels: Labels, boundary: int | None, widths: Widths) -> tuple[Ints, 
     layouts = _local(labels.layouts, boundary)
     before = np.array([layout.arena.slots(widths) for layout in layouts], np.int64)
     after = np.array([layout.slots(widths) for layout in layouts], np.int64)
-    if boundary is not None:  # drained tap by tap, all tokens have the same room
+    if boundary is not None:  # drained tap by tap: all tokens have the same room
         before[:], after[:] = before.max(), after.max()
     return before[labels.layout_of], after[labels.layout_of]
 
 
 def _weight(layout: Layout, widths: Widths) -> int:
-    """Slots of a token's rows for the head that works on most of them, and of what all make."""
+    """The larger of two numbers of a token's slots: of the rows for the head that works on most of
+    them, and of all that the token delivers."""
     counts: Counter[object] = Counter()
     for (head, num_slots, _), sources, _ in _places(layout, widths):
         # Banks may work together; an SAE works alone.
@@ -449,7 +451,8 @@ def first_slots(labels: Labels, boundary: int | None, widths: Widths) -> Ints:
 
 
 def _places(layout: Layout, widths: Widths) -> Iterator[tuple[_Kind, Ints, Ints]]:
-    """(kind, first slots in the region, first slots in the batch), from a token's first slot."""
+    """(kind, first slots in the region, first slots in the batch), relative to a token's first
+    slot in each."""
     arena = layout.arena
     at = arena.row_slots(widths)
 
@@ -460,7 +463,7 @@ def _places(layout: Layout, widths: Widths) -> Iterator[tuple[_Kind, Ints, Ints]
         targets = first + np.arange(len(points)) * num_slots
         yield (None, num_slots, 0), sources(points), targets
     for head, points, first, num_slots in layout.encoded_at(widths):
-        if isinstance(head, Summed):  # worker.summing takes them
+        if isinstance(head, Summed):  # worker.summing takes these rows
             continue
         targets = first + np.arange(len(points)) * num_slots
         if isinstance(head, Told):

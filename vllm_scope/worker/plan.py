@@ -5,7 +5,7 @@ Runs:  in every worker, before the forward. CPU only, no device sync.
 From:  program.compiler (per request), engine.worker.runners (StepBatch).
 To:    step_plan (which puts the rows in order).
 
-Promise: a plan is a pure function of the requests and the batch. A step without such requests
+Promise: a plan is a pure function of the requests and the batch. If no request has taps, a step
 costs one dict test. Decode rows are planned by array arithmetic; only prompt tokens, and
 selectors of single generated tokens, cost Python per request. The objects of a step are
 msgspec.Structs (batch.labels says why).
@@ -61,7 +61,7 @@ class _Steady:
 
 
 class Planner:
-    """Holds the reading requests and plans steps.
+    """Holds the requests with taps, and plans steps.
 
     Verbs: `add_request`, `begin_stages`, `change_request`, `begin_step`, `finish_request`.
     """
@@ -70,13 +70,13 @@ class Planner:
         self._tables = tables
         self._requests = Requests()
         self._walks = Walks()
-        #: Changes when a request comes or goes, or a stage of it begins.
+        #: Changes when a request comes, goes, is changed or begins again, or begins a stage.
         self._version = 0
         self._steady: _Steady | None = None
         #: Owner number (StepPlan.owners) -> request with edits. Read on any thread.
         self.owners: dict[int, str] = {}
         self._last_owner = 0
-        #: Requests that were planned so far, summed over steps.
+        #: Number of requests that were planned so far, summed over steps.
         self.num_requests_planned = 0
 
     def __len__(self) -> int:
@@ -97,9 +97,9 @@ class Planner:
         """Plan a request's tokens from now on.
 
         Args:
-            held: of a request whose programs have vectors, every program that a token of it may
-                get, so that none can lack room later; else None.
-            logged: its range of the log of states.
+            held: if the request's programs have vectors, every program that one of its tokens may
+                get, so that none lacks room later; else None.
+            logged: the request's range of the log of states.
 
         Raises:
             CapacityError: the tables have no room.
@@ -122,12 +122,12 @@ class Planner:
     def change_request(
         self, req_id: str, first: int, program: RequestProgram, held: Held | None
     ) -> None:
-        """Give a request's tokens from a position on another program. Tokens before it keep theirs,
-        also if they are computed again.
+        """Give a request's tokens another program, from the position `first` on. Earlier tokens
+        keep theirs, also if they are computed again.
 
         Args:
             first: at or after the first generated token.
-            held: as in `add_request`, of the new program; None also if all generated tokens get
+            held: as in `add_request`, for the new program; also None if all generated tokens get
                 one program.
 
         Raises:
@@ -140,7 +140,7 @@ class Planner:
         self._version += 1
         requests.programs[index] = whole
         known = requests.held[index]
-        # What held from there on holds no more.
+        # No token gets the programs that were held for positions from `first` on.
         self._release(one for one in known if one.since >= first)
         requests.held[index] = (*(one for one in known if one.since < first), *new)
         requests.first_fixed[index], requests.generated[index] = first, generated
@@ -149,8 +149,9 @@ class Planner:
         self, since: int, program: RequestProgram, held: Held | None,
         known: Sequence[Holding] = (),
     ) -> tuple[tuple[Holding, ...], int]:  # fmt: skip
-        """Hold programs while a request runs, with that of all generated tokens, which may be known
-        already: those that are new, and the id of all generated tokens."""
+        """Hold `held` while a request runs, and the program that all its generated tokens get,
+        unless `known` has that. Returns the new holdings, and the id of that program, or
+        NO_PROGRAM."""
         # Frees programs that only the last step used.
         self._tables.begin_step()
         new = () if held is None else (Holding(since, held, self._tables.hold(held)),)
@@ -173,10 +174,10 @@ class Planner:
             self._tables.release_set(one.held)
 
     def resume_request(self, req_id: str, num_tokens: int) -> None:
-        """A preempted request begins again.
+        """Note that a preempted request begins again.
 
         Args:
-            num_tokens: of its prompt and what was generated and accepted.
+            num_tokens: number of its prompt tokens and its accepted generated tokens.
         """
         index = self._requests.index_of.get(req_id)
         if index is not None:
@@ -184,9 +185,9 @@ class Planner:
             self._walks.resume(index, num_tokens)
 
     def begin_stages(self, req_id: str, firsts: Sequence[str]) -> None:
-        """Plan a request's tokens with the probes that wait for the verdicts of these, from now on.
-        Tokens before a stage's first position are planned with it too; readers drop
-        those scores by the positions in their labels.
+        """From now on, plan a request's tokens with the probes that wait for the verdicts of
+        `firsts`. Tokens before a stage's first position get its probes too; readers drop the
+        scores of these tokens by the positions in their labels.
 
         Raises:
             CapacityError: the tables have no room. The request is planned as before.
@@ -226,11 +227,12 @@ class Planner:
         return int(requests.key[index])
 
     def _new_owner(self, req_id: str) -> int:
-        """The next free number: a step in flight may still use the one that was freed last."""
+        """The next free number in cyclic order: a step in flight may still use the number that was
+        freed last."""
         owner = self._last_owner % (MOST_OWNERS - 1) + 1
         while owner in self.owners:
             owner = owner % (MOST_OWNERS - 1) + 1
-        self._tables.faults[owner] = 0  # a fault of the number's last request
+        self._tables.faults[owner] = 0  # clears a fault of the number's last request
         self.owners[owner] = req_id
         self._last_owner = owner
         return owner
@@ -239,8 +241,8 @@ class Planner:
         """Plan one forward.
 
         Returns:
-            The plan, None if no row has a program; and the requests that could not
-            be planned, with the reason. The other requests are planned.
+            The plan, or None if no row has a program; and the requests that could not be
+            planned, each with the reason. The other requests are planned.
         """
         if not self._requests.index_of:
             return None, []
@@ -315,7 +317,8 @@ class Planner:
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def _id_of(self, program: RequestProgram, column: Column, held: Sequence[Holding]) -> int:
-        """The id of one program, which is kept for this step if the request does not hold it."""
+        """The id of one program. If the request does not hold the program, the id is valid in this
+        step only."""
         found = find_ids(program, [column], held)
         if found is not None:
             return int(found[0])

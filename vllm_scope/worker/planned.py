@@ -24,7 +24,7 @@ class Holding(NamedTuple):
     """Programs that the tables hold for a request.
 
     Attributes:
-        since: the first position that they are for: 0, or that of a change.
+        since: the first position that the programs are for: 0, or the position of a change.
         ids: int32 [len(held)], as `Tables.hold` returns them.
     """
 
@@ -36,7 +36,7 @@ class Holding(NamedTuple):
 def find_ids(
     program: RequestProgram, columns: Sequence[Column], holdings: Sequence[Holding]
 ) -> NDArray[np.int32] | None:
-    """The ids of a program's columns, [len(columns)]; None if not all of them are held together."""
+    """The ids of a program's columns, [len(columns)]; None if no holding has all of them."""
     for _, held, ids in holdings:
         if program.made(held) and (at := held.find(columns)) is not None:
             return ids[at]

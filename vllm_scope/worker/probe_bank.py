@@ -1,13 +1,13 @@
 """The probes of one place, computed on the device for many rows at once.
 
-Owns:  DeviceBank (the weights of one bank), DeviceStack (of several banks that are alike), Banks
-       (those that requests hold).
-Runs:  in workers that drain: weights are loaded on the worker's thread; computed on the drain
-       thread, of large steps on a GPU on the worker's, on the drain's stream.
+Owns:  DeviceBank (the weights of one bank), DeviceStack (the weights of several banks that are
+       alike), Banks (the banks that requests hold).
+Runs:  in workers that drain. Weights are loaded on the worker's thread. Rows are computed on the
+       drain thread, those of large steps on a GPU on the worker's thread, on the drain's stream.
 From:  request.nets (weights).   To: packer.
 
 Promise: all nets' first layers are one matrix product, in float32. The weights of a request's banks
-stay until its last rows were computed; after that at most IDLE_BYTES stay.
+stay until its last rows were computed. At most IDLE_BYTES of weights that no request holds stay.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from vllm_scope.request.arrays import Array
 from vllm_scope.request.heads import Bank
 from vllm_scope.request.nets import Net
 
-#: Weights that no request holds, kept for the next one.
+#: Bytes of weights that no request holds and that are kept for the next request.
 IDLE_BYTES = 64 << 20
-#: A bank with more weights is not copied into a stack.
+#: A bank with more bytes of weights is not copied into a stack.
 MOST_STACKED = 1 << 20
-#: Weights in stacks that are kept for the next step.
+#: Bytes of weights in stacks that are kept for the next step.
 MOST_STACK_BYTES = 64 << 20
-#: Outputs of all first layers that are computed at once.
+#: Bytes of the outputs of all first layers that are computed at once.
 MOST_BYTES = 64 << 20
 _HIDDEN = {
     "relu": torch.relu,
@@ -61,7 +61,7 @@ class DeviceBank:
             ]
             self.bias = _to(torch.cat(biases), device)
         self._sizes = [weight.shape[0] for weight, _ in firsts]
-        #: Of each net its function, and its layers after the first.
+        #: For each net, its hidden function, and its layers after the first.
         self._rest = [
             (net.hidden, [(_to(_tensor(w), device), _on(b, device)) for w, b in net.layers[1:]])
             for net in nets
@@ -70,8 +70,8 @@ class DeviceBank:
         self._most_rows = max(1, MOST_BYTES // (4 * sum(self._sizes)))
 
     def pack(self, rows: Tensor) -> Tensor:
-        """uint8 [num_rows, bytes in whole slots] of [num_rows, width], on their device: the nets'
-        numbers, float32. Does not synchronise."""
+        """The nets' float32 numbers of rows [num_rows, width], on the rows' device, as uint8
+        [num_rows, bytes in whole slots]. Does not synchronise."""
         if len(rows) > self._most_rows:
             return torch.cat([self.pack(some) for some in rows.split(self._most_rows)])
         x = rows.float()
@@ -83,7 +83,7 @@ class DeviceBank:
 
     @property
     def shape(self) -> tuple[int, int, bool]:
-        """(numbers of a row, numbers that it makes of it, True if it has biases)"""
+        """(width of a row, numbers that the bank makes of a row, True if it has biases)"""
         return (*self.weight.shape, self.bias is not None)
 
     @staticmethod
@@ -96,7 +96,7 @@ class DeviceBank:
 
 
 class DeviceStack:
-    """Banks of one linear layer each, of the same shape, for as many rows each: one product.
+    """Several banks in one product: each of one linear layer, of one shape, for equally many rows.
 
     Args:
         banks: linear, and of one shape.
@@ -111,7 +111,8 @@ class DeviceStack:
         self._most_rows = max(1, MOST_BYTES // (4 * len(banks) * self._weight.shape[2]))
 
     def pack(self, rows: Tensor) -> Tensor:
-        """As DeviceBank.pack, of the first bank's rows, then the second's, and so on."""
+        """As DeviceBank.pack. `rows` has the rows for the first bank, then those for the second,
+        and so on."""
         x = rows.view(len(self._weight), -1, rows.shape[1])
         # Not `bmm`: torch 2.13 runs Python in each such call, which takes the host 0.1 to 0.2 ms.
         parts = [
@@ -123,7 +124,7 @@ class DeviceStack:
 
 
 def _in_slots(numbers: Tensor) -> Tensor:
-    """uint8 [num_rows, bytes in whole slots] of float32 [num_rows, numbers]."""
+    """Numbers, float32 [num_rows, n], padded to whole slots, as uint8 [num_rows, bytes]."""
     size = 4 * numbers.shape[1]
     filling = slots_of_row(size) * SLOT_BYTES - size
     if filling:
@@ -147,20 +148,22 @@ def _to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Banks:
-    """The banks that running requests hold, and some that were held last."""
+    """The banks that running requests hold, and some of those that were released last."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         #: Requests are added on the worker's thread and released on the drain thread.
         self._lock = threading.Lock()
-        #: The one that was used longest ago comes first.
+        #: The bank that was released longest ago comes before those released later.
         self._loaded: dict[Bank, DeviceBank] = {}
         self._holders: Counter[Bank] = Counter()
-        #: By their banks, all of which are held. The one that was used longest ago comes first.
+        #: Stacks by their banks, all of which are held. The stack that was used longest ago comes
+        #: first.
         self._stacks: dict[tuple[Bank, ...], DeviceStack] = {}
 
     def hold(self, banks: Mapping[Bank, Sequence[Net]]) -> None:
-        """Raises torch.OutOfMemoryError if the device has no room; then none is held."""
+        """Load banks, and hold them. If the device has no room, no bank is held, and
+        torch.OutOfMemoryError is raised."""
         with self._lock:
             try:
                 for bank, nets in banks.items():
@@ -172,7 +175,7 @@ class Banks:
             self._holders.update(banks.keys())
 
     def release(self, banks: Iterable[Bank]) -> None:
-        """Let go of banks of ended requests; one comes once for each request that held it."""
+        """Release banks of ended requests. A bank is given once for each request that held it."""
         with self._lock:
             over = False
             for bank, count in Counter(iter(banks)).items():
@@ -201,7 +204,7 @@ class Banks:
         return self._loaded[bank]
 
     def stack(self, banks: tuple[Bank, ...]) -> DeviceStack:
-        """The stack of some banks. All are held, and `like` is equal for all."""
+        """The stack of some banks, all of which are held and have an equal `like`."""
         with self._lock:
             found = self._stacks.pop(banks, None)
             if found is None:
@@ -213,7 +216,7 @@ class Banks:
             return found
 
     def like(self, bank: Bank) -> object:
-        """Equal for banks that `stack` takes together."""
+        """A key that is equal for banks that `stack` takes together."""
         one = self._loaded.get(bank)
         if one is None or not one.linear or one.num_bytes > MOST_STACKED:
             return bank

@@ -2,10 +2,11 @@
 
 Owns:  ScoreStore, Filled.
 Runs:  on the drain thread, in the order of steps.
-From:  drain (each step's rows), core.score_index (what to keep and to forget).
+From:  drain (each step's rows), core.score_index (which blocks to keep and to forget).
 To:    drain (the scores of cached tokens).
 
-The store keeps each token's bytes as they were delivered. They are scores only, all in one layout.
+The store keeps each token's bytes as they were delivered. The bytes are scores only, and all tokens
+of a request have one layout.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from vllm_scope.transport.ring import Lease
 logger = logging.getLogger("vllm.vllm_scope")
 
 Bytes = NDArray[np.uint8]
-#: Steps of single tokens are kept for so many blocks, and for so many steps more: EngineCore names
-#: a block a few steps after its last token was computed, and the drain may collect MOST_STEPS_KEPT
-#: steps before it keeps the block.
+#: Single tokens are kept for _BLOCKS_BACK blocks, and for MOST_STEPS_KEPT steps and a few more:
+#: EngineCore names a block a few steps after its last token was computed, and the drain may collect
+#: MOST_STEPS_KEPT steps before it keeps the block.
 _BLOCKS_BACK, MOST_STEPS_KEPT = 4, 16
 
 
@@ -39,9 +40,9 @@ class Filled(NamedTuple):
     """Blocks that a request has filled.
 
     Attributes:
-        key: of the request.
-        first: the number of the first of them.
-        hashes: of the blocks.
+        key: the request's key.
+        first: the number of the first block.
+        hashes: the blocks' hashes.
         probes: the digest of the request's probes.
     """
 
@@ -56,8 +57,9 @@ class _Run:
     """Several tokens of one step.
 
     Attributes:
-        step: steps are numbered; a later one has the true values of a position.
-        slots: which of a token's bytes these are; None for all.
+        step: the number of the step. If a position was computed twice, the later step has its true
+            values.
+        slots: which of a token's bytes `data` has, as indices; None for all.
     """
 
     step: int
@@ -66,7 +68,7 @@ class _Run:
     slots: Ints | None
 
     def of(self, wanted: Ints) -> Bytes | None:
-        """The bytes of consecutive positions, if they lie one behind another here."""
+        """The bytes of consecutive positions; None unless they lie one behind another in `data`."""
         first = int(wanted[0] - self.positions[0])
         here = slice(first, first + len(wanted))
         if self.slots is not None or first < 0 or not np.array_equal(self.positions[here], wanted):
@@ -75,11 +77,11 @@ class _Run:
 
 
 class _Singles:
-    """Steps with one token of each request: the last few positions of every request."""
+    """The last few positions of every request, from steps with one token of each request."""
 
     def __init__(self, span: int, token_bytes: int) -> None:
         self._span = span
-        #: [num_rows, span], of a position at its remainder by `span`.
+        #: [num_rows, span]. Position p of a request is at column p % span of the request's row.
         self.positions = np.full((0, span), -1, np.int64)
         self.steps = np.zeros((0, span), np.int64)
         self.values = np.zeros((0, span, token_bytes), np.uint8)
@@ -113,7 +115,7 @@ class _Collected:
     """The tokens of one request that are in no block yet.
 
     Attributes:
-        singles: the ring of single tokens of its layout, and its row there.
+        singles, row: the ring of single tokens of the request's layout, and its row there.
     """
 
     layout: Layout
@@ -139,7 +141,7 @@ class ScoreStore:
         self._singles: dict[Layout, _Singles] = {}
         self._step = 0
         self._missing: list[ScoreKey] = []
-        #: The ring and the keys of the last step of single tokens, and their rows.
+        #: The last step of single tokens: its ring, its keys, and their rows in the ring.
         self._last: tuple[_Singles, NDArray[np.int64], Ints] | None = None
 
     def __bool__(self) -> bool:
@@ -203,7 +205,7 @@ class ScoreStore:
         return rows
 
     def _slots_at(self, layout: Layout, boundary: int) -> Ints:
-        """Where the bytes of one tap are in a token's bytes."""
+        """The indices of one tap's bytes among a token's bytes."""
         found = []
         for head, points, _, num_slots in layout.at(boundary).encoded_at(self._widths):
             for point in points:
@@ -213,10 +215,10 @@ class ScoreStore:
         return np.concatenate([np.zeros(0, np.int64), *found])
 
     def keep(self, filled: Iterable[Filled]) -> None:
-        """Make blocks of what was collected of some requests. A block that lacks a token is not
-        kept: EngineCore, which believes that it is, must hear of it before a request wants it."""
-        #: The usual case of decoding, by the ring that has the tokens: many requests fill one block
-        #: each.
+        """Make blocks of the tokens that were collected for some requests. A block that lacks a
+        token is not kept: EngineCore, which believes that the block is kept, must be told before a
+        request wants it."""
+        #: id of a ring -> the requests that fill one block each from it, as is usual in decoding.
         decoding: dict[int, list[tuple[_Collected, Filled]]] = {}
         for one in filled:
             collected = self._requests.get(one.key)
@@ -229,7 +231,8 @@ class ScoreStore:
             self._guard(call, [one for _, one in some])
 
     def _guard(self, call: Callable[[], None], filled: Iterable[Filled]) -> None:
-        """Call what keeps these blocks. If it fails, as for want of memory, none is kept."""
+        """Call a function that keeps these blocks. If the call fails, for example for want of
+        memory, no block is kept."""
         try:
             call()
         except Exception:
@@ -239,7 +242,7 @@ class ScoreStore:
                     self._put(block_hash, one.probes, None)
 
     def _keep_singles(self, singles: _Singles, some: Sequence[tuple[_Collected, Filled]]) -> None:
-        """Keep a block of single tokens of each of some requests."""
+        """Keep one block of each of some requests, made of tokens in the ring of single tokens."""
         rows = np.array([collected.row for collected, _ in some])[:, None]
         first = np.array([one.first for _, one in some])[:, None] * self._block_size
         wanted = first + np.arange(self._block_size)
@@ -260,7 +263,7 @@ class ScoreStore:
             collected.runs = [run for run in collected.runs if run.positions.max() >= stop]
 
     def _put(self, block_hash: bytes, probes: bytes, block: Bytes | None) -> None:
-        """Keep a block; None for one that lacks a token."""
+        """Keep a block, or note that it is missing: `block` is None if it lacks a token."""
         if block is not None:
             self._blocks[block_hash, probes] = block
             return
@@ -276,10 +279,10 @@ class ScoreStore:
         there = singles.positions[collected.row, at] == wanted
         if len(collected.runs) == 1 and not there.any():
             whole = collected.runs[0].of(wanted)
-            if whole is not None:  # as of most prompts
+            if whole is not None:  # as for most prompts
                 return [some.copy() for some in whole.reshape(count, self._block_size, -1)]
         block = np.zeros((size, singles.values.shape[2]), np.uint8)
-        #: Which bytes are there, and of each single token, of which step.
+        #: Which bytes are there; for each single token, its step.
         filled, steps = np.zeros(block.shape, bool), np.zeros(size, np.int64)
         block[there] = singles.values[collected.row, at[there]]
         filled[there] = True

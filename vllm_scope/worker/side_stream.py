@@ -15,10 +15,10 @@ from torch import Tensor
 
 
 class SideStream:
-    """A stream beside the one of the model, whose taps write what it reads.
+    """A stream beside the model's. It reads the rows that taps write on the model's stream.
 
     Attributes:
-        is_cuda: False if there is no stream, and `entered` does nothing.
+        is_cuda: False on a CPU: there is no stream, and `entered` does nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,43 +27,44 @@ class SideStream:
         self._events: list[torch.cuda.Event] = []
         if self.is_cuda:
             self._stream = torch.cuda.Stream(device)
-            #: The taps' stream, when last asked.
+            #: The taps' stream, as it was last found.
             self._main = torch.cuda.current_stream(device)
             self._tapped = torch.cuda.Event()
 
     def entered(self) -> AbstractContextManager[object]:
-        """Inside, work goes to this stream: memory is taken on the stream that uses and frees
-        it."""
+        """A context in which work goes to this stream. Memory is then taken on the stream that uses
+        and frees it."""
         return _entered(self._stream) if self.is_cuda else nullcontext()
 
     def warm(self, call: Callable[[], None]) -> None:
-        """Call something on this stream, before the first step."""
+        """Call a function on this stream, before the first step."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with self.entered():
             call()
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Wait until all that is enqueued is done. It spins."""
+        """Wait until all enqueued work is done. The thread spins."""
         self._stream.synchronize()
 
     def wait_here(self) -> None:
-        """The same, and the thread sleeps meanwhile."""
+        """Wait until all enqueued work is done. The thread sleeps meanwhile."""
         copied = self.event()
         copied.record(self._stream)
         copied.synchronize()
         self.give_back(copied)
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """Let what is enqueued from now on wait for an event."""
+        """Let the work that is enqueued on this stream from now on wait for an event."""
         self._stream.wait_event(event)
 
     def wait_for_taps(self, lasting: bool) -> torch.cuda.Event:
-        """The same for the taps that are enqueued so far.
+        """Let later work on this stream wait for the taps that are enqueued so far. Returns the
+        event after these taps.
 
         Args:
-            lasting: False if the next step may record the event that is returned. One event does
-                for all steps, as a stream waits for what was recorded when it was told to wait.
+            lasting: False if the next step may record the same event again. That does not change
+                what this stream waits for now.
         """
         written = torch.cuda.Event() if lasting else self._tapped
         written.record(self._stream_of_taps())
@@ -71,20 +72,20 @@ class SideStream:
         return written
 
     def after_taps(self) -> torch.cuda.Event:
-        """The event after the taps that are enqueued so far; `give_back` it."""
+        """The event after the taps that are enqueued so far. `give_back` takes it after use."""
         written = self.event()
         written.record(self._stream_of_taps())
         return written
 
     def event(self) -> torch.cuda.Event:
-        """A used one, if there is one. A thread that waits for it sleeps instead of spinning."""
+        """An event, a used one if possible. A thread that waits for it sleeps; it does not spin."""
         try:
             return self._events.pop()
         except IndexError:
             return torch.cuda.Event(blocking=True)
 
     def give_back(self, event: torch.cuda.Event) -> None:
-        """Nobody waits for this event any more."""
+        """Keep an event, for which nobody waits any more, for reuse."""
         self._events.append(event)
 
     def _stream_of_taps(self) -> torch.cuda.Stream:
@@ -96,16 +97,16 @@ class SideStream:
 
 
 def to_host(numbers: Tensor) -> Tensor:
-    """A copy in pinned memory, enqueued on the current stream: call it on the model's, before the
-    next step overwrites vLLM's buffer."""
+    """A copy in pinned memory, enqueued on the current stream. Call this on the model's stream,
+    before the next step overwrites vLLM's buffer."""
     pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
     return pinned.copy_(numbers, non_blocking=True)
 
 
 @contextmanager
 def _entered(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Inside, work goes to this stream. `torch.cuda.stream` does the same, and takes the host ten
-    times as long: 50 us of a step beside an H100."""
+    """A context in which work goes to this stream. `torch.cuda.stream` does the same, but takes the
+    host ten times as long: 50 us of a step beside an H100."""
     before = torch.cuda.current_stream(stream.device)
     torch.cuda.set_stream(stream)
     try:

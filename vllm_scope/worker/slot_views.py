@@ -1,9 +1,9 @@
-"""Rows in slots of the arena or of a batch, as views of these.
+"""Views of rows in slots of the arena or of a batch.
 
 Owns:  Grid (slots at regular distances), `gathered` (slots anywhere), WORDS.
 Runs:  as packer and summing, which use them.
 
-All rows are moved as int64; a slot has WORDS of them, and a row begins with a slot.
+All rows are moved as int64 words. A slot has WORDS words, and a row begins where a slot begins.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from torch import Tensor
 from vllm_scope.batch.by_position import Ints
 from vllm_scope.program.layout import SLOT_BYTES
 
-#: int64 words of a slot.
+#: How many int64 words a slot has.
 WORDS = SLOT_BYTES // 8
 
 
 class Grid(NamedTuple):
-    """First slots at regular distances, as those of tokens that all have one layout: of parts,
-    tokens and points, in this order.
+    """First slots of rows, at regular distances along three axes: parts, tokens and points. Tokens
+    that all have one layout have such slots.
 
     Attributes:
-        first: of all.
-        shape, steps: how many there are along each axis, and the slots from one to the next.
+        first: the grid's first slot.
+        shape, steps: along each axis, the number of entries, and the slots from one entry to the
+            next.
     """
 
     first: int
@@ -35,12 +36,13 @@ class Grid(NamedTuple):
 
     @staticmethod
     def of(first: int, num_tokens: int, step: int, places: Ints) -> Grid | None:
-        """None if the places are not regular, or descend, as torch has no such views.
+        """The grid of the rows of tokens of one layout. None if the places are not at regular
+        distances, or descend: torch has no such views.
 
         Args:
             first: the first token's first slot.
             step: slots of a token.
-            places: [num_parts, num_points], first slots from that of the token.
+            places: [num_parts, num_points], first slots, relative to the token's first slot.
         """
         steps = []
         for axis in (0, 1):
@@ -55,10 +57,11 @@ class Grid(NamedTuple):
 
     @staticmethod
     def of_tokens(firsts: Ints) -> Grid | None:
-        """Of one slot of each token; None if they are not at regular distances, or descend.
+        """The grid of one row of each token; None if the slots are not at regular distances, or
+        descend.
 
         Args:
-            firsts: [n], n > 0.
+            firsts: [n], n > 0, the rows' first slots.
         """
         steps = np.diff(firsts)
         if len(steps) and (steps[0] < 0 or (steps != steps[0]).any()):
@@ -67,7 +70,8 @@ class Grid(NamedTuple):
         return Grid(int(firsts[0]), (1, len(firsts), 1), (0, step, 0))
 
     def view(self, words: Tensor, num_slots: int) -> Tensor:
-        """[parts, tokens, points, words of a row]: `num_slots` slots from each of these on.
+        """The rows, [parts, tokens, points, words of a row]: `num_slots` slots from each first slot
+        on.
 
         Args:
             words: int64 [slots, WORDS], contiguous.
@@ -77,12 +81,12 @@ class Grid(NamedTuple):
         return words.as_strided((*self.shape, num_slots * WORDS), steps, at)
 
     def rows(self, words: Tensor, num_slots: int) -> Tensor:
-        """int64 [n, words of a row], in the order of `view`. They may lie in `words`."""
+        """The rows, int64 [n, words of a row], in the order of `view`; maybe a view of `words`."""
         return self.view(words, num_slots).flatten(0, 2)
 
 
 def gathered(words: Tensor, firsts: Tensor, num_slots: int) -> Tensor:
-    """int64 [n, words of a row], a copy: `num_slots` slots from each of these on.
+    """A copy of rows, int64 [n, words of a row]: `num_slots` slots from each first slot on.
 
     Args:
         words: int64 [slots, WORDS], contiguous.

@@ -1,12 +1,12 @@
-"""Sums over rows in one pass: of x x^T of 16-bit rows, added to float64 sums, and of x.
+"""Sums over rows in one pass: x x^T of 16-bit rows, added to float64 sums, and x of any rows.
 
 Owns:  `add_squares` and `column_sums`, Triton kernels, and `load`.
 Runs:  as worker.device_sums, on GPUs.
 
 Promise: products of 16-bit numbers are exact in float32. A matrix unit adds the products of at most
-CHAIN rows, because it cuts its sums off instead of rounding them: sums of 5,000 rows would all be
-too small by 2e-5. What it added is added in float32, rounded, for all rows of a call, and then to
-the float64 sums.
+CHAIN rows, because it truncates its sums instead of rounding them: sums of 5,000 rows would all be
+too small by 2e-5. Its sums are added in float32, rounded, for all rows of a call, and their total
+is added to the float64 sums.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_scope.program.layout import SLOT_BYTES
 
 #: Rows whose products a matrix unit adds.
 CHAIN = 512
-#: Sums that one program makes on each side, and rows that it takes at once.
+#: One program makes TILE x TILE sums, and takes DEPTH rows at once.
 TILE, DEPTH = 128, 64
 #: Rows that one program sums.
 ROWS = 512
@@ -36,7 +36,8 @@ def add_squares(rows: Tensor, sums: Tensor) -> None:
     """Add x x^T of these rows to the sums on and above the diagonal, and to some below it.
 
     Args:
-        rows: [num_rows, width], bfloat16 or float16, on a GPU. Its columns lie side by side.
+        rows: [num_rows, width], bfloat16 or float16, on a GPU. The numbers of a row lie side by
+            side.
         sums: float64 [width, width], contiguous. Written in place.
     """
     num_rows, width = rows.shape
@@ -49,7 +50,7 @@ def column_sums(rows: Tensor) -> Tensor:
     """float64 [width], the sum of [num_rows, width]. Each number becomes a float64 first.
 
     Args:
-        rows: floats, on a GPU. Its columns lie side by side.
+        rows: floats, on a GPU. The numbers of a row lie side by side.
     """
     num_rows, width = rows.shape
     num_parts = triton.cdiv(num_rows, ROWS)

@@ -24,18 +24,18 @@ from vllm_scope.worker.planned import Requests
 
 
 class StepPlan(msgspec.Struct, frozen=True, eq=False):
-    """The programs of one step's rows, and their slots relative to the step's first.
+    """The programs of one step's rows, and the rows' slots, relative to the step's first slot.
 
     Attributes:
         rows: int64 [num_rows], batch rows with a program, ascending.
         program_ids: int32 [num_rows].
         owners: int32 [num_rows], the number under which a fault is reported; 0 for none.
         offsets: int64 [num_rows], first slot of each row's token, from 0.
-        num_slots: of all rows, in the arena.
-        num_delivered: of all rows, encoded.
-        delivers: bool [num_rows], the rows that `labels` describe.
-        walks: rows whose gates have states, and their walks; None if there are none. The next
-            step has the same object if it has the same rows.
+        num_slots: slots that all rows take in the arena.
+        num_delivered: slots that all rows take once heads have worked on them.
+        delivers: bool [num_rows], True for the rows that `labels` describe.
+        walks: rows whose gates have states, and their walks; None if there are none. If the next
+            step has the same rows, its plan has the same object.
     """
 
     rows: Ints
@@ -63,11 +63,11 @@ class PlannedTokens(NamedTuple):
     def of_requests(
         index: Ints, ids: NDArray[np.int32], row: Ints, position: Ints, count: Ints
     ) -> PlannedTokens:
-        """All tokens of some requests, each of which has one program for all of them.
+        """All tokens of some requests. A request has one program for all its tokens.
 
         Args:
-            row, position: of the first token of each.
-            count: how many it has.
+            row, position: of each request's first token.
+            count: how many tokens each request has.
         """
         if index.size and int(count.max()) > 1:
             within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
@@ -79,12 +79,12 @@ class PlannedTokens(NamedTuple):
     def of_tokens(
         index: Ints, ids: Sequence[NDArray[np.int32]], row: Ints, position: Ints
     ) -> PlannedTokens:
-        """The tokens of some requests, of consecutive rows and positions. Those without a program
-        are left out.
+        """Those tokens of some requests that have a program. A request's tokens have consecutive
+        rows and positions.
 
         Args:
-            ids: of each request at least one, the programs of its tokens.
-            row, position: of the first token of each.
+            ids: for each request, the programs of its tokens, at least one.
+            row, position: of each request's first token.
         """
         count = np.fromiter(map(len, ids), np.int64, len(ids))
         every = np.concatenate(ids)
@@ -100,7 +100,7 @@ class PlannedTokens(NamedTuple):
 def plan_of(
     parts: Sequence[PlannedTokens], requests: Requests, tables: Tables, optimistic: bool
 ) -> StepPlan | None:
-    """The plan of these tokens, in the order of rows; None without tokens."""
+    """The plan of these tokens, in the order of rows; None if there are no tokens."""
     given = [part for part in parts if part.rows.size]
     if not given:
         return None

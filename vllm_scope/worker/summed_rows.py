@@ -1,6 +1,6 @@
 """Rows of requests with Moments, on their way into sums.
 
-Owns:  SummedRequest, Owners (the requests of some rows), StepRows (of a region), WaitingRows.
+Owns:  SummedRequest, Owners (the requests of some rows), StepRows (rows of a region), WaitingRows.
 Runs:  as worker.summing, which uses them.
 """
 
@@ -30,10 +30,10 @@ class SummedRequest:
     """A request with Moments.
 
     Attributes:
-        places: of each action, point -> its place.
-        added: (action, point) -> positions below it are added, or never will be.
-        accepted: tokens that were accepted, as far as is known.
-        over: no more rows come.
+        places: for each action, point -> its place.
+        added: (action, point) -> the position below which rows are added, or never will be.
+        accepted: number of tokens that were accepted, as far as is known.
+        over: True if no more rows come.
     """
 
     num_prompt: int
@@ -45,7 +45,7 @@ class SummedRequest:
 
     @property
     def sure(self) -> int:
-        """Rows at positions below it count."""
+        """Rows at positions below this number are of accepted tokens, as far as is known."""
         return max(self.num_prompt, self.accepted - 1)
 
 
@@ -54,7 +54,8 @@ class Owners:
     """The requests of some rows.
 
     Attributes:
-        requests: distinct; None for one that takes nothing.
+        requests: the distinct requests; None for a request that is not known, or whose sums were
+            dropped.
         of: int64 [n], the index of each row's request.
     """
 
@@ -63,7 +64,7 @@ class Owners:
 
     @property
     def is_known(self) -> NDArray[np.bool_]:
-        """bool [n]"""
+        """bool [n], True for rows whose request is known."""
         return np.array([one is not None for one in self.requests], bool)[self.of]
 
     @property
@@ -71,12 +72,13 @@ class Owners:
         return np.flatnonzero(self.is_known)
 
     def numbers(self, number_of: Callable[[SummedRequest], int]) -> Ints:
-        """int64 [n], a number of each row's request; 0 if it is not known."""
+        """int64 [n], a number of each row's request; 0 if the request is not known."""
         found = [0 if one is None else number_of(one) for one in self.requests]
         return np.array(found, np.int64)[self.of]
 
     def added(self, number: int, point: int) -> Ints:
-        """int64 [n]: positions below it are added at a point, for an action."""
+        """int64 [n]: the position below which the rows of the same request are added already, for
+        an action at a point."""
         return self.numbers(lambda one: one.added.get((number, point), 0))
 
     def at(self, some: Ints) -> Owners:
@@ -89,7 +91,7 @@ class Owners:
         return found
 
     def key(self, index: int, number: int, point: int) -> Key:
-        """Which sums an action's rows of a point are for."""
+        """The key of the sums to which an action's rows of a point are added."""
         request, action = self.requests[index], self.action(index, number)
         assert request is not None
         return action.name, request.places[number][point], action.by
@@ -129,14 +131,15 @@ class StepRows:
         )  # fmt: skip
 
     def positions(self) -> Ints:
-        """int64 [n]; call it once `ready` returns True."""
+        """The true positions, int64 [n]. Call this once `ready` returns True."""
         if self.true is None:
             return self.claimed
         found: Ints = self.true.numpy().astype(np.int64)[self.rows]
         return found
 
     def rows_at(self, some: Ints, slot: int, row_bytes: int, dtype: torch.dtype) -> Tensor:
-        """[n, width], of some of the tokens, at this slot of each. They may lie in the region."""
+        """The rows of some tokens, [n, width], each at `slot` of its token; maybe a view of the
+        region."""
         at = self.firsts[some] + slot
         grid = Grid.of_tokens(at) if len(at) else None
         if grid is None:
@@ -145,7 +148,7 @@ class StepRows:
         return rows.view(dtype)[:, : row_bytes // dtype.itemsize]
 
     def rows_of(self, slots: Sequence[int], row_bytes: int, dtype: torch.dtype) -> Tensor:
-        """[num_slots, n, width], of all of the tokens, at these slots of each."""
+        """A copy of the rows of all tokens, [num_slots, n, width], at these slots of each token."""
         at = (np.array(slots, np.int64)[:, None] + self.firsts).ravel()
         return self._gathered(at, row_bytes, dtype).view(len(slots), len(self.firsts), -1)
 
@@ -156,7 +159,7 @@ class StepRows:
 
 @dataclass(eq=False)
 class WaitingRows:
-    """Rows of one action, of some requests in one step.
+    """Rows of one action in one step, which wait until their tokens are accepted.
 
     Attributes:
         number: index of the action in each of its requests.
@@ -176,7 +179,8 @@ class WaitingRows:
         return self.rows.numel() * self.rows.element_size()
 
     def rest(self, owners: Owners) -> WaitingRows | None:
-        """What still waits; `owners` are those of `keys`. Of requests that are over, nothing."""
+        """The rows that still wait, or None. No rows of requests that are over wait. `owners`: the
+        requests of `keys`."""
         positions = self.positions()
         runs = owners.numbers(lambda one: not one.over) & owners.is_known
         left = np.flatnonzero((positions >= owners.numbers(lambda one: one.sure)) & (runs > 0))
@@ -185,7 +189,7 @@ class WaitingRows:
         try:
             kept, rows = positions[left], picked(self.rows, left, 1)
         except torch.OutOfMemoryError:
-            return self  # those that were added are not added again
+            return self  # rows that were added are not added again
         return WaitingRows(
             self.number, self.points, self.keys[left], lambda: kept, lambda: True, rows
         )

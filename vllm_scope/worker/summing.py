@@ -1,8 +1,8 @@
 """Sums of rows by label, on the device.
 
 Owns:  Summing: the sums, and which rows of running requests are in them.
-Runs:  in workers that drain. `add` on a GPU on the worker's thread, enqueued on the drain's stream,
-       else on the drain thread; the others on either.
+Runs:  in workers that drain. On a GPU `add` runs on the worker's thread, enqueued on the drain's
+       stream; on a CPU on the drain thread. The other methods run on either thread.
 From:  filler, drain.   To: kept_sums.
 
 Promise: each position of a request is added once for each action, and only if its token was
@@ -11,7 +11,7 @@ device, because a draft may be rejected and async scheduling computes rows past 
 EngineCore tells how many tokens of a request are accepted when it schedules the request, and when
 the request ends. A row is added if the next token was accepted too: as in a result, the last token
 has no row. If a position was computed several times, the last of the waiting rows counts; once the
-position is added, later ones do not.
+position is added, later rows do not count.
 
 Rows that could not be added count as missing in the sums that they are for. `add` raises nothing:
 the other rows of its step go on.
@@ -40,11 +40,11 @@ from vllm_scope.worker.summed_rows import Key, Owners, StepRows, SummedRequest, 
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Raw rows that are gathered at once: 8,192 of 4,096 16-bit numbers. Fewer would take a GPU longer
-#: to start than to add.
+#: Bytes of raw rows that are gathered at once: 8,192 rows of 4,096 16-bit numbers. Fewer rows would
+#: take a GPU longer to start than to add.
 CHUNK_BYTES = 64 << 20
-#: Rows of generated tokens wait until they take so much, or so many steps have brought some, or so
-#: many requests have ended.
+#: Rows of generated tokens wait until they take more than MOST_BYTES, or until more than MOST_STEPS
+#: steps have brought some, or more than MOST_STEPS requests have ended.
 MOST_BYTES, MOST_STEPS = 64 << 20, 256
 
 
@@ -65,10 +65,11 @@ class Summing:
         self._sums = KeptSums(dtype, device, widths, most_bytes)
         self._requests: dict[int, SummedRequest] = {}
         self._waiting: list[WaitingRows] = []
-        #: The bytes of `_waiting`; the steps since rows were last settled, and the last of them.
+        #: The bytes of `_waiting`; the number of steps that added rows to it since the last
+        #: `_settle`, and the labels of the last of these steps.
         self._num_bytes = self._num_steps = 0
         self._last_step: Labels | None = None
-        #: Requests that are over, and whose rows may wait.
+        #: Number of requests that are over, and whose rows may still wait.
         self._num_over = 0
         self._lock = threading.Lock()
 
@@ -78,11 +79,11 @@ class Summing:
             self._requests[key] = SummedRequest(num_prompt, list(asked), places)
 
     def __contains__(self, key: int) -> bool:
-        """True for a request with Moments that is not over, or not yet forgotten."""
+        """True for a request with Moments that runs, or that is over and not yet forgotten."""
         return key in self._requests
 
     def __bool__(self) -> bool:
-        """True if there are such requests."""
+        """True if there are requests with Moments that run, or are not yet forgotten."""
         return bool(self._requests)
 
     def accept(self, key: int, num_tokens: int) -> None:
@@ -109,7 +110,7 @@ class Summing:
         true: Tensor | None,
         ready: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Take the rows of a region.
+        """Add the rows of a region to sums, or keep them until their tokens are accepted.
 
         Args:
             words: int64 [num_slots, words of a slot].
@@ -135,7 +136,7 @@ class Summing:
                     except Exception:
                         logger.exception("vllm-scope: rows could not be added to their sums")
                         self._lose(head.number, points, self._owners(step.keys, head.number))
-            # Tokens of several layouts are in any order.
+            # Only now: tokens of several layouts come in any order of positions.
             for mark in reached:
                 mark()
             if len(self._waiting) > num_waiting and labels is not self._last_step:
@@ -149,7 +150,8 @@ class Summing:
     def _take(
         self, step: StepRows, arena: Layout, number: int, points: tuple[int, ...]
     ) -> Iterator[Callable[[], None]]:
-        """Add rows that are sure, and keep the others. Yields what remembers their positions."""
+        """Add rows whose tokens are surely accepted, and keep the others. Yields calls that mark
+        the positions of the added rows."""
         owners = self._owners(step.keys, number)
         step, owners = step.at(owners.known), owners.at(owners.known)
         sure = owners.numbers(lambda one: one.num_prompt if step.true is not None else one.sure)
@@ -194,7 +196,7 @@ class Summing:
     def _sum(
         self, number: int, point: int, owners: Owners, rows_of: Callable[[Ints], Tensor]
     ) -> None:
-        """Add rows of a point: those of all indices of `owners`."""
+        """Add the rows of a point. `rows_of` returns the rows of some indices of `owners`."""
         groups: dict[tuple[Key, tuple[bool, bool]], list[int]] = {}
         targets = np.zeros(len(owners.requests))
         for i in np.unique(owners.of).tolist():
@@ -214,7 +216,7 @@ class Summing:
     def _settle(self) -> None:
         """Add the waiting rows whose tokens are accepted."""
         ready: list[WaitingRows] = []
-        # The others are of the last steps: no row of them is of an accepted token yet.
+        # The others are rows of the last steps: none of their tokens is accepted yet.
         other: list[WaitingRows] = []
         for one in self._waiting:
             (ready if one.ready() else other).append(one)
@@ -231,7 +233,8 @@ class Summing:
         self._num_over = 0
 
     def _settle_at(self, number: int, point: int, some: list[tuple[WaitingRows, int]]) -> None:
-        """The same at one point. `some`: in the order of steps, with the index of the point."""
+        """Add the accepted rows of one point. `some`: waiting rows in the order of steps, each with
+        the index of the point in its rows."""
         positions = np.concatenate([one.positions() for one, _ in some])
         owners = self._owners(np.concatenate([one.keys for one, _ in some]), number)
         sure = owners.numbers(lambda one: one.sure)
@@ -245,13 +248,13 @@ class Summing:
             of.reach(number, point, positions[due])
 
     def names(self, name: str) -> list[tuple[Place, str]]:
-        """The places and labels that there are sums of."""
+        """The places and labels of all sums of a name."""
         with self._lock:
             self._settle()
             return [(place, label) for of, place, label in self._sums.keys() if of == name]
 
     def held(self) -> list[str]:
-        """The names that there are sums of."""
+        """The names of all sums."""
         with self._lock:
             self._settle()
             return sorted({name for name, _, _ in self._sums.keys()})
@@ -263,7 +266,7 @@ class Summing:
             return self._sums.read((name, place, label))
 
     def drop(self, name: str) -> bool:
-        """Forget the sums of a name. Running requests add nothing more to it."""
+        """Forget the sums of a name. Running requests add nothing more to them."""
         with self._lock:
             for request in self._requests.values():
                 request.actions = [
@@ -273,7 +276,7 @@ class Summing:
 
 
 def _last_of_each(at: Ints, of: Ints, positions: Ints) -> Ints:
-    """Of `at`, the last index of each request and position, ascending."""
+    """The last index in `at` of each request and position, ascending."""
     order = np.lexsort((at, positions[at], of[at]))
     one, where = of[at][order], positions[at][order]
     last = np.ones(len(at), bool)

@@ -2,10 +2,10 @@
 
 Owns:  `put_pairs` and `fits`, with two Triton kernels.
 Runs:  as worker.held_saes, on GPUs.
-From:  maxima (the largest of each group).   To: what request.heads.Strongest describes.
+From:  maxima (the largest of each group).   To: the pairs that request.heads.Strongest describes.
 
-Promise: a feature is computed as held_saes computes it. The strongest comes first; of equal ones,
-that with the lowest number. A feature that is not a number counts as larger than all numbers.
+Promise: a feature is computed as held_saes computes it. The strongest comes first; of equal
+features, the one with the lowest index. A feature that is NaN counts as larger than all numbers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Most features of a row, and most groups: one program sorts them in its registers. So many
-#: groups are looked through for each count, so that there are two kernels of each kind.
+#: At most MOST features of a row, and at most MOST_GROUPS groups: one program sorts them in its
+#: registers. For up to LEAST features LEAST groups are looked through, else MOST, so that there are
+#: two variants of each kernel.
 LEAST, MOST, MOST_GROUPS = 32, 64, 4096
 #: Below the key of every number.
 _LEAST = tl.constexpr(-(2**63))
@@ -30,7 +31,7 @@ def put_pairs(
     largest: Tensor, products: Tensor, bias: Tensor, threshold: Tensor | None, count: int,
     packed: Tensor, first_value: int,
 ) -> None:  # fmt: skip
-    """Write the `count` strongest features of each row; a negative one as 0.
+    """Write the `count` strongest features of each row, a negative feature as 0.
 
     Args:
         largest: float32 [num_rows, num_groups], as `maxima` makes it.
@@ -57,7 +58,7 @@ def put_pairs(
 
 @triton.jit
 def _key(value, index):  # type: ignore[no-untyped-def]
-    """int64: larger for a larger value, and of equal ones for a lower index."""
+    """int64, to sort by: larger for a larger value, and among equal values for a lower index."""
     bits = value.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     order = tl.where(value == value, order, 0x7FFFFFFF)
@@ -85,14 +86,14 @@ def _pairs(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     groups = tl.load(best + row * num_groups + tl.arange(0, num_groups))
     at = tl.reshape(groups[:, None] * group + tl.arange(0, group)[None, :], num_groups * group)
-    # Where there are fewer groups than asked for, the others have no such number.
+    # If there are fewer groups than asked for, the other indices are out of range.
     there = (at >= 0) & (at < width)
     feature = tl.load(products + row * width + at, there, 0.0) + tl.load(bias + at, there, 0.0)
     if thresholds:
         feature = tl.where(feature <= tl.load(threshold + at, there, 0.0), 0.0, feature)
     key = tl.sort(tl.where(there, _key(feature, at), _LEAST), descending=True)
     order = (key >> 32).to(tl.int32)
-    bits = tl.where(order <= 0, 0, order)  # of a value that is not negative, the order itself
+    bits = tl.where(order <= 0, 0, order)  # the bits of a value that is not negative
     place = tl.arange(0, num_groups * group)
     into = packed + row * stride + place
     tl.store(into, 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32), place < count)

@@ -5,9 +5,9 @@ Runs:  in every worker, before the forward. CPU only, no device sync.
 From:  plan (requests and positions), core.admission (their ranges of the log).
 To:    tap.tables (the walks of the rows).
 
-Promise: a position has one state. A step begins where the accepted tokens end, so that the
-positions below it have states that hold. If a request begins again after it was preempted, all its
-tokens but the last have theirs, and are replayed.
+Promise: a position has one state. A step begins where the accepted tokens end, so the positions
+below its first one have their final states. If a request begins again after it was preempted, all
+its tokens but the last have states in the log, which are used as they are.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from vllm_scope.program.operations import LogRange
 
 
 class Walks:
-    """The states of running requests; a request is named by its index among the planned ones."""
+    """Where the states of running requests are. A request is named by its index in
+    planned.Requests."""
 
     def __init__(self) -> None:
-        #: [requests, NUM_WALK_COLUMNS], of each request's first row in a step.
+        #: [requests, NUM_WALK_COLUMNS], the walk of each request's first row in a step.
         self._walks = np.zeros((0, NUM_WALK_COLUMNS), np.int32)
         self._requests: set[int] = set()
 
@@ -35,7 +36,7 @@ class Walks:
         """Keep the states of a request.
 
         Args:
-            logged: its range of the log.
+            logged: the request's range of the log.
         """
         missing = index + 1 - len(self._walks)
         if missing > 0:
@@ -51,8 +52,8 @@ class Walks:
             self._walks[index, WIDTH] = 0
 
     def resume(self, index: int, num_tokens: int) -> None:
-        """A request begins again after it was preempted. All its tokens but the last were computed
-        before, so that they have their states."""
+        """Note that a request begins again after it was preempted. All its tokens but the last were
+        computed before, so they have states in the log."""
         if index in self._requests:
             self._walks[index, KNOWN] = num_tokens - 1
 
@@ -62,8 +63,8 @@ class Walks:
         """The walks of a step's rows.
 
         Args:
-            index, first_row, count: of each request: its index, its first row, and its number of
-                rows.
+            index, first_row, count: for each request of the step, its index, its first row, and its
+                number of rows.
 
         Returns:
             The rows of requests with states, ascending, and their walks [n, NUM_WALK_COLUMNS]; None

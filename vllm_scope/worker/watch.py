@@ -2,13 +2,13 @@
 policies decide.
 
 Owns:  Watch, and Judged (what it finds).
-Runs:  `add` and `take` on the worker's thread, behind a step's rows; `judge` where the step's
-       output is made, maybe on a thread of vLLM's.
+Runs:  `add` and `take` on the worker's thread, after a step's rows are submitted; `judge` where the
+       step's output is made, maybe on another thread of vLLM.
 From:  drain (each step's rows, as they leave the arena).   To: engine.core.verdicts.
 
 Promise: a verdict is the one that the front-end finds in the same scores (batch.readout). Each
-position counts once, in order: a position that is computed again does not count, and of a token
-that may be rejected nothing counts before the step after it.
+position counts once, in order: a position that is computed again does not count again, and a token
+that may be rejected does not count before the next step.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: Numbers of one cell: positions, and float32 [n, numbers of the probe].
 _Numbers = tuple[Ints, torch.Tensor]
-#: Of one request in one step: its key, positions, and the numbers of each cell of its probes; None
-#: for a cell that is not in this batch.
+#: The scores of one request in one step: its key, positions, and the numbers of each cell of its
+#: probes; None for a cell that is not in this batch.
 _Found = tuple[int, Ints, list["torch.Tensor | None"]]
 #: Positions and the values there, float32 [n].
 _Values = tuple[Ints, torch.Tensor]
-#: Position -> the values there, by the probes' names.
+#: Position -> name of a probe -> its value there.
 _Seen = dict[int, dict[str, float]]
 
 
@@ -52,9 +52,9 @@ class Judged(NamedTuple):
     """What a step's scores mean for a request.
 
     Attributes:
-        stops: why it is stopped; None if it is not.
-        firsts: the probes that have their verdict now, and for which others wait.
-        scales: that its policy decided.
+        stops: why the request is stopped; None if it is not.
+        firsts: names of the probes that have their verdict now, and for which other probes wait.
+        scales: new scales that the request's policy decided.
     """
 
     stops: str | None = None
@@ -67,9 +67,9 @@ class _Probe:
     """One probe of one request.
 
     Attributes:
-        waiting: of each cell, what has arrived at positions that were not read yet.
-        first: its first stage; None if it waits for none.
-        next: positions below it were read.
+        waiting: for each cell, the numbers that have arrived at positions that were not read yet.
+        first: the first stage that it waits for, or None.
+        next: the position below which values were read.
         told: True once its verdict was told.
     """
 
@@ -81,14 +81,15 @@ class _Probe:
     told: bool = False
 
     def wants(self, positions: Ints, num_prompt: int, seen: bool) -> NDArray[np.bool_]:
-        """bool [n]: the tokens that it scores; a watched probe takes whole phases.
+        """bool [n]: True for tokens that the probe scores. A watched probe scores all tokens of the
+        prompt, all generated tokens, or both.
 
         Args:
             seen: True if a policy sees its values.
         """
         if self.readout.verdict is not None and not seen:
             return np.zeros(len(positions), bool)  # no later value changes it
-        # The ids are not looked at: the phase alone decides.
+        # The answer depends only on whether a token is of the prompt; its id is not looked at.
         found = self.probe.tokens.select(Tokens(positions, num_prompt, positions, None)).certain
         if self.first is not None:
             verdict = self.first.readout.verdict
@@ -126,7 +127,7 @@ class _Watched:
 
     Attributes:
         firsts: as in Resolved.
-        accepted: positions below it have tokens that were accepted.
+        accepted: the position below which tokens are accepted.
     """
 
     req_id: str
@@ -138,11 +139,12 @@ class _Watched:
 
     @property
     def sees(self) -> bool:
-        """True while a policy sees its values."""
+        """True while a policy sees the values of its probes."""
         return self.steering is not None and not self.steering.over
 
     def read(self) -> _Seen:
-        """Read what has arrived. Returns what a policy sees; empty without one."""
+        """Read the values that have arrived. Returns those that a policy sees; empty without a
+        policy."""
         seen: _Seen = {}
         sees = self.sees
         for one in self.probes:
@@ -158,9 +160,10 @@ class Step:
     """Rows on their way.
 
     Attributes:
-        labels: called once the rows are there; the true labels, None if no rows came.
-        wait: returns when they are.
-        found: what watched requests have there; None until it was copied.
+        labels: called once the rows are in the lease. Returns their true labels, or None if no rows
+            came.
+        wait: returns once the rows are in the lease.
+        found: the scores of watched requests; None until they are copied.
     """
 
     labels: Callable[[], Labels | None]
@@ -209,7 +212,7 @@ class Watch:
         """Watch the probes `asked.watched` of a request, whose rows have this key."""
         known: dict[str | None, _Probe] = {}
         probes = asked.watched
-        while len(known) < len(probes):  # a first stage may stand behind those that wait for it
+        while len(known) < len(probes):  # a first stage may come after probes that wait for it
             for probe in probes:
                 if probe.name not in known and (probe.after is None or probe.after in known):
                     waiting: list[list[_Numbers]] = [[] for _ in probe.cells]
@@ -228,13 +231,13 @@ class Watch:
         lease: Lease,
         boundary: int | None,
     ) -> None:
-        """Rows that are on their way to `lease`; arguments as in Step."""
+        """Note rows that are on their way to `lease`; arguments as in Step."""
         lease.retain()
         self._steps.append(Step(labels, wait, lease, boundary))
         self._open.append(self._steps[-1])
 
     def settle(self) -> None:
-        """Copy what is watched, and release the leases: `acquire` waits for one."""
+        """Copy the scores of watched requests, and release the leases: `acquire` waits for one."""
         for step in tuple(self._open):
             with _logged():
                 self._look(step)
@@ -263,8 +266,8 @@ class Watch:
         return found
 
     def judge(self, steps: Sequence[Step]) -> dict[str, Judged]:
-        """Request -> what its new scores mean, each once. Waits for the rows of these steps, the
-        next ones in order."""
+        """Request id -> what its new scores mean; each score counts once. Waits for the rows of
+        `steps`, which are the next steps in order."""
         reached: dict[int, _Watched] = {}
         for step in steps:
             with _logged():
@@ -274,20 +277,20 @@ class Watch:
         for key, watched in reached.items():
             with _logged():
                 judged = self._judged(key, watched)
-                # Nothing can be told of it any more.
+                # True if nothing is left to tell of the request.
                 told = not watched.sees and all(
                     one.told or not (one.probe.stops or one.probe.name in watched.firsts)
                     for one in watched.probes
                 )
                 over = judged.stops is not None or told
-                # It may have ended on the other thread.
+                # The request may have ended on the other thread.
                 here = (self._watched.pop if over else self._watched.get)(key, None) is not None
                 if here and judged != Judged():
                     found[watched.req_id] = judged
         return found
 
     def _collect(self, labels: Labels, lease: Lease, boundary: int | None) -> list[_Found]:
-        """What the watched requests have there."""
+        """The scores of watched requests in a lease."""
         found: list[_Found] = []
         for layout, tokens, data in by_layout(
             labels.layouts, labels.layout_of, boundary, self._widths, lease.slots
@@ -305,9 +308,9 @@ class Watch:
         return found
 
     def _take_in(self, some: Iterable[_Found]) -> dict[int, _Watched]:
-        """By key, the requests that got something."""
+        """Give scores to the probes that want them. Returns the requests that got some, by key."""
         found: dict[int, _Watched] = {}
-        # A request's tokens of several layouts come apart.
+        # A request's tokens come in several parts if they have several layouts.
         first, last = dict[int, int](), dict[int, int]()
         for key, positions, numbers in some:
             watched = self._watched.get(key)
@@ -334,7 +337,7 @@ class Watch:
     def _numbers(
         self, layout: Layout, cell: Cell, count: int, data: np.ndarray
     ) -> torch.Tensor | None:
-        """float32 [n, count], in memory of its own; None if they are not in this layout."""
+        """A copy of a cell's numbers, float32 [n, count]; None if this layout has none of them."""
         slot = layout.made_at(cell.bank, cell.place.point(), self._widths)
         if slot is None:
             return None
@@ -343,7 +346,7 @@ class Watch:
         return torch.from_numpy(values.view(np.float32).copy())
 
     def _judged(self, key: int, watched: _Watched) -> Judged:
-        """What is new of it; its policy decides first."""
+        """What a request's new scores mean. Its policy decides before its probes."""
         seen = watched.read()
         new = []
         for one in watched.probes:
@@ -363,7 +366,8 @@ class Watch:
     def _decided(
         self, key: int, watched: _Watched, seen: _Seen, last: int
     ) -> tuple[str | None, Changes]:
-        """Why a request's policy stops it, and the new scales, by what it sees up to a position."""
+        """Show a request's policy the values at positions up to `last`. Returns why the policy
+        stops the request, or None; and the new scales."""
         scales: dict[int, dict[str, float]] = {}
         if watched.steering is not None:
             watched.steering.begin_step()
@@ -385,7 +389,7 @@ class Watch:
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """A fault of ours must not end the engine, whose outputs are made meanwhile."""
+    """Log an exception instead of raising it: it must not end the engine, which makes outputs."""
     try:
         yield
     except Exception:
@@ -393,7 +397,8 @@ def _logged() -> Iterator[None]:
 
 
 def _joined(some: list[_Numbers]) -> _Numbers | None:
-    """Sorted by position; of a position that came several times, the last numbers."""
+    """The numbers of one cell, sorted by position. If a position came several times, its last
+    numbers count."""
     if not some:
         return None
     if len(some) == 1 and len(some[0][0]) == 1:  # the usual step of decoding

@@ -6,7 +6,7 @@ layers.py      finds the decoder layers of a loaded model
 middle.py      where the stream is between attention and MLP (read from the source)
 watched.py     one forward, recorded by hooks
 proof.py       whether the recorded rows are as the anatomy says
-supposed.py    the same where the source is not understood, and numbers must find the convention
+supposed.py    finds the convention by numbers if the source is not understood
 tapped.py      subclasses of decoder layers whose forward has taps
 attention.py   subclasses of attention modules whose forward has taps
 parts.py       subclasses of the MLP's projection, the experts' router and the final norm

@@ -3,8 +3,8 @@
 Owns:  the traced code around the op.
 Runs:  as tapped.py does: installed once, before the first compiled call.
 
-Promise: the module computes the same as before. The op does not write q, k, v or z, so
-that the compiler does not copy them.
+Promise: if no row is edited, the module computes the same as before. If q, k or v is a slice of
+wider rows, the op gets a copy of the slice: else the compiler would copy the wider rows.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from vllm_scope.request.sites import ATTENTION_SITES, Place, Sites
 def install_attention_taps(
     anatomy: Anatomy, tap_of: Mapping[int, int], arena: Tensor, tables: Tables, sites: Sites
 ) -> tuple[int, ...]:
-    """Tap the attention of this worker's layers; arguments as of `install_taps`.
+    """Tap the attention of this worker's layers; arguments as for `install_taps`.
 
     Args:
-        sites: how wide rows are.
+        sites: says how wide rows are.
 
     Returns:
         The boundaries that carry a tap here.

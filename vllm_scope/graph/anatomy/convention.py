@@ -1,4 +1,4 @@
-"""What a decoder layer returns, and where the residual stream is in it.
+"""What a decoder layer returns, and where the residual stream is in what it returns.
 
 Owns:  Convention, and the reading of it from the layer's and the model's source; the module that
        the model calls after its layers.
@@ -12,11 +12,11 @@ is not understood, the model gets no taps, unless numbers prove the stream (supp
 Most of vLLM 0.32's decoder layers return (hidden, residual), whose sum is the stream. Some
 return one tensor. Some return a residual that `hidden` contains already; they look like the
 first kind, and the sum would be silently wrong. Their forward has an unconditional
-`residual = hidden_states`. If a layer overwrites the residual under another condition than
-that there is none yet, it is refused.
+`residual = hidden_states`. A layer is refused if it overwrites the residual under any condition
+but a missing residual.
 
-Two signs of the model's end are read further: a norm may take a residual and leave it alone
-(Cohere), and layers may return None for it, so that the model never adds one (Gemma 4).
+Two more things are read at the model's end: a norm may take a residual and return it unchanged
+(Cohere), and layers may return None as the residual, so that the model never adds one (Gemma 4).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def convention_of(layer: nn.Module, model: nn.Module) -> Convention:
     """The convention of a decoder layer inside its model.
 
     Raises:
-        CompatError: there is no source, or its signs are unknown or disagree.
+        CompatError: there is no source, or the signs in it are unknown or disagree.
     """
     name, outer = type(layer).__name__, type(model).__name__
     forward = forward_of(layer)
@@ -89,7 +89,7 @@ def final_norm_of(model: nn.Module) -> str | None:
 
 
 def treats_half_apart(layer: nn.Module) -> bool:
-    """True if a layer's forward tests for float16: such layers scale the stream there."""
+    """True if a layer's forward tests for float16: such layers scale the stream in float16."""
     return any(
         isinstance(node, ast.Attribute) and node.attr == "float16"
         for node in ast.walk(forward_of(layer))
@@ -109,7 +109,7 @@ def _shape(value: ast.expr | None) -> int:
 
 
 def _returns_named_pair(layer: ast.FunctionDef) -> bool:
-    """`out = (a, b); return out`."""
+    """True if a layer has `out = (a, b); return out`."""
     names = {node.value.id for node in _returns(layer) if isinstance(node.value, ast.Name)}
     return any(
         isinstance(node, ast.Assign)
@@ -130,7 +130,7 @@ def _returned_object(layer: ast.FunctionDef) -> str | None:
 
 
 def _check_single_pass(forward: ast.FunctionDef, name: str) -> None:
-    """Raise if a layer may run twice a forward: a position then has several rows of it."""
+    """Raise if a layer may run twice in a forward: a position then has several rows from it."""
     loops = [
         node
         for node in ast.walk(forward)
@@ -152,7 +152,7 @@ def _overwrites_residual(layer: ast.FunctionDef, name: str) -> bool:
     """True if the forward has an unconditional `residual = hidden_states`.
 
     Raises:
-        CompatError: it has one under a condition, on which then depends what it returns.
+        CompatError: it has one under a condition, so that its result depends on the condition.
     """
     if any(_is_overwrite(node) for node in layer.body):
         return True
@@ -168,7 +168,7 @@ def _overwrites_residual(layer: ast.FunctionDef, name: str) -> bool:
 
 
 def _is_overwrite(node: ast.stmt) -> bool:
-    """`residual = hidden_states`"""
+    """True for `residual = hidden_states`."""
     return (
         isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Name)
@@ -178,7 +178,8 @@ def _is_overwrite(node: ast.stmt) -> bool:
 
 
 def _asks_for_no_residual(test: ast.expr) -> bool:
-    """`residual is None`: true in the first layer."""
+    """True for a test for a missing residual (`residual is None`, which holds in the first layer),
+    or for its opposite."""
     return ast.unparse(test) in ("residual is None", "residual is not None", "not residual")
 
 
@@ -193,7 +194,7 @@ def _model_forward(model: nn.Module) -> ast.FunctionDef:
 
 
 def _returns_none(layer: ast.FunctionDef) -> bool:
-    """Each return is `hidden, None`."""
+    """True if each return is `hidden, None`."""
     values = [node.value for node in _returns(layer)]
     return all(
         isinstance(value, ast.Tuple)
@@ -220,7 +221,8 @@ class _NoResidual(ast.NodeTransformer):
 
 
 def _joins_residual(forward: ast.FunctionDef, model: nn.Module) -> bool:
-    """The model ends with hidden + residual, or with norm(hidden, residual) that adds them."""
+    """True if the model ends with hidden + residual, or with a norm(hidden, residual) that adds
+    them."""
     for node in ast.walk(forward):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             names = [a.id for a in node.args if isinstance(a, ast.Name)]
@@ -255,7 +257,7 @@ def _leaves_residual(norm: nn.Module | None) -> bool:
 
 
 def _loop_reads_one_tensor(forward: ast.FunctionDef) -> bool:
-    """The loop over the layers is `hidden = layer(...)`, a single name."""
+    """True if the loop over the layers assigns to a single name: `hidden = layer(...)`."""
     for node in ast.walk(forward):
         if isinstance(node, ast.For):
             for inner in ast.walk(node):

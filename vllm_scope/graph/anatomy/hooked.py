@@ -3,7 +3,7 @@
 Runs:  where nothing is compiled. Functions can be installed at any time, not only before the
        first forward.
 
-A layer's exit tap runs after the functions: it reads and edits what they left.
+A layer's exit tap runs after the functions: it reads and edits the rows that they left.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from vllm_scope.graph.anatomy.convention import Convention
 from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.graph.anatomy.tapped import rebuilt
 
-#: (layer, True before it and False after, hidden, residual). The stream is `hidden`, or the
-#: sum if there is a residual. Both [num_tokens, hidden_size]; both may be edited in place.
+#: (layer, True before the layer and False after it, hidden, residual). The stream is `hidden`, or
+#: hidden + residual if there is a residual. Both are [num_tokens, hidden_size], and may be edited
+#: in place.
 Call = Callable[[int, bool, Tensor, Tensor | None], None]
 
 
 def install_calls(anatomy: Anatomy, call: Call) -> None:
-    """Raises CompatError where a layer's forward has no `hidden_states`."""
+    """Let each layer call `call` before and after it runs. Raises CompatError if a layer's forward
+    has no `hidden_states`."""
     for number, layer in anatomy.layers.items():
         untapped = getattr(layer, "scope_base", type(layer))
         hooked = _hooked_layer(untapped, anatomy.convention, number, call)
@@ -48,7 +50,7 @@ def _hooked_layer(base: type, convention: Convention, number: int, call: Call) -
             _call(call, number, False, hidden, residual if sums else None)
             return out
 
-    # Taps look for `hidden_states` there.
+    # Taps look for `hidden_states` in the signature.
     Hooked.forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     Hooked.__name__ = Hooked.__qualname__ = f"Hooked{base.__name__}"
     return Hooked

@@ -26,16 +26,17 @@ class Anatomy:
         layers: layer number (global, from 0) -> module.
         num_layers: of the whole model, all pipeline stages.
         convention: what the layers return.
-        path: the name of the list that holds them.
-        attention: layer number -> the module that is called with q, k and v. Only of layers
-            that have tapped sites there.
-        projections: layer number -> the module of its MLP whose input is `mlp_post`. Only of
-            layers that have a tap there.
-        routers: layer number -> the module whose output is `router_logits`. Only of layers that
-            have a tap there.
-        blocks: `attn_in` or `mlp_in` at a layer -> the module whose input it is. Only where it has
-            a tap.
-        splits: site whose rows the tensor-parallel ranks share -> how. Empty with one rank.
+        path: the name of the list that holds the layers.
+        attention: layer number -> the module that is called with q, k and v. Only for layers with
+            taps on that module.
+        projections: layer number -> the module of its MLP whose input is `mlp_post`. Only for
+            layers with a tap there.
+        routers: layer number -> the module whose output is `router_logits`. Only for layers with a
+            tap there.
+        blocks: `attn_in` or `mlp_in` at a layer -> the module whose input the site is. Only for
+            places with a tap.
+        splits: site whose rows are split over the tensor-parallel ranks -> the split. Empty with
+            one rank.
         norm: the name of the norm behind the last layer, in the module that runs the layers;
             None if it is not found in the source.
         norm_here: that norm; None on another pipeline stage.
@@ -67,7 +68,7 @@ def find_anatomy(
     is_missing: Callable[[nn.Module], bool],
     has_cache: Callable[[nn.Module], bool],
 ) -> Anatomy:
-    """The one list of `num_layers` modules that is the model's decoder.
+    """The anatomy of a model whose decoder is one list of `num_layers` modules.
 
     Args:
         model: the loaded model.
@@ -107,10 +108,11 @@ def supposed_anatomies(
 
     Args:
         model, num_layers, is_missing, has_cache: as for `find_anatomy`.
-        unread: why.
+        unread: why the source is not understood.
 
     Raises:
-        CompatError: as `find_anatomy`, or the module that holds the layers has not one norm.
+        CompatError: as `find_anatomy`, or the module that holds the layers has no norm, several, or
+            one that is missing here.
     """
     path, parent, layers = _decoder_of(model, num_layers, is_missing, has_cache)
     norms = [name for name, _ in parent.named_children() if is_norm(name)]

@@ -5,9 +5,9 @@ Runs:  once, after the model is loaded.
 From:  source.   To: tapped.
 
 Promise: fail closed. Between the calls of the attention and of the MLP exactly one norm has
-the whole stream as its input: it joins the residual (`hidden, residual = norm(hidden,
-residual)`), or follows `residual = hidden` at once. Gemma's norm of the attention's output
-alone does neither. Every path through the forward calls the attention and the norm.
+the whole stream as its input: it adds the residual (`hidden, residual = norm(hidden,
+residual)`), or follows directly after `residual = hidden`. Gemma's norm of the attention's
+output alone does neither. Every path through the forward calls the attention and the norm.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MLP_WORDS = ("mlp", "feed_forward", "ffn", "moe")
 
 @dataclass(frozen=True)
 class _Call:
-    """`target = self.name(args)`, or `target = source` with no name."""
+    """`target = self.name(args)`, or `target = source`, whose `name` is empty."""
 
     name: str
     args: tuple[str, ...]
@@ -35,7 +35,7 @@ class _Call:
 
 
 def norm_before_mlp(layer: nn.Module, convention: Convention) -> str:
-    """The attribute of the layer that holds the norm.
+    """The name of the layer's attribute that is the norm before the MLP.
 
     Raises:
         CompatError: the layer's source has no such norm, or several, or a path without it.
@@ -66,7 +66,7 @@ def norm_before_mlp(layer: nn.Module, convention: Convention) -> str:
             f"{name}.forward has {names} where one norm between attention and MLP was expected"
         )
     (norm,) = found
-    # If the norm or the attention may be skipped, the norm's input may be of another place.
+    # If the norm or the attention may be skipped, the norm's input may come from another place.
     for what, is_it in (("its attention", _is_attention), (f"the norm {norm}", norm.__eq__)):
         if not _always(forward.body, is_it):
             raise CompatError(f"{name}.forward may leave out {what}")
@@ -98,7 +98,8 @@ def _is_attention(name: str) -> bool:
 
 
 def _parse(node: ast.AST) -> list[tuple[tuple[int, int], _Call]]:
-    """Calls of `self.name(...)` in an assignment, and `residual = hidden`."""
+    """The call of `self.name(...)` in an assignment, or `residual = hidden`, with its line and
+    column; empty for any other node."""
     if not isinstance(node, ast.Assign) or len(node.targets) != 1:
         return []
     target, value, at = node.targets[0], node.value, (node.lineno, node.col_offset)

@@ -35,7 +35,7 @@ _INPUTS = ("hidden_states", "x", "input_")
 def install_part_taps(
     anatomy: Anatomy, tap_of: Mapping[int, int], arena: Tensor, tables: Tables, sites: Sites
 ) -> tuple[int, ...]:
-    """Tap these modules of this worker; arguments as of `install_attention_taps`.
+    """Tap single modules of this worker's model; arguments as for `install_attention_taps`.
 
     Returns:
         The boundaries that carry a tap here.
@@ -65,7 +65,8 @@ def install_part_taps(
 
 
 def input_of(module_class: type) -> str | None:
-    """The parameter of a forward that is the module's input; None if no name says so."""
+    """The name of the parameter of a forward that is the module's input; None if no parameter has
+    a known name."""
     names = parameters(module_class)
     return next((name for name in _INPUTS if name in names), None)
 
@@ -73,7 +74,7 @@ def input_of(module_class: type) -> str | None:
 def _tapped_input(base: type, site: str, size: int, split: Split | None) -> type[nn.Module]:
     name = input_of(base)
     at = 0 if name is None else parameters(base).index(name)
-    # Others may use a block's input: of a layer whose branches are side by side, or without a norm.
+    # Other modules may use a block's input, if the layer's branches are parallel or have no norm.
     copies = site in BLOCK_SITES
 
     class Tapped(base):
@@ -100,5 +101,5 @@ def _tapped_output(base: type, site: str, size: int, split: Split | None) -> typ
             rows = tap_rows(self, rows, getattr(self, f"scope_{site}"), size, split)
             return (rows, *others) if isinstance(out, tuple) else rows
 
-    Tapped.scope_base = base  # what a lens calls
+    Tapped.scope_base = base  # a lens calls its forward, without the tap
     return named(Tapped, base)

@@ -13,8 +13,8 @@ The anatomy is read from source. The recorded rows show where the stream is, ind
 5. What the last layer leaves is what the norm behind the layers gets.
 6. A router runs once, and returns rows of the model's dtype.
 7. Rows of q, k, v and z are as wide as the model's configuration says.
-3 and 4 are of layers that return (hidden, residual). What a norm gets is `hidden`, or its sum with
-`residual` if the norm returns that sum. Rows that are not finite show nothing.
+3 and 4 are compared for layers that return (hidden, residual). What a norm gets is `hidden`, or
+hidden + residual if the norm returns that sum. Rows that are not finite show nothing.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from vllm_scope.graph.anatomy.tapped import fits
 from vllm_scope.graph.anatomy.watched import LayerCall, NormCall, Watch
 from vllm_scope.request.sites import ROUTER_SITE
 
-#: The largest error that counts as rounding, as a part of the row's length: so many eps of the
-#: dtype, and at least so much. Sums are rounded once or twice.
+#: The largest error that counts as rounding, divided by the row's length: _STEPS eps of the dtype,
+#: but at least _LEAST. Sums are rounded once or twice.
 _STEPS, _LEAST = 4, 1e-5
 
 
@@ -50,7 +50,7 @@ class Findings:
         moved: layers before which the model changes the stream.
         num_equal: equalities that held.
         untold: what was not compared -> the layers.
-        streams: layer -> what it leaves, [num_tokens, hidden_size] in float32.
+        streams: layer -> the stream that it leaves, [num_tokens, hidden_size] in float32.
     """
 
     wrong_sites: Mapping[str, str]
@@ -67,13 +67,14 @@ def find_faults(
     """Compare the rows of a recorded forward.
 
     Args:
-        middles: layer number -> the norm before its MLP, of layers where equalities 3 and 4 are
-            asked for.
+        middles: layer number -> the norm before its MLP, for layers where equalities 3 and 4 are to
+            be compared.
         dtype: the model's.
-        sizes: site inside the attention -> numbers of a row, of those that are tapped.
+        sizes: tapped site inside the attention -> numbers of a row.
 
     Raises:
-        CompatError: a layer did not run once, or the stream is not where the convention says.
+        CompatError: a layer did not run exactly once, or the stream is not where the convention
+            says.
     """
     faults = _Faults(anatomy, middles, watch.layers, watch.norms)
     calls = {number: call.calls for number, call in watch.layers.items()}
@@ -94,7 +95,7 @@ def find_faults(
 
 
 def may_return(convention: Convention, returned: object) -> bool:
-    """Whether a layer of this convention can return this."""
+    """True if a layer of this convention can return this value."""
     if convention is Convention.TENSOR:
         return isinstance(returned, Tensor)
     if not isinstance(returned, tuple) or len(returned) != 2:
@@ -105,8 +106,8 @@ def may_return(convention: Convention, returned: object) -> bool:
 
 
 def row_error(one: Tensor, other: Tensor) -> float | None:
-    """The largest difference of two rows, of the longer one's length; None if a number is not
-    finite."""
+    """The largest relative error of a row: the length of the difference, divided by the length of
+    the longer row. None if a number is not finite."""
     error = (one - other).norm(dim=-1)
     length = torch.maximum(one.norm(dim=-1), other.norm(dim=-1))
     if not bool(torch.isfinite(error + length).all()):
@@ -224,7 +225,7 @@ class _Faults:
         if second is None or not hidden.shape == residual.shape == second.shape:
             return None
         total = _stream(hidden, residual)
-        # A norm that leaves the residual alone returns it (Cohere).
+        # A norm that does not use the residual returns it unchanged (Cohere).
         for rows, returned in ((total, total), (_flat(hidden), _flat(residual))):
             error = row_error(returned, _flat(second))
             if error is not None and error <= _tolerance(second.dtype):
@@ -232,7 +233,8 @@ class _Faults:
         return None
 
     def _gap(self, one: Tensor | None, other: Tensor | None, what: str, number: int) -> float:
-        """The largest relative error of a row, or 0 if that is rounding or there is none."""
+        """The largest relative error of a row; 0 if that is rounding, or if there are no rows to
+        compare."""
         error = None
         if one is not None and other is not None and one.shape == other.shape:
             error = row_error(one, other)

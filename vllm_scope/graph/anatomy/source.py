@@ -80,7 +80,7 @@ def is_norm(name: str) -> bool:
 
 
 class _Settled(ast.NodeTransformer):
-    """Replaces each test whose answer is known by the branch that runs."""
+    """Replaces each `if` whose test has a known answer by the branch that runs."""
 
     def __init__(self, answers: Mapping[_Place, bool]) -> None:
         self._answers = answers
@@ -117,7 +117,8 @@ def _answer(test: ast.expr, module: nn.Module) -> bool | None:
 
 
 def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr, module: nn.Module) -> bool | None:
-    """`self.name is None`, `self.name == 3`, and their opposites."""
+    """The answer of `self.name is None`, `self.name == 3`, or their opposites; None for any other
+    comparison, or if the answer is not known."""
     value = _attribute(left, module)
     if value is _UNKNOWN or not isinstance(right, ast.Constant):
         return None

@@ -1,10 +1,10 @@
-"""Rows of which tensor parallelism gives each rank a part: heads, and columns of the MLP.
+"""Rows that tensor parallelism splits over the ranks: heads, and columns of the MLP.
 
-Owns:  Split: how the parts of one site are put together, and taken apart again.
+Owns:  Split: how the parts of one site's rows are joined, and taken apart again.
 Runs:  traced into the model's graph, on every rank.
 
-Promise: the joined row is the row of one rank alone. All ranks edit it alike, and each goes on
-with its own part.
+Promise: the joined row equals the row of a model on one rank. All ranks edit the joined row alike,
+and each rank goes on with its own part.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Split:
     """The split of one site's rows.
 
     Attributes:
-        whole, part: numbers of a row; those of this rank.
+        whole, part: numbers of a row, and of this rank's part of it.
         rank, num_ranks: of the tensor-parallel group.
-        gather: [n, part] -> [n, num_ranks * part], of all ranks in their order.
+        gather: [n, part] -> [n, num_ranks * part], the parts of all ranks in the order of ranks.
     """
 
     whole: int
@@ -38,13 +38,14 @@ class Split:
         return self.num_ranks * self.part // self.whole
 
     def joined(self, rows: Tensor) -> Tensor:
-        """[n, part] -> [n, whole], in the order of heads or columns; contiguous."""
+        """The whole rows, of which `rows` are this rank's parts: [n, part] -> [n, whole], in the
+        order of heads or columns; contiguous."""
         every = self.gather(rows)
         if self.copies > 1:
             every = every.unflatten(1, (-1, self.copies, self.part))[:, :, 0].flatten(1)
         return every.contiguous()
 
     def own(self, rows: Tensor) -> Tensor:
-        """[n, whole] -> [n, part], contiguous."""
+        """This rank's part of whole rows: [n, whole] -> [n, part], contiguous."""
         first = self.rank // self.copies * self.part
         return rows[:, first : first + self.part].contiguous()

@@ -1,16 +1,16 @@
-"""The stream of a model whose source is not understood, by the numbers of forwards.
+"""Finds the stream of a model whose source is not understood, by the numbers of forwards.
 
 Owns:  `prove_supposed`, `stream_rows`, `compare_compiled`.
 Runs:  once, after the model is loaded; and once more when it is compiled.
 From:  watched, proof.   To: engine.worker.proving.
 
 Numbers show one forward only. They hold for every forward if two more things are true:
-- The model is compiled as one graph, whose guards vLLM drops. No branch of Python is then taken
-  later: what the graph computes at load, with these rows and others, is all that it computes.
-- A layer gets the very tensors that the layer before it returned. So no choice by values, inside of
-  the graph, is between the two.
-The graph is traced apart from the forward that the numbers are of, and may be loaded from a cache.
-So its own rows are compared with those of an uncompiled forward of the same token.
+- The model is compiled as one graph, whose guards vLLM drops. Then Python takes no branch later:
+  every forward computes what the graph computes at load.
+- A layer gets the very tensors that the layer before it returned. So the graph makes no choice by
+  values between one layer and the next.
+The graph is not traced in the forward that gave the numbers, and may be loaded from a cache. So the
+graph's rows are compared with the rows of an uncompiled forward of the same token.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.graph.anatomy.proof import Findings, find_faults, may_return, row_error
 from vllm_scope.graph.anatomy.watched import LayerCall, Watch
 
-#: The largest error of a compiled row: so many eps of the dtype, and at least so much. The compiler
-#: rounds less often, and the errors of all layers add up.
+#: The largest error of a compiled row, divided by its length: _STEPS eps of the dtype, but at least
+#: _LEAST. The compiler rounds less often, and the errors of all layers add up.
 _STEPS, _LEAST = 8, 1e-3
 
 
 def prove_supposed(
     anatomies: Sequence[Anatomy], watch: Watch, dtype: torch.dtype, hidden_size: int
 ) -> Anatomy:
-    """The one supposition that every equality of a recorded forward bears out.
+    """The one supposition that agrees with every equality of a recorded forward.
 
     Args:
         anatomies: one for each convention, as `supposed_anatomies` makes them.
-        watch: of a forward whose first layer got random rows.
+        watch: the record of a forward whose first layer got random rows.
 
     Raises:
-        CompatError: an equality is wrong or was not shown, in one sentence.
+        CompatError: no supposition agrees, or more than one; the text says why.
     """
     good: list[Anatomy] = []
     reasons = [
@@ -73,7 +73,7 @@ def stream_rows(anatomy: Anatomy, watch: Watch, dtype: torch.dtype) -> dict[int,
 
     Args:
         anatomy: of a proved convention.
-        watch: of a forward whose first layer got the model's own rows.
+        watch: the record of a forward whose first layer got the model's own rows.
 
     Raises:
         CompatError: as `find_faults`.
@@ -95,15 +95,17 @@ def compare_compiled(
     unread: str | None,
     dtype: torch.dtype,
 ) -> None:
-    """Compare what taps read in the compiled graph with an uncompiled forward of the same token.
+    """Compare the rows that taps read in the compiled graph with those of an uncompiled forward of
+    the same token.
 
     Args:
-        rows, expected: boundary -> [hidden_size], float32 on the CPU; `expected` has more.
+        rows, expected: boundary -> [hidden_size], float32 on the CPU; `expected` may have more
+            boundaries.
         unread: why the source is not understood.
         dtype: the model's.
 
     Raises:
-        CompatError: a row differs, or shows nothing.
+        CompatError: a row differs, is not finite, or is 0 in the uncompiled forward.
     """
     limit = max(_STEPS * torch.finfo(dtype).eps, _LEAST)
     for boundary, row in rows.items():

@@ -66,8 +66,8 @@ def install_taps(
 
 
 def _places_of(number: int, tap_of: Mapping[int, int]) -> dict[str, int]:
-    """Place of the layer -> boundary, of the places that carry a tap."""
-    # The entry of layer 0 only: any other is the exit of the layer before.
+    """Name of a place in the layer -> its boundary, for the places that carry a tap."""
+    # The entry of layer 0 only: any other entry is the exit of the layer before.
     places = {"entry": 0 if number == 0 else -1, "middle": 2 * number + 1}
     places["exit"] = 2 * number + 2
     places |= {site: Place(site, number).boundary for site in BRANCH_SITES}
@@ -82,8 +82,8 @@ def _check(layer: nn.Module, number: int, here: Mapping[str, int], convention: C
     words = {"middle": "resid_mid"} | {site: site for site in BRANCH_SITES}
     for place in (place for place in words if place in here):
         try:
-            # A branch's output can only be read before it is added to the stream: where the
-            # layer keeps (hidden, residual) and the next norm adds them.
+            # A branch's output can be read only before it is added to the stream: that is, if
+            # the layer returns (hidden, residual) and the next norm adds them.
             if place in BRANCH_SITES and convention is not Convention.SUM:
                 raise CompatError(
                     f"{type(layer).__name__} adds to the stream inside ({convention.value})"
@@ -101,12 +101,12 @@ def refused_site(site: str, reason: str) -> ConfigError:
 
 
 def parameters(layer_class: type) -> list[str]:
-    """The parameters of its forward, without `self`."""
+    """The names of the parameters of a layer's forward, without `self`."""
     return list(inspect.signature(layer_class.forward).parameters)[1:]  # type: ignore[attr-defined]
 
 
 def norm_of(layer: nn.Module, number: int, convention: Convention) -> nn.Module:
-    """The norm of a layer whose input is `resid_mid`.
+    """The norm in a layer whose input is `resid_mid`.
 
     Raises:
         CompatError: as `norm_before_mlp`.
@@ -136,7 +136,7 @@ def give_buffers(
 
 
 def _tables(module: Any, number: Tensor) -> tuple[Tensor, ...]:
-    """The op's arguments behind the stream, as in `definition.tap_rows`."""
+    """The op's arguments after the stream, as in `definition.tap_rows`."""
     return (
         module.scope_arena, module.scope_tokens, module.scope_programs, module.scope_ops,
         module.scope_vectors, number, module.scope_host,
@@ -155,14 +155,15 @@ def tap_rows(
     Args:
         rows: [num_tokens, size], [num_tokens, heads, size of each], or [1, num_tokens, size].
         number: the tap's.
-        split: how the ranks share the rows, of which `size` is the whole; None: each has all.
+        split: how the rows, of `size` numbers, are split over the ranks; None if each rank has
+            whole rows.
 
     Returns:
-        The rows to go on with: `rows` itself, or a copy if they are a part of wider ones.
+        The rows to go on with: `rows` itself, or a copy if `rows` are part of wider rows or split.
 
     Raises:
-        CompatError: while the graph is traced: rows of another width or dtype, which would
-            overwrite their neighbours'.
+        CompatError: raised while the graph is traced: the rows have another width or dtype. In the
+            arena they would overwrite the rows of their neighbours.
     """
     dtype = module.scope_arena.dtype
     width = size if split is None else split.part
@@ -182,7 +183,7 @@ def tap_rows(
 
 
 def fits(rows: Tensor, size: int) -> bool:
-    """True if the rows have so many numbers each."""
+    """True if each row has `size` numbers."""
     # Some models carry a batch dimension of one (Transformers backend).
     batched = rows.shape[-1] == size and rows.dim() == 3 and rows.shape[0] == 1
     return batched or math.prod(rows.shape[1:]) == size
@@ -223,13 +224,13 @@ def _branching_layer(base: type, size: int) -> type[nn.Module]:
             out = super().forward(*args, **kwargs)
             return (tap_rows(self, out[0], self.scope_mlp_out, size), *out[1:])
 
-    # The outer subclasses look for `hidden_states` there.
+    # The outer subclasses look for `hidden_states` in the signature.
     Tapped.forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     return named(Tapped, base)
 
 
 def rebuilt(tapped: type, base: type, convention: Convention) -> type[nn.Module]:
-    """`base` with the taps of the class `tapped`; `base` itself if that has none."""
+    """`base` with the taps of the class `tapped`; `base` itself if `tapped` has none."""
     places = getattr(tapped, "scope_places", None)
     return base if places is None else _tapped_layer(base, convention, places)
 

@@ -31,10 +31,10 @@ _Kwargs = dict[str, object]
 
 @dataclass
 class NormCall:
-    """Copies of what a norm was called with, and of the second thing that it returned.
+    """Copies of a norm's arguments, and of the second value that it returned.
 
     Attributes:
-        hidden, residual: [num_tokens, hidden_size]; second, too.
+        hidden, residual, second: [num_tokens, hidden_size].
     """
 
     hidden: Tensor
@@ -44,14 +44,15 @@ class NormCall:
 
 @dataclass
 class LayerCall:
-    """Copies of what a layer was called with, and of what it returned.
+    """Copies of a layer's arguments, and of what it returned.
 
     Attributes:
-        calls: how often it ran; the rest is of the last time.
-        given: hidden, residual.
-        handed: of each thing that the layer before returned, whether this layer got that very
-            tensor; None of the first layer.
-        first: the first child that it called.
+        calls: how often the layer ran; the other attributes are of its last call.
+        given: (hidden, residual), its arguments.
+        handed: for each value that the layer before returned, True if this layer got that very
+            tensor; None for the first layer.
+        first: the first child that the layer called.
+        returned: what it returned.
     """
 
     calls: int = 0
@@ -65,13 +66,13 @@ class Watch:
     """Records a model's forward while it is entered, with one recorder for each kind of module.
 
     Args:
-        noise: random rows enter the first layer. Otherwise the model's own do.
+        noise: True if random rows enter the first layer instead of the model's own rows.
 
     Attributes:
         layers: layer number -> its call, in the order of layers.
-        norms: norm -> its calls: the layers' own, and the one behind them.
-        routed: layer number -> what its router returned, of `Anatomy.routers`.
-        attended: layer number -> site -> the rows that its attention is called with or returns, of
+        norms: norm -> its calls. The norms are those of the layers, and the one behind the layers.
+        routed: layer number -> the values that its router returned, for `Anatomy.routers`.
+        attended: layer number -> site -> the rows that its attention is called with or returns, for
             `Anatomy.attention`.
     """
 
@@ -121,7 +122,7 @@ class _Left:
 
 @dataclass
 class _LayerRecorder:
-    """Records one layer. `noise`: random rows replace those that it gets."""
+    """Records one layer. `noise`: True if random rows replace those that the layer gets."""
 
     call: LayerCall
     noise: bool
@@ -140,7 +141,7 @@ class _LayerRecorder:
         self.call.calls += 1
         given = dict(zip(names, args, strict=False)) | kwargs
         hidden, residual = given.get("hidden_states"), given.get("residual")
-        if hidden is None:  # by another name
+        if hidden is None:  # the argument has another name
             hidden = next(iter(_floats(given.values())), None)
         if self.left.values is not None:
             every = (*args, *kwargs.values())

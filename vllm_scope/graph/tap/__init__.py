@@ -7,5 +7,5 @@ places.py      which row of a table belongs to which content
 staging.py     host memory from which a step's table is uploaded
 op.py          the registered op, which runs the definition or the kernel
 graphs.py      CUDA graphs that are replayed without the taps that do nothing
-driver.py      the calls of the CUDA driver that they need
+driver.py      the calls of the CUDA driver that graphs.py needs
 """

@@ -44,7 +44,8 @@ from vllm_scope.program.operations import (
 NUM_COLUMNS = 12
 #: Columns of the token table.
 PROGRAM, SLOT, TO_HOST, OWNER = range(4)
-#: Columns of the table of taps; a row has 16 bytes, as the kernel loads addresses of one alignment.
+#: Columns of the table of taps. A row has 16 bytes, so that all rows have one alignment for the
+#: kernel; two columns are empty.
 NUMBER, ACTS = range(2)
 NUM_TAP_COLUMNS = 4
 WORDS_PER_SLOT = SLOT_BYTES // 4
@@ -80,31 +81,31 @@ def tap_rows(
     the model's dtype; edits compute in float32.
 
     An edited row is written back, rounded once: residual = x and hidden = 0, or hidden = x
-    if there is no residual. Two edited rows are not written:
+    if there is no residual. An edited row is not written in two cases:
 
-    - A row that its edits left unchanged: rounding the sum would change the next norm's input.
-    - A row that is not finite in the model's dtype. Its owner gets a fault, and the model
-      goes on with the row from before the edits. Where faults are not read (every pipeline
-      stage but the last), the row is written, and OP_CHECK finds it in the last stage.
+    - Its edits left it unchanged. Rounding the sum would change the next norm's input.
+    - It is not finite in the model's dtype. Its owner gets a fault, and the model goes on
+      with the row from before the edits. If faults are not read (in every pipeline stage
+      but the last), the row is written, and OP_CHECK finds it in the last stage.
 
-    OP_CHECK replaces a row that is not finite by zeros. Nobody gets them; without it a
-    sampler could turn such logits into a token that does not exist.
+    OP_CHECK replaces a row that is not finite by zeros. Nobody gets these zeros; without them
+    a sampler could turn the row's logits into a token that does not exist.
 
     Args:
         hidden: [num_rows, hidden_size], model dtype. Edited rows are written.
         residual: like `hidden`; None if the model has added it already.
         arena: [num_slots, elements of a slot], model dtype. Written in place.
         tokens: [max_rows, 4] int32: program (-1 for none), slot, 1 if the token's slots are
-            in host memory, owner. Rows from num_rows on are not looked at.
+            in host memory, owner. Rows from num_rows on are not read.
         programs: [num_programs, num_taps] int32: first op, -1 for none.
         ops: [num_ops, NUM_COLUMNS] int32: see the columns above. Numbers are float32 bits.
         vectors: [num_vectors, hidden_size or more] float32.
         tap: [4] int32: this tap's column in `programs`; 0 if no row does anything at this tap in
-            this step, so that its program need not be looked up.
-        host: [6] int64: the address of the host's slots (only the kernel writes there), that of
-            the faults, int32 by owner (0 if nobody reads faults), and those of the registers,
-            float32 [max_rows, REGISTERS], of the walks, int32 [max_rows, 8], of the log of states,
-            float32 (states), and of the rows' positions, int64, on the rows' device.
+            this step, so that no row looks up its program; two that are not used.
+        host: [6] int64, addresses. In host memory: the slots (only the kernel writes there); the
+            faults, int32 by owner, or 0 if nobody reads faults. On the rows' device: the
+            registers, float32 [max_rows, REGISTERS]; the walks, int32 [max_rows, 8]; the log of
+            states, float32 (see states); the rows' positions, int64.
         slot_base: first slot of this tap if the step is drained tap by tap, else 0.
         slots_per_token: slots of each token at this tap if the step is drained tap by tap
             (`tokens` then has the token's number instead of its slot), else 0.
@@ -185,7 +186,11 @@ def _write_back(
     hidden: Tensor, residual: Tensor | None, came: Tensor, x: Tensor, index: Tensor,
     edited: Tensor, told: bool,
 ) -> NDArray[np.bool_]:  # fmt: skip
-    """Write the finite rows that changed. Returns by row: True if it is a fault."""
+    """Write the finite rows that changed. Returns bool [num_rows]: True for a row that is a fault.
+
+    Args:
+        told: False if nobody reads faults. Rows that are not finite are then written, too.
+    """
     rounded = x.to(hidden.dtype)
     finite = rounded.isfinite().all(1) | (not told)
     changed = edited & finite & (x != came).any(1)
@@ -239,8 +244,8 @@ def _number(op: np.ndarray, column: int) -> Tensor:
 
 
 def _dot(x: Tensor, v: Tensor) -> Tensor:
-    """[num_rows] of [num_rows, hidden_size] and as many vectors, or one for all rows. A row's
-    result does not depend on the others: torch's sums do, in the last bit."""
+    """The dot product of each row with its vector, or with the one vector, [num_rows]. A row's
+    result does not depend on the other rows. With torch's sums its last bit would."""
     rows, vectors = x.detach().numpy(), v.numpy()
     if len(vectors) == 1:
         return torch.from_numpy(np.einsum("ij,j->i", rows, vectors[0]))
@@ -254,7 +259,7 @@ def _norm(x: Tensor) -> Tensor:
 def _condition(
     code: int, x: Tensor, op: np.ndarray, vectors: Tensor
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """The values of a condition, and the scores, [num_rows] each."""
+    """The values and the scores of a condition, [num_rows] each."""
     v = vectors[_vectors_of(op)]
     a, b, c, d = (_number(op, n) for n in (NUMBER_A, NUMBER_B, NUMBER_C, NUMBER_D))
     along = _dot(x, v)

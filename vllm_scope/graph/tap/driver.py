@@ -1,4 +1,4 @@
-"""What torch does not offer of CUDA graphs: their nodes, and a graph without some of them.
+"""Functions of CUDA graphs that torch lacks: a graph's nodes, and a graph without some nodes.
 
 Owns:  the calls of the CUDA driver (libcuda, 12.3 or later).
 Runs:  in workers on NVIDIA GPUs, on the thread that captures and replays.
@@ -29,7 +29,7 @@ class _EdgeData(ctypes.Structure):
 
 
 def is_there() -> bool:
-    """True if this machine has a driver that can do it all."""
+    """True if this machine has a driver with all the calls of this file."""
     try:
         library = _library()
         return all(hasattr(library, name) for name in _NAMES)
@@ -63,8 +63,8 @@ def num_nodes(graph: int) -> int:
 
 
 def last_kernel(stream: int) -> int | None:
-    """The kernel that was captured last on a stream; None if something else was, or if the driver
-    does not tell."""
+    """The node of the kernel that was captured last on a stream. None if the last node is not one
+    kernel, or if the driver does not tell."""
     status, number, count = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_size_t()
     graph, nodes = _Handle(), ctypes.POINTER(_Handle)()
     kind = ctypes.c_int()
@@ -93,7 +93,7 @@ class Executable:
             raise DriverError(f"cuGraphLaunch returned CUDA error {code}.")
 
     def destroy(self) -> None:
-        """Call this once it does not run any more."""
+        """Free the graph. Call this once the graph does not run any more."""
         handle, self._handle = self._handle, None
         if handle is not None:
             _call("cuGraphExecDestroy", handle)
@@ -104,15 +104,15 @@ class Executable:
 
 
 def without(graph: int, nodes: Sequence[int]) -> Executable:
-    """Instantiate a graph without some of its nodes. What comes after a node then waits for what
-    came before it.
+    """Instantiate a graph without some of its nodes. The nodes after a removed node then wait for
+    the nodes before it.
 
     Args:
-        graph: it stays as it is.
+        graph: not changed.
         nodes: of `graph`.
 
     Returns:
-        What uses the same memory as `graph`.
+        A graph that uses the same memory as `graph`.
     """
     copy = _Handle()
     _call("cuGraphClone", ctypes.byref(copy), _Handle(graph))

@@ -1,12 +1,12 @@
 """CUDA graphs that are replayed without the taps that do nothing in a step.
 
-Owns:  TappedGraph, `captured`, and `noted`, in which a tap is captured.
+Owns:  TappedGraph; `captured` and `noted`, contexts in which graphs and taps are captured.
 Runs:  in workers on NVIDIA GPUs, on the main thread.
 From:  op.   To: driver.
 
-Promise: what a replay computes is the same, whichever taps are left out: they would have returned
-at once. A GPU takes 1.0 to 1.7 us to begin each of them (measured on an H100), which is 0.4 ms or
-more of a step if all sites of 32 layers have taps.
+Promise: a replay computes the same, whichever taps are left out: they would have returned at once.
+A GPU takes 1.0 to 1.7 us to begin each of these taps (measured on an H100), which is 0.4 ms or more
+of a step if all sites of 32 layers have taps.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from vllm_scope.graph.tap import driver
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: A graph without some taps is made once replays have begun so many of them in vain for each node
-#: that it has with them: it takes about as long to make as they took, 12 to 20 us a node (H100).
+#: A graph without some taps is made once replays have begun PAYS such taps in vain for each node of
+#: the captured graph. Making it takes about as long as these taps took: 12 to 20 us for each node
+#: (H100).
 PAYS = 12
-#: None is made where less memory of the device is free. One takes 4 KiB for each of its nodes.
+#: No such graph is made if less memory of the device is free. A graph takes 4 KiB for each node.
 LEAST_FREE = 1 << 30
-#: Most such graphs of one captured graph. For another one, the least recently used is dropped.
+#: Most such graphs of one captured graph. To make another, the least recently used is dropped.
 MOST = 4
-#: Taps of a graph with fewer are not left out: a piece of a prefill's forward.
+#: A graph with fewer taps, such as a piece of a prefill's forward, is always replayed whole.
 LEAST_TAPS = 4
 
 
@@ -49,8 +50,8 @@ class Kept(NamedTuple):
     """A graph without some taps.
 
     Attributes:
-        acting: [taps of the graph], those that it has.
-        made: what the maker returned.
+        acting: [taps of the captured graph], True for taps that this graph has.
+        made: the graph, as `make` returned it.
     """
 
     acting: NDArray[np.bool_]
@@ -58,12 +59,12 @@ class Kept(NamedTuple):
 
 
 class Variants:
-    """Which graph a replay takes: one without the taps that do nothing, once it pays.
+    """Chooses the graph of a replay: one without the taps that do nothing, once that pays.
 
     Args:
         taps: numbers of the captured graph's taps.
         num_nodes: of the captured graph.
-        drop: frees what was made.
+        drop: frees a graph that `make` returned.
     """
 
     def __init__(self, taps: list[int], num_nodes: int, drop: Callable[[Any], None]) -> None:
@@ -73,18 +74,20 @@ class Variants:
         self._kept: dict[bytes, Kept] = {}
         self._in_vain: dict[bytes, int] = {}
         self._none = np.zeros(len(taps), bool)
-        #: The last answer, and for which array it stays.
+        #: The array of acting taps for which the answer of `of` is known, and the answer.
         self._last: NDArray[np.bool_] | None = self._none
         self._found: Any = None
 
     def of(
         self, acting: NDArray[np.bool_] | None, make: Callable[[NDArray[np.bool_]], Any | None]
     ) -> Any:
-        """What `make` returned for the taps of a step; None for the whole graph.
+        """The graph to replay for the taps of a step, as `make` returned it; None for the whole
+        graph.
 
         Args:
-            make: makes a graph that has only some taps, given as [len(taps)] bools; None if it
-                cannot.
+            acting: as Route.acting.
+            make: makes a graph that has only some taps, given as [len(taps)] bools; returns None if
+                it cannot.
         """
         if acting is self._last:
             return self._found
@@ -95,7 +98,7 @@ class Variants:
         key = here.tobytes()
         kept = self._kept.pop(key, None) or self._paid(key, here, make)
         if kept is not None:
-            self._kept[key] = kept  # the last one was used last
+            self._kept[key] = kept  # at the end: it was used last
             self._last, self._found = acting, kept.made
             return kept.made
         self._last = self._none
@@ -105,7 +108,7 @@ class Variants:
         self, key: bytes, here: NDArray[np.bool_],
         make: Callable[[NDArray[np.bool_]], Any | None],
     ) -> Kept | None:  # fmt: skip
-        """Make a graph for these taps if it pays by now."""
+        """Make a graph for these taps if that pays by now; else None."""
         in_vain = self._in_vain.pop(key, 0) + len(here) - int(here.sum())
         if in_vain < self._pays:
             if len(self._in_vain) >= 16 * MOST:
@@ -120,7 +123,8 @@ class Variants:
         return Kept(here, made)
 
     def _least(self, here: NDArray[np.bool_]) -> Any:
-        """Of those that have at least these taps, the one with the fewest; None for the whole."""
+        """Of the kept graphs with at least these taps, the one with the fewest taps; None for the
+        whole graph."""
         fit = [kept for kept in self._kept.values() if not (here & ~kept.acting).any()]
         return min(fit, key=lambda kept: int(kept.acting.sum())).made if fit else None
 
@@ -157,12 +161,12 @@ class TappedGraph(torch.cuda.CUDAGraph):
         if self._nodes and len(self._nodes) >= LEAST_TAPS:
             with suppress(driver.DriverError):  # then it is replayed as a whole
                 num_nodes = driver.num_nodes(self.raw_cuda_graph())
-                # It holds no reference to this graph, which is then freed with its last one.
+                # Variants gets no reference to this graph: a cycle would delay its freeing.
                 self._variants = Variants(list(self._nodes), num_nodes, _drop)
 
     @contextmanager
     def noted(self, route: Route, tap: int) -> Iterator[None]:
-        """Remember the kernel that is captured inside as a tap's."""
+        """A context: remember the kernel that is captured in it as the kernel of a tap."""
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         before = driver.last_kernel(stream)
         yield
@@ -183,12 +187,12 @@ class TappedGraph(torch.cuda.CUDAGraph):
         if found is None:
             super().replay()
         else:
-            # As `torch.cuda.current_stream`, which takes 3 us.
+            # The same stream as `torch.cuda.current_stream`, which takes 3 us.
             found.launch(torch._C._cuda_getCurrentRawStream(self._device))
 
     def _replay_first(self) -> None:
-        """Replay the whole graph, and find out whether it draws random numbers: torch then writes
-        where they begin before each replay, which a graph of ours would lack."""
+        """Replay the whole graph, and find out whether it draws random numbers. If it does, torch
+        writes their offset before each replay; a graph without some taps would lack that."""
         generator = torch.cuda.default_generators[self._device]
         before = generator.get_offset()
         super().replay()
@@ -222,13 +226,13 @@ def _drop(executable: driver.Executable) -> None:
 
 
 def noted(route: Route, tap: int) -> AbstractContextManager[None]:
-    """In it, a tap's kernel is captured."""
+    """A context in which a tap's kernel is captured."""
     graph = TappedGraph.capturing
     return nullcontext() if graph is None else graph.noted(route, tap)
 
 
 class _Made(type):
-    """Of a class that makes TappedGraphs."""
+    """The metaclass of a class whose calls make TappedGraphs."""
 
     def __call__(cls, keep_graph: bool = True) -> TappedGraph:
         # The captured graph is kept beside its executable form, to make others of it.
@@ -242,13 +246,14 @@ class _Made(type):
 
 
 class _Captured(metaclass=_Made):
-    """In place of torch.cuda.CUDAGraph. A class, as modules that are imported meanwhile may name it
-    in types."""
+    """Stands in for torch.cuda.CUDAGraph. It is a class, because modules that are imported
+    meanwhile may name it in types."""
 
 
 @contextmanager
 def captured() -> Iterator[None]:
-    """Graphs that are captured inside are TappedGraphs, if this machine's driver can do it."""
+    """A context: graphs that are captured in it are TappedGraphs, if this machine's driver has the
+    calls that they need."""
     if torch.version.cuda is None or not torch.cuda.is_available() or not driver.is_there():
         yield
         return

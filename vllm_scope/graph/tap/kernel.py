@@ -46,14 +46,14 @@ CHECKED = tl.constexpr(1 << 30)
 
 @triton.jit
 def _tanh(x):
-    # Small numbers by the series: the quotient loses their digits.
+    # Small numbers by the series: the quotient would lose their digits.
     found = 1 - 2 / (tl.exp(2 * x) + 1)
     return tl.where(tl.abs(x) < 0.02, x - x * x * x / 3, found)
 
 
 @triton.jit
 def _next_state(code, op, score, begun, one, two):
-    """What graph.tap.states does for one token: value, and two numbers."""
+    """The state one token later, as in graph.tap.states: value, and two numbers."""
     a = tl.load(op + 4).to(tl.float32, bitcast=True)
     b = tl.load(op + 5).to(tl.float32, bitcast=True)
     c = tl.load(op + 9).to(tl.float32, bitcast=True)
@@ -135,8 +135,8 @@ def _tap_kernel(
     words = base.to(tl.pointer_type(tl.float32), bitcast=True) + slot * 4
     edited = 0
     fault = 0
-    # An operation that advances a state is done again for each row of its walk: a loop within
-    # this one would take the row out of the GPU's registers.
+    # An operation that advances a state is repeated for each row of its walk. A loop inside this
+    # loop would move the row out of the GPU's registers.
     walked, one, two = 0, 0.0, 0.0
     while at >= 0:
         op = ops_ptr + at.to(tl.int64) * COLUMNS
@@ -192,7 +192,7 @@ def _tap_kernel(
                         tl.store(record + 2, two)
             if walked == 0:
                 tl.store(held + register, value)
-                # As below.
+                # As after a condition, below.
                 tl.debug_barrier()
                 if offset >= 0:
                     tl.store(out, value)
@@ -227,7 +227,7 @@ def _tap_kernel(
                 elif tl.load(op + 8) >= 0:
                     tl.store(held + tl.load(op + 8), score)
                 tl.store(held + register, value)
-                # One thread stores it, and all load it in the next operation.
+                # One thread stores the value, and all threads load it in the next operation.
                 tl.debug_barrier()
                 if offset >= 0:
                     tl.store(out, value)

@@ -7,8 +7,8 @@ Runs:  traced at load; on the GPU mostly replayed inside CUDA graphs, where this
 
 `tap` mutates the arena and the rows. The schema says so, and the compiler makes no copies: traced
 tensor code (index_copy_) made three arena-sized temporaries a step (measured, torch 2.13). The
-tap's number is a tensor: with a constant, each layer's graph would be compiled apart (26 s instead
-of 4 for 32 layers, measured on an H200).
+tap's number is a tensor: with a constant, each layer's graph would be compiled separately (26 s
+instead of 4 s for 32 layers, measured on an H200).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_scope.graph.tap import definition, graphs
 class StepRoute(graphs.Route, Protocol):
     """The worker's state of the current step, for taps that run in Python."""
 
-    #: True while a step in which some row does something is computed.
+    #: True while a step is computed in which some row does something.
     active: bool
 
     def begin_tap(self, tap: int) -> tuple[int, int] | None:
@@ -44,7 +44,7 @@ def connect(taps: Tensor, route: StepRoute) -> None:
     """Route the taps that have these rows to the worker's state.
 
     Args:
-        taps: as Tables.taps. Keeps its address for life.
+        taps: as Tables.taps. Must keep its address until `disconnect`.
     """
     for tap in range(taps.shape[0]):
         _routes[taps[tap].data_ptr()] = (route, tap)

@@ -17,8 +17,8 @@ Content = TypeVar("Content", bound=Hashable)
 
 
 class Places(Generic[Content]):
-    """Numbered places for contents. A content keeps its place while it is held; after that
-    until the place is needed, the longest unused first."""
+    """Numbered places for contents. A content keeps its place while it is held, and then until the
+    place is needed. The place that was unused longest is taken first."""
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count - 1, -1, -1))
@@ -61,10 +61,11 @@ class Places(Generic[Content]):
         self._idle.pop(number, None)
 
     def hold_all(self, contents: Sequence[Content]) -> tuple[list[int], list[int]] | None:
-        """Hold contents, each of which is given once. The others in idle places make room for them.
+        """Hold contents, each of which is given once. Other contents in idle places are dropped if
+        the new ones need room.
 
         Returns:
-            Their places, and the indices of those that are new; None without room.
+            The places of all, and the indices of those that are new; None if there is no room.
         """
         numbers, new, known = self._numbers, [], []
         for i, content in enumerate(contents):
@@ -107,10 +108,10 @@ class Places(Generic[Content]):
 
 
 class FreePlaces:
-    """The places that nothing has taken. Thousands are taken by one request, so they are an array.
+    """The places that are free. They are an array, because one request takes thousands.
 
     Attributes:
-        count: how many they are.
+        count: how many places are free.
     """
 
     def __init__(self, count: int) -> None:
@@ -118,7 +119,7 @@ class FreePlaces:
         self.count = count
 
     def take(self, count: int) -> NDArray[np.int32]:
-        """Some free places, [count]. The caller has looked whether there are so many."""
+        """Take some free places, [count]. The caller has checked that so many are free."""
         self.count -= count
         return self._free[self.count : self.count + count].copy()
 

@@ -25,8 +25,8 @@ class Buffer:
 
     Attributes:
         tensor, array: the same memory, int32 [max_rows, 4].
-        holds: the array of the program ids that it has; compared by identity.
-        to_host: the TO_HOST column of its rows.
+        holds: the program ids that were last written to it; compared by identity.
+        to_host: what the TO_HOST column of its rows says.
         rows: its rows with a program.
         num_rows: rows with this index or a larger one have no program.
         first: `tensor`'s first rows, as many as the last upload had.
@@ -70,8 +70,8 @@ class Staging:
         return self._buffers[self._at]
 
     def upload(self, buffer: Buffer, num_rows: int) -> None:
-        """Copy the first rows. Slices are kept: decode steps are of one size, and to slice a
-        tensor takes a third as long as to enqueue the copy."""
+        """Enqueue the copy of the first `num_rows` rows. Slices are kept: decode steps have one
+        size, and slicing a tensor takes a third as long as enqueuing the copy."""
         if buffer.first is None or len(buffer.first) != num_rows:
             buffer.first = buffer.tensor[:num_rows]
         if len(self._to_first) != num_rows:

@@ -5,14 +5,14 @@ Runs:  on the CPU, and in tests as the kernel's twin.
 From:  program.operations.   To: definition, worker.walks.
 
 The log is float32 [num_places, STATE_NUMBERS]: a gate's value and its state at one position of one
-request. A request has some places in it for each generated token, one for each gate with a state. A
-gate's place is the first of its token's places plus the gate's register.
+request. For each generated token, a request has one place for each gate with a state. The place of
+a gate is the first of its token's places plus the gate's register.
 
-A walk says for one row where its request's states are, and which tokens have theirs already. Each
-row advances the state itself, from the last token that has one, by the scores of its request's rows
-before it in this step. An earlier tap has set these scores, so that no row waits for another. One
-row at a time and several rows at once give the same bits. The position of a row is the true one, on
-the device: with drafts under way the host may not know it.
+A walk says for one row where its request's states are, and which tokens have states already. Each
+row advances the state by itself: from the last token that has one, by the scores of its request's
+rows in this step, up to its own. An earlier tap has set these scores, so that no row waits for
+another. A step of one row and a step of several rows give the same bits. The position of a row is
+read on the device: while drafts are in flight, the host may not know the true one.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from vllm_scope.program.operations import OP_EMA, OP_HYSTERESIS, STATE_NUMBERS
 
 Floats = NDArray[np.float32]
 
-#: Columns of the walks: the request's first place in the log; its places for one token; the tokens
-#: that it has places for; the position of its first generated token; positions below have their
-#: states, whatever the step; the row's index among the request's rows in this step. Two are empty.
+#: Columns of the walks. START: the request's first place in the log. WIDTH: its places for one
+#: token. TOKENS: how many tokens it has places for. BEGIN: the position of its first generated
+#: token. KNOWN: the position below which tokens have states, even if this step computes them again.
+#: INDEX: the row's index among the request's rows in this step. Two columns are empty.
 START, WIDTH, TOKENS, BEGIN, KNOWN, INDEX = range(6)
 NUM_WALK_COLUMNS = 8
 #: In the op table: definition's columns REGISTER, SOURCE, and those of the numbers a to e.
@@ -38,8 +39,8 @@ _REGISTER, _SOURCE, _NUMBERS = 7, 8, [4, 5, 9, 10, 11]
 
 
 def compared(score: Floats, threshold: Floats, sharpness: Floats, sign: Floats) -> Floats:
-    """The value of a gate without a state, [num_rows]: 0 or 1, a sigmoid if `sharpness` is above
-    0."""
+    """A gate's value by its score and threshold, [num_rows]: 0 or 1; if `sharpness` is above 0, a
+    sigmoid."""
     beyond = sign * (score - threshold)
     with np.errstate(over="ignore"):  # torch's sigmoid depends on the place in the batch
         smooth = 1 / (1 + np.exp(-sharpness * beyond))
@@ -53,8 +54,8 @@ def advance(
     """Advance the states of some rows, log them, and set the gates' registers.
 
     Args:
-        rows: [num_rows], in the batch.
-        op: [num_rows, NUM_COLUMNS], of each row.
+        rows: [num_rows], their indices in the batch.
+        op: [num_rows, NUM_COLUMNS], the operation of each row.
         registers: [max_rows, REGISTERS].
         host: as in definition.tap_rows.
 

@@ -67,13 +67,14 @@ from vllm_scope.request.sites import STREAM, boundary_of_point
 
 #: Places for programs with vectors, which requests hold, and for programs that only read.
 HELD_PROGRAMS, FREE_PROGRAMS = 8192, 4096
-#: How many sets of programs stay on the device when no request holds them. The next request with
-#: the same monitor then uploads nothing. A set with more bytes of vectors does not stay; the bytes
-#: of a set of few operations are not counted.
+#: MOST_IDLE_SETS sets of programs stay on the device when no request holds them. The next request
+#: with the same monitor then uploads nothing. A set with more than MOST_IDLE_BYTES of vectors does
+#: not stay; the bytes of a set of few operations are not counted.
 MOST_IDLE_SETS, MOST_IDLE_BYTES = 16, 1 << 20
-#: Owners: number of requests whose faults have a word each.
+#: Number of owners. Each has one word for the faults of its request.
 MOST_OWNERS = 1 << 16
-#: Ops of held programs. Programs that only read have one more per tap each.
+#: Places for the ops of held programs. For each program that only reads, there is one more place
+#: per tap.
 HELD_OPS = 1 << 17
 
 
@@ -87,7 +88,7 @@ def capacity(vector_size: int, vectors_mib: float) -> Cost:
 
 
 def log_places(states_mib: float) -> int:
-    """Places of the log of states."""
+    """How many places the log of states has."""
     return int(states_mib * 2**20) // (4 * STATE_NUMBERS)
 
 
@@ -95,8 +96,9 @@ class _Words(NamedTuple):
     """Where the operations of a layout store, in words of 4 bytes.
 
     Attributes:
-        rows: of each point of the arena's layout, in the token's slots and in those of one tap.
-        told: (bank, its point in the layout) -> the same of the numbers that taps tell.
+        rows: for each point of the arena's layout, the word of its row among the token's slots, and
+            among the token's slots at one tap.
+        told: (bank, its point in the layout) -> the same two words, for numbers that taps tell.
         num_slots, num_delivered: slots of a token, in the arena and encoded.
     """
 
@@ -106,13 +108,13 @@ class _Words(NamedTuple):
     num_delivered: int
 
     def of(self, op: Op, layout: Layout) -> tuple[int, int]:
-        """-1 for an operation that stores nothing."""
+        """The two words at which an operation stores; (-1, -1) if it stores nothing."""
         if op.code == OP_READ:
             return self.rows[op.at]
         if op.told is None:
             return (-1, -1)
         place, bank, index = op.told
-        # A rank that delivers nothing has no room for it.
+        # A rank that delivers nothing has no room for the number.
         first = self.told.get((bank, layout.row_of(place.point())))
         return (-1, -1) if first is None else (first[0] + index, first[1] + index)
 
@@ -177,14 +179,13 @@ class Tables:
         programs: [num_programs, num_taps] int32: first op or -1.
         ops: [num_ops, NUM_COLUMNS] int32: tap.definition's columns.
         vectors: [num_vectors, numbers of the widest row] float32.
-        taps: [num_taps, 4] int32: 0, 1, ...; 1, or 0 if no row does anything at the tap in this
-            step. A tap takes a view of its row.
+        taps: [num_taps, 4] int32: the tap's number; 1, or 0 if no row does anything at the tap in
+            this step; two that are not used. A tap takes a view of its row.
         registers: [max_rows, REGISTERS] float32: values of conditions in one forward.
         walks: [max_rows, 8] int32: tap.states' columns, for rows whose gates have states.
         log: [num_places, STATE_NUMBERS] float32: the states of gates.
-        host: [6] int64: addresses of memory. Of the host: of slots, or 0; of `faults`, or 0 if
-            nobody reads them. Of the device: of `registers`, `walks`, `log`, and of the rows'
-            positions, or 0.
+        host: [6] int64, addresses. In host memory: the slots, or 0; `faults`, or 0 if nobody reads
+            them. On the device: `registers`, `walks`, `log`, and the rows' positions, or 0.
         faults: int32 [MOST_OWNERS], host: owner -> 0, or a fault for `definition.fault_at`.
             Taps write; any thread may read and clear.
         num_uploads: copies to the device so far.
@@ -237,12 +238,12 @@ class Tables:
         self.host = torch.tensor(addresses, dtype=torch.int64, device=device)
 
         self._programs = Places[Program](num_programs)
-        #: By Array.digest, or by the keys of TableRows.
+        #: Vectors by Array.digest, or by the keys of TableRows.
         self._vector_places = Places[bytes](num_vectors)
         self._sets: dict[Held, _HeldSet] = {}
-        #: Those that nobody holds. The one that was held longest ago comes first.
+        #: Sets that nobody holds. The set that was held longest ago comes first.
         self._idle_sets: dict[Held, None] = {}
-        #: Program id -> the set that it is of, and its index there.
+        #: Program id -> the set that the program belongs to, and its index there.
         self._set_at: dict[int, tuple[Held, int]] = {}
         self._free_ops = FreePlaces(num_ops)
         self._ops_of: dict[int, NDArray[np.int32]] = {}
@@ -252,7 +253,7 @@ class Tables:
         self.num_slots = np.zeros(num_programs, np.int64)
         #: Program id -> slots of a token once its rows are encoded.
         self.num_delivered = np.zeros(num_programs, np.int64)
-        #: The same as on the device, and which places there are not up to date.
+        #: The host's copies of `programs` and `ops`, and which places the device does not have yet.
         self._host_programs = np.full((num_programs, num_taps), -1, np.int32)
         self._host_ops = np.zeros((num_ops, NUM_COLUMNS), np.int32)
         self._stale_programs = np.zeros(num_programs, bool)
@@ -277,7 +278,7 @@ class Tables:
     # Programs and vectors
 
     def program_id(self, program: Program, hold: bool = False) -> int:
-        """The id of a program, written to the device the first time.
+        """The id of a program. The next `load_step` writes a new program to the device.
 
         Args:
             hold: keep the id and the program's vectors until `release`; else the id is
@@ -323,7 +324,7 @@ class Tables:
         return known.ids
 
     def _hold_few(self, held: Held) -> _HeldSet:
-        """One program after the other: for few operations this takes half as long."""
+        """Hold one program after the other: for few operations this takes half as long."""
         single: list[int] = []
         ids = [NO_PROGRAM] * len(held)
         try:
@@ -350,7 +351,7 @@ class Tables:
         ids = np.full(len(rows.exists), NO_PROGRAM, np.int32)
         ids[exists] = numbers
         of_columns = ids[rows.index]
-        # Equal programs have equal layouts, so any of their columns will do.
+        # Equal programs have equal layouts, so the last of their columns stands for all.
         self._set_at.update((number, (held, i)) for i, number in enumerate(of_columns.tolist()))
         self._set_at.pop(NO_PROGRAM, None)
         self._write_rows(rows, ids, numbers, ops, vectors)
@@ -361,7 +362,7 @@ class Tables:
         ops: NDArray[np.int32], vectors: list[int],
     ) -> None:  # fmt: skip
         self._settle_ops()
-        # The last one stands for none.
+        # The last entry of each stands for "none".
         op_at, vector_at = np.append(ops, np.int32(-1)), np.array([*vectors, -1], np.int32)
         table = np.zeros((len(ops), NUM_COLUMNS), np.int32)
         table[:, _FIXED] = rows.fixed
@@ -379,7 +380,7 @@ class Tables:
 
     def release_set(self, held: Held) -> None:
         """Undo one `hold`. A small set that nobody holds stays for the next request, until its
-        places are needed or others have stayed since."""
+        places are needed, or until MOST_IDLE_SETS others have stayed since."""
         known = self._sets[held]
         known.holders -= 1
         if not known.holders:
@@ -390,7 +391,7 @@ class Tables:
                 self._drop_set(next(iter(self._idle_sets)))
 
     def _drop_idle_sets(self) -> bool:
-        """False if there are none."""
+        """Drop all sets that nobody holds. Returns False if there are none."""
         found = list(self._idle_sets)
         for held in found:
             self._drop_set(held)
@@ -409,7 +410,8 @@ class Tables:
         self._vector_places.release_all(known.vectors)
 
     def release(self, program_id: int) -> None:
-        """Undo one hold. A program with vectors is then dropped at once, to free them."""
+        """Undo one hold. A program with vectors that nobody holds any more is dropped at once, to
+        free its vectors."""
         if self._programs.release(program_id) == 0:
             vectors = self._programs.content(program_id).vectors
             if vectors:
@@ -462,7 +464,7 @@ class Tables:
 
     def _place(self, program: Program) -> int:
         self._make_room(1, program.num_ops)
-        # Before it takes a place: a program is there whole, or not at all.
+        # Computed before the program takes a place: if this raises, no part of it is in the tables.
         numbers = [[_numbers_of(op) for op in ops] for _, ops in program.taps]
         found = self._programs.put(program)
         self._write(found, program, numbers)
@@ -497,8 +499,8 @@ class Tables:
         self.num_delivered[program_id] = words.num_delivered
 
     def _settle_ops(self) -> None:
-        """Write the ops of all programs that were added since the last call. One write of all takes
-        half as long as one for each."""
+        """Write the ops of all programs that were added since the last call. One write for all
+        programs takes half as long as one for each."""
         if self._pending_ops:
             places = np.fromiter(self._pending_ops, np.int64, len(self._pending_ops))
             self._host_ops[places] = np.array(list(self._pending_ops.values()), np.int32)
@@ -526,7 +528,7 @@ class Tables:
         self, table: Tensor, places: NDArray[np.int64], rows: np.ndarray | list[np.ndarray]
     ) -> None:
         self.num_uploads += 1
-        # By numpy: torch's threads would take longer to start than these copies take.
+        # With numpy: torch's threads would take longer to start than these copies take.
         if not table.is_cuda:
             _put(table.numpy(), places, rows)
             return
@@ -579,14 +581,14 @@ class Tables:
     def load_walks(
         self, rows: NDArray[np.int64], walks: NDArray[np.int32], positions: Tensor
     ) -> None:
-        """Say how these rows of the next forward advance their states. The table keeps it until
-        the next call.
+        """Write the walks of these rows for the next forward. The table keeps them until the next
+        call.
 
         Args:
             rows: ascending.
             walks: [num_rows, 8].
-            positions: [num_rows or more] int64, device: the true positions. Its memory is read
-                during the forward.
+            positions: [num_rows or more] int64, device: the true positions by batch row. Its
+                memory is read during the forward.
         """
         if positions.data_ptr() != self._positions:
             if positions.dtype != torch.int64 or not positions.is_contiguous():
@@ -606,8 +608,8 @@ class Tables:
         return self._loaded is program_ids
 
     def _load_acts(self, program_ids: NDArray[np.int32]) -> None:
-        """Say at which taps some of these programs do anything. Without that, each row would look
-        up its program at each tap, which takes a GPU as long again as an idle tap."""
+        """Write at which taps any of these programs does something. Without that, each row would
+        look up its program at each tap, which takes a GPU as long again as an idle tap."""
         used = np.zeros(len(self._host_programs) + 1, bool)  # the last one is NO_PROGRAM
         used[program_ids] = True
         acts = (self._host_programs[used[:-1]] >= 0).any(axis=0)
@@ -627,7 +629,7 @@ class Tables:
         return None if self._loaded is None else self._acts
 
     def clear_step(self) -> None:
-        """Give no row a program. Does nothing if that is so already."""
+        """Give no row a program. Does nothing if no row has one."""
         self._loaded = None
         if self._rows_written:
             self.tokens[: self._rows_written].fill_(NO_PROGRAM)
@@ -635,7 +637,7 @@ class Tables:
 
 
 def _put(table: np.ndarray, places: NDArray[np.int64], rows: np.ndarray | list[np.ndarray]) -> None:
-    """Write rows to their places. Rows of a list are not joined before: each is copied once."""
+    """Write rows to their places. Rows of a list are copied one by one, not joined first."""
     if isinstance(rows, np.ndarray):
         table[places] = rows
         return
