@@ -2,6 +2,7 @@
 
 plan.py        finds the program of each token of a batch
 planned.py     the requests with taps, as columns
+walks.py       the state that each row of a step begins with, of edits that remember
 step_plan.py   the programs of a step's rows and their slots in the arena
 arena.py       a ring of rows in device memory
 drain.py       takes regions of the arena, and has the thread that delivers their rows
@@ -15,6 +16,8 @@ probe_bank.py  the probes of one place, computed for many rows at once
 held_saes.py   the encoders of SAEs, and the strongest features of many rows at once
 maxima.py      kernel of held_saes: the largest feature of each group; topk.py finds the strongest
 summing.py     adds rows to sums on the device; squares.py has its kernels
+summed_rows.py rows of requests with Moments, on their way into sums
+kept_sums.py   all sums of a worker, in memory reserved at the start; device_sums.py is one of them
 lens.py        the model's norm and unembedding, and the likeliest tokens of many rows at once
 score_store.py scores of KV blocks, for requests that use the prefix cache
 watch.py       which running requests a probe stops, where a next stage begins, what policies decide

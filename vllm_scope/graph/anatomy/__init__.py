@@ -9,6 +9,7 @@ proof.py       whether the recorded rows are as the anatomy says
 supposed.py    finds the convention by numbers if the source is not understood
 tapped.py      subclasses of decoder layers whose forward has taps
 attention.py   subclasses of attention modules whose forward has taps
+split.py       rows that tensor parallelism splits over the ranks
 parts.py       subclasses of the MLP's projection, the experts' router and the final norm
 hooked.py      layers that call Python functions; only where nothing is compiled
 """
