@@ -126,10 +126,11 @@ class Drain:
         self._pace.follow(key)
 
     def finish_request(self, key: int, error: str | None = None) -> None:
+        self._pace.unfollow(key)
         if key in self._summing:
             self._in_order(partial(self._summing.finish_request, key))
         self._put(Finish(key, error))
-        self._pace.end(key)
+        self._pace.ended()
 
     # Sums
 

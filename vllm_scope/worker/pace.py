@@ -52,9 +52,12 @@ class Pace:
         self._followed.add(key)
         self._soon.set()
 
-    def end(self, key: int) -> None:
-        """Note that a request has ended."""
+    def unfollow(self, key: int) -> None:
+        """Note that no caller looks at this request's rows any more."""
         self._followed.discard(key)
+
+    def ended(self) -> None:
+        """Note that a request has ended, whose caller waits."""
         for news in (self._ended, self._soon):
             if not news.is_set():  # many requests end in one step, and is_set() is faster
                 news.set()

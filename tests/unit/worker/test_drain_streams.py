@@ -22,7 +22,11 @@ from tests.unit.worker.test_drain import (
     of_pairs,
     pairs_of,
 )
-from vllm_scope.program.layout import Widths
+from vllm_scope.program.layout import Layout, Widths
+from vllm_scope.request.heads import Summed
+from vllm_scope.request.resolved import ResolvedMoments
+from vllm_scope.request.selectors import Word
+from vllm_scope.request.sites import Place
 from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker import arena as arenas
 from vllm_scope.worker import drain as drains
@@ -42,7 +46,7 @@ class Event:
     made: ClassVar[list[Event]] = []
 
     def __init__(self, blocking: bool = False) -> None:
-        self.blocking, self.on, self.num_records = blocking, None, 0
+        self.blocking, self.on, self.num_records, self.num_waits = blocking, None, 0, 0
         Event.made.append(self)
 
     def record(self, stream: Stream | None = None) -> None:
@@ -54,7 +58,8 @@ class Event:
     def wait(self) -> None:
         pass
 
-    synchronize = wait
+    def synchronize(self) -> None:
+        self.num_waits += 1
 
 
 class Stream:
@@ -63,11 +68,13 @@ class Stream:
     Attributes:
         awaited: the events that it was told to wait for, and the streams that they were recorded
             on.
+        num_waits: how often a thread has waited for all that was enqueued.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.device_index, self.cuda_stream = device, 0, id(self)
         self.awaited: list[tuple[Event, Stream | None]] = []
+        self.num_waits = 0
 
     def wait_event(self, event: Event) -> None:
         self.awaited.append((event, event.on))
@@ -76,7 +83,7 @@ class Stream:
         pass
 
     def synchronize(self) -> None:
-        pass
+        self.num_waits += 1
 
 
 @pytest.fixture
@@ -197,3 +204,130 @@ def test_true_positions_are_read_before_the_next_step_changes_them(streams):
     finally:
         drain.close()
     assert [position for _, position, *_ in sink.events] == [5, 6]
+
+
+def _put_off(count: int):
+    """(the drain, the regions) of steps that the drain thread has copied, and what came of them."""
+    regions = []
+    acquire = Arena.acquire
+
+    def acquiring(self, num_slots):
+        regions.append(acquire(self, num_slots))
+        return regions[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Arena, "acquire", acquiring)
+        with of_pairs(CPU, 4096) as (submit, drain, _, found, _):
+            for step in range(count):
+                submit(1, step, 2)
+    assert found == pairs_of(1, range(count), 2)
+    return drain, regions
+
+
+def test_a_region_that_is_put_off_is_free_once_its_copy_is_enqueued_on_the_side_stream(streams):
+    drain, regions = _put_off(20)
+    side = drain._stream._stream
+    for region in regions:
+        assert region.fence._enqueued is not None, "who needs the region waits for the thread"
+        assert region.fence._enqueued.is_set()
+        assert region.fence._event.on is side
+
+
+def test_the_sink_gets_rows_that_were_put_off_once_they_are_in_the_ring(streams, monkeypatch):
+    waits = []
+    monkeypatch.setattr(SideStream, "wait_here", lambda self: waits.append(len(seen)))
+    seen: list[int] = []
+    with of_pairs(CPU, 4096) as (submit, _, sink, _, _):
+        write = sink.write
+        sink.write = lambda batch: (seen.append(1), write(batch))
+        for step in range(10):
+            submit(1, step, 2)
+    assert len(waits) == len(seen)
+    assert waits == list(range(len(seen))), "before each batch"
+
+
+def test_heads_that_settle_are_done_on_the_device_too(streams):
+    with of_pairs(CPU, 4096) as (submit, drain, _, _, _):
+        submit(1, 0, 2)
+        drain.settle()
+        assert drain._stream._stream.num_waits == 1
+
+
+def test_sums_look_at_an_event_that_no_later_step_records(streams):
+    place = Place("resid_post", 0)
+    summed = Layout((), ((Summed.of(0), (place.point(),)),))
+    with _drain(64) as (arena, drain, _):
+        drain.add_moments(1, 30, [ResolvedMoments("m", (place,), Word("all"), "a")])
+        for step in range(3):
+            region = arena.acquire(1)
+            arena.view(region)[:] = 1.0
+            drain.submit(region, labels_of([1], [step], layouts=(summed,)))
+        side = drain._stream._stream
+        awaited = [event for event, _ in side.awaited]
+        assert len(set(awaited)) == 3
+        assert [event.num_records for event in awaited] == [1, 1, 1]
+
+
+class Store:
+    """A score store that knows which requests it keeps nothing of any more."""
+
+    def __init__(self) -> None:
+        self.ended: list[int] = []
+
+    def collect(self, labels, lease, boundary) -> None:
+        pass
+
+    def end(self, key: int) -> None:
+        self.ended.append(key)
+
+
+def test_a_copy_that_fails_leaves_nothing_that_writes_to_the_ring(streams, monkeypatch, caplog):
+    store = Store()
+    with _drain(8, store=store) as (arena, drain, sink):
+        fill = fillers.Filler._fill
+
+        def failing(self, region, labels, *more):
+            if 9 in labels.keys:
+                raise torch.OutOfMemoryError
+            fill(self, region, labels, *more)
+
+        monkeypatch.setattr(fillers.Filler, "_fill", failing)
+        for step in range(20):
+            _submit(arena, drain, 9 if step % 2 else 1, step, 1)
+        side = drain._stream._stream
+        assert side.num_waits == 10, "the thread waits before the lease is free"
+        drain.finish_request(1)
+        drain.settle()
+    assert [event[1] for event in sink.events if len(event) == 4] == list(range(0, 20, 2))
+    assert set(store.ended) == {1, 9}
+    assert caplog.text.count("rows could not be encoded") == 10
+
+
+def test_an_event_that_the_watch_waits_for_is_not_used_again(streams):
+    waits = []
+
+    class Watching:
+        def __bool__(self) -> bool:
+            return True
+
+        def add(self, labels, wait, lease, boundary) -> None:
+            waits.append(wait)
+
+    with _drain(8, watch=Watching()) as (arena, drain, sink):
+        for step in range(20):
+            _submit(arena, drain, 1, step, 1)
+            until = time.monotonic() + PATIENCE_S
+            while len(sink.events) <= step:
+                assert time.monotonic() < until
+                time.sleep(0.001)
+    events = [wait.__self__ for wait in waits]
+    assert len(set(events)) == 20
+    assert [event.num_records for event in events] == [1] * 20
+
+
+def test_a_caller_that_followed_a_request_is_forgotten_with_it(streams):
+    with _drain(8) as (_, drain, _):
+        drain.follow(1)
+        assert drain._pace._followed == {1}
+        drain.finish_request(1)
+        assert not drain._pace._followed
