@@ -1,10 +1,10 @@
 """Which operations a tap runs on each token of a request. numpy, no torch.
 
-operations.py  Op, Program, and Cost (places that a request takes in the device tables)
+operations.py  Op, Program, and Cost (how many places a request takes in the device tables)
 compiler.py    from a request's actions to the program of each of its tokens
 compiled.py    the programs of a spec, shared by its requests
 picks.py       which tokens a request's actions pick
-ranges.py      the values of picks in a range of positions, once for all specs with equal picks
+ranges.py      the values of picks in a range of positions, made once for specs with equal picks
 block_keys.py  what a request's edits mean for the KV cache
 layout.py      what one token delivers, and at which offset each part of it lies
 """

@@ -1,6 +1,6 @@
 """The keys under which vLLM finds the KV of edited tokens.
 
-Owns:  BlockKeys, and the cache of what this process knows of blocks.
+Owns:  BlockKeys, and the cache of which tokens of blocks are picked.
 Runs:  in EngineCore, when vLLM hashes a request's blocks. numpy, no torch.
 From:  request.resolve (the edits).   To: engine.core.entry.
 
@@ -25,9 +25,9 @@ from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.resolved import ResolvedEdit
 from vllm_scope.request.selectors import Ids, Tokens, Word
 
-#: Of more edits nothing is kept for other requests.
+#: For a request with more edits, nothing is kept for other requests.
 MOST_EDITS = 8
-#: Bounds of what this process keeps of blocks: in all, and of some picks at one length of a prompt.
+#: Bytes that this process keeps of blocks: in all, and for one set of picks and length of a prompt.
 REMEMBERED_BYTES, MOST_BYTES = 16 << 20, 1 << 20
 #: Measured bytes of a _Blocks beside its picks, and of a block beside its text.
 _BLOCKS_BYTES, _BLOCK_BYTES = 1024, 640
@@ -36,8 +36,8 @@ _BLOCKS_BYTES, _BLOCK_BYTES = 1024, 640
 def _parts(edit: ResolvedEdit, num_prompt: int) -> Iterator[tuple[Pick, bytes]]:
     """The tokens that an edit picks, and the digest of what it does to them.
 
-    A gate with a state does to tokens of the prompt what it does without one. What it does to a
-    generated token depends on all of them before, so also on where they begin.
+    At tokens of the prompt a gate with a state does the same as without one. What it does at a
+    generated token depends on all generated tokens before, therefore also on where they begin.
     """
     if edit.stateless is None:
         yield Pick(edit.tokens, "edit", edit.positions), edit.digest
@@ -50,11 +50,11 @@ def _parts(edit: ResolvedEdit, num_prompt: int) -> Iterator[tuple[Pick, bytes]]:
 
 
 class _Block(NamedTuple):
-    """What is picked of a block.
+    """Which tokens of a block the edits pick.
 
     Attributes:
-        here: [num_edits], True for an edit that has tokens of the block.
-        text: equal if these edits have the same tokens of the block; empty if there are none.
+        here: [num_edits], True for an edit that picks tokens of the block.
+        text: equal if these edits pick the same tokens of the block; empty if none picks a token.
     """
 
     here: NDArray[np.bool_]
@@ -69,8 +69,8 @@ class _BlocksKey(NamedTuple):
 
 
 class _Blocks:
-    """What is picked of some blocks of requests with equal picks and prompts of one length. Used by
-    several threads."""
+    """The _Block of each known block, for requests with equal picks and prompts of one length. Used
+    by several threads."""
 
     def __init__(self, key: _BlocksKey) -> None:
         self._key, self._num_bytes = key, _BLOCKS_BYTES + key.picks.num_bytes
@@ -92,7 +92,7 @@ class _Blocks:
         """Keep a block, if there is room."""
         with self._lock:
             size = self._num_bytes + _BLOCK_BYTES + len(block.text)
-            # If the cache has dropped this object, it does not count what is added.
+            # A cache that has dropped this object does not count what is added to it.
             if size <= MOST_BYTES and _known.get(self._key) is self:
                 self._known[start, stop], self._num_bytes = block, size
                 _known.put(self._key, self, size)
@@ -102,12 +102,13 @@ _known: Remembered[_BlocksKey, _Blocks] = Remembered(REMEMBERED_BYTES)
 
 
 class _Edited:
-    """Which tokens of a block some picks have.
+    """Finds which tokens of a block the edits pick.
 
     Attributes:
-        uniform: True if that depends on the phase alone.
-        sees_ids: True if it depends on the prompt's token ids too.
-        shared: True if it does not, and the picks are few. Blocks are then kept for other requests.
+        uniform: True if the phase alone decides which tokens are picked.
+        sees_ids: True if the prompt's token ids decide too.
+        shared: True if no token id decides, and the picks are few. Blocks are then kept for other
+            requests.
     """
 
     def __init__(self, given: tuple[Pick, ...]) -> None:
@@ -120,14 +121,14 @@ class _Edited:
         self._key = PicksKey(given, ()) if self.shared else None
 
     def blocks(self, num_prompt: int) -> _Blocks | None:
-        """What other requests with prompts of this length have made; None if nothing is kept."""
+        """The blocks that requests with prompts of this length share; None if nothing is kept."""
         return None if self._key is None else _Blocks.of(_BlocksKey(self._key, num_prompt))
 
     def at(self, start: int, stop: int, num_prompt: int, prompt_ids: Ids) -> _Block:
-        """What is picked of positions `start` to `stop` - 1.
+        """The _Block of positions `start` to `stop` - 1.
 
         Args:
-            prompt_ids: may be empty unless `sees_ids`.
+            prompt_ids: the prompt's token ids; may be empty unless `sees_ids`.
         """
         positions = np.arange(start, stop, dtype=np.int64)
         if self.sees_ids:
@@ -154,10 +155,10 @@ class BlockKeys:
     """The keys of one request's blocks.
 
     Args:
-        own: bytes that no other request has, if a policy sets scales of generated tokens: blocks
-            that have such tokens are nobody else's. Empty without such a policy.
-        shared: Resolved.shared of the edits, if the keys may be made with its help and with that of
-            other requests.
+        own: bytes that no other request has, if a policy sets scales of generated tokens: no other
+            request may then use blocks with such tokens. Empty without such a policy.
+        shared: Resolved.shared of the spec, in which work for the keys is kept for other requests.
+            None to keep and use nothing.
     """
 
     def __init__(

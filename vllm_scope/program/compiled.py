@@ -46,11 +46,11 @@ from vllm_scope.request.sites import LEVELS
 #: per operation.
 MOST_PROGRAMS, MOST_OPS = 1024, 1 << 14
 MOST_PROGRAMS_WITH_EDITS, MOST_OPS_WITH_EDITS = 512, 1 << 13
-#: Bound of the programs of all specs that this process keeps.
+#: Bytes of programs, of all specs, that this process keeps.
 REMEMBERED_BYTES = 64 << 20
 _PROGRAM_BYTES, _OP_BYTES = 2048, 256
 
-#: Entries of Compiled.counts, and the edits and columns of each.
+#: Most entries of Compiled.counts, and most edits and columns of a request that has an entry.
 MOST_COUNTS, MOST_COUNTED_EDITS, MOST_COUNTED = 8, 8, 64
 
 #: [num_picks], the values of a token's picks (Pick.values).
@@ -58,12 +58,12 @@ Column = NDArray[np.int32]
 
 
 def as_columns(columns: Collection[bytes]) -> NDArray[np.int32]:
-    """[num_picks, num_columns]"""
+    """The columns of these bytes, side by side: [num_picks, num_columns]."""
     return np.frombuffer(b"".join(columns), np.int32).reshape(len(columns), -1).T
 
 
 class _Programs:
-    """Bounds the memory of all built programs; those unused for longest go first.
+    """Bounds the memory of all built programs: the least recently used are dropped first.
 
     A Compiled holds its own programs, and they are freed with it. A dropped program is built again
     when it is next needed. Running requests keep their programs.
@@ -90,7 +90,7 @@ class _Programs:
 
 
 def _size_of(program: Program) -> int:
-    """Bytes of a program: of its operations, and of replacement rows, which are copied for it."""
+    """Bytes of a program: of its operations, and of the replacement rows that are copied for it."""
     ops = [op for _, ops in program.taps for op in ops]
     rows = (len(op.vector.data) for op in ops if op.code == OP_SET and op.vector is not None)
     return _OP_BYTES * len(ops) + sum(rows)
@@ -103,12 +103,13 @@ class CompiledEdit(NamedTuple):
     """An edit of a spec.
 
     Attributes:
-        pick: index of the pick.
+        pick: index of the edit's pick.
         at: (boundary, group).
-        ops_of: the pick's value -> the operations.
-        num_ops: how many they are, with the condition.
-        gate: its condition, as (boundary, group) and operation: one, or with a state two.
-        values: of a replacement, its rows.
+        ops_of: the pick's value -> the edit's operations.
+        num_ops: how many operations the edit has, with those of its gate.
+        gate: the operations of its gate, each with its (boundary, group): one, or two if the gate
+            has a state; empty without a gate.
+        values: the rows of a replacement; None for other edits.
     """
 
     pick: int
@@ -121,24 +122,24 @@ class CompiledEdit(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """What a spec does at some boundaries, for any prompt; requests share it.
+    """What a spec does at some boundaries, for any prompt; requests share this object.
 
     Attributes:
-        reads: (index of the pick, points that were named, what is made of the rows; None for
-            plain rows).
+        reads: (index of the pick, points that were named, the head that works on the rows; None
+            for plain rows).
         edits: in their order.
         check: the boundary at which every token of a request with edits is checked; None if
             it has no edits, or is checked on another pipeline stage.
         rows: `compiler.rows_of` of all reads and probes.
         banks: Resolved.banks_on_rows.
-        scored: (index of the pick, point, the operations that tell numbers of its row).
-        of_phase: False (prompt) or True (generated), and RequestProgram.begun -> the program of
-            all of its tokens. Filled only if all picks are uniform.
-        phase_columns: the same of their columns.
+        scored: (index of the pick, point, the operations that tell numbers of the point's row).
+        of_phase: (False for the prompt or True for generated tokens, RequestProgram.begun) -> the
+            program of all tokens of this phase. Filled only if all picks are uniform.
+        phase_columns: the same keys -> the column of these tokens.
         built: bytes of a column -> its program, while `programs` keeps it.
         counts: columns -> how many programs and operations they take, and the indices of the edits
-            that one of them has. Empty unless `_few`. Specs of one outline (request.outline) share
-            it.
+            that some of the columns have. Empty unless `_few`. Specs of one outline
+            (request.outline) share this dict.
     """
 
     picks: tuple[Pick, ...]
@@ -154,8 +155,8 @@ class Compiled:
     counts: dict[tuple[bytes, ...], tuple[int, int, tuple[int, ...]]] = field(default_factory=dict)
 
     def with_edits(self, edits: tuple[CompiledEdit, ...]) -> Compiled:
-        """The same of a spec that differs from this one's in the layers, vectors and numbers of its
-        edits alone, and reads nothing."""
+        """The Compiled of another spec, which reads nothing and differs from this one's only in the
+        layers, vectors and numbers of its edits."""
         found = Compiled(
             self.picks, (), edits, self.check, self.rows, self.banks,
             phase_columns=self.phase_columns, counts=self.counts,
@@ -174,7 +175,7 @@ class Compiled:
 
     @cached_property
     def ref(self) -> weakref.ref[Compiled]:
-        """Its key in `programs`: unlike an id, it is never used again for another object."""
+        """This object's key in `programs`. Unlike an id, it never stands for another object."""
         return weakref.ref(self)
 
     @property
@@ -205,13 +206,13 @@ class Compiled:
         return frozenset(pick.after for pick in self.picks if pick.after is not None)
 
     def waiting(self, begun: frozenset[str]) -> list[int]:
-        """The indices of the picks that wait for a verdict of another probe than those."""
+        """The indices of the picks that wait for the verdict of a probe that is not in `begun`."""
         left = self.firsts - begun
         return [i for i, pick in enumerate(self.picks) if pick.after in left] if left else []
 
     @cached_property
     def delivering(self) -> list[int]:
-        """Indices of the picks of what delivers."""
+        """Indices of the picks of actions that deliver."""
         return sorted({read[0] for read in self.reads})
 
     @cached_property
@@ -249,8 +250,8 @@ class Compiled:
 
     @cached_property
     def num_actions(self) -> int:
-        """Edits, points that are read, and operations of probes. One operation of the probes of a
-        place is among its reads."""
+        """How many edits, read points and operations of probes there are. One operation of the
+        probes of a place is counted among the read points."""
         return (
             len(self.edits) + sum(len(points) for _, points, _ in self.reads)
             + sum(len(ops) - 1 for _, _, ops in self.scored)
@@ -258,19 +259,23 @@ class Compiled:
 
     @cached_property
     def _marks(self) -> NDArray[np.int64]:
-        """[num_picks] random weights. Equal columns have equal weighted sums; different columns
-        practically never have."""
+        """[num_picks] random weights. Equal columns have equal weighted sums; the sums of different
+        columns practically always differ."""
         return np.frombuffer(secrets.token_bytes(8 * len(self.picks)), np.int64)
 
     def distinct_in(
         self, columns: NDArray[np.int32]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of [num_picks, n]: the first index of each distinct column, ascending, and which of them
-        each column is, [n]."""
+        """The index of the first of each distinct column, ascending; and for each column, [n],
+        which distinct column it is.
+
+        Args:
+            columns: [num_picks, n].
+        """
         with np.errstate(over="ignore"):
             sums = self._marks @ columns.astype(np.int64)
         _, firsts, index = np.unique(sums, return_index=True, return_inverse=True)
-        # The sums are random, and all ranks must have the same order.
+        # The sums are random and differ from rank to rank; all ranks must have the same order.
         order = np.argsort(firsts)
         rank = np.empty(len(order), np.int64)
         rank[order] = np.arange(len(order))
@@ -287,7 +292,7 @@ class Compiled:
     def check_size(self, columns: Collection[Column]) -> None:
         """Raises SpecError for more programs or operations than one request may have."""
         most, most_ops = MOST_PROGRAMS, MOST_OPS
-        if self.edits:  # an operator's monitor, which taps may score, refuses no request
+        if self.edits:  # only then: a monitor that taps score must not cause a refusal
             most, most_ops = MOST_PROGRAMS_WITH_EDITS, MOST_OPS_WITH_EDITS
         if len(columns) > most:
             raise SpecError(
@@ -321,7 +326,7 @@ class Compiled:
         return OpList(listed, self.reads, self.rows, len(self.picks))
 
     def count(self, columns: tuple[bytes, ...]) -> tuple[int, int, list[bytes], set[Head]]:
-        """As OpList.count."""
+        """The same as OpList.count, faster if the spec is `_few`."""
         if not self._few or len(columns) > MOST_COUNTED:
             return self.op_list.count(as_columns(columns))
         known = self.counts.get(columns)
@@ -335,10 +340,10 @@ class Compiled:
 
     @cached_property
     def _few(self) -> bool:
-        """True for a spec of at most MOST_COUNTED_EDITS edits, each by one row, and of nothing
+        """True for a spec of at most MOST_COUNTED_EDITS edits, each with one row, and of nothing
         else. Its programs are counted without a list of operations. A cell of a sweep is such a
-        spec. Edits of one gate with a state share an operation where their layers are equal, so
-        their number is not that of the picks."""
+        spec. A gate with a state excludes a spec: its edits at one layer share an operation, so
+        the number of operations does not follow from the picks."""
         return not self.reads and len(self.edits) <= MOST_COUNTED_EDITS and all(
             edit.num_ops == 1 + len(edit.gate) <= 2
             and (edit.values is None or edit.values.shape[0] == 1)
@@ -346,7 +351,7 @@ class Compiled:
         )  # fmt: skip
 
     def _counted(self, columns: tuple[bytes, ...]) -> tuple[int, int, tuple[int, ...]]:
-        """An entry of `counts`."""
+        """The entry of `counts` for these columns."""
         picks = [edit.pick for edit in self.edits]
         # Tokens with the same edits have the same program.
         has = (as_columns(columns)[picks] > 0).T.tolist()
@@ -360,14 +365,14 @@ class Compiled:
 
     @cached_property
     def takes_most(self) -> bool:
-        """True if no spec of this one's outline takes more of the device tables."""
-        # Vectors of different lengths may have one direction, which then counts once.
+        """True if no spec of the same outline takes more places in the device tables."""
+        # Vectors that differ in length alone may have one direction, which counts once.
         keys = [key for some in self._keys for key in some] if self._few else []
         return self._few and len(set(keys)) == len(keys)
 
     @cached_property
     def _keys(self) -> list[list[bytes]]:
-        """The keys of the vectors of each edit and its gate, if they are `_few`."""
+        """The keys of the vectors of each edit and its gate, if the spec is `_few`."""
         found = []
         for edit in self.edits:
             ops = [op for _, op in edit.gate]
@@ -380,7 +385,7 @@ class Compiled:
     def _delivered(
         self, column: Column
     ) -> tuple[dict[Head | None, tuple[int, ...]], tuple[tuple[int, int], ...]]:
-        """What is made of rows -> points; and Layout.also."""
+        """Head (None for plain rows) -> its points; and Layout.also."""
         reads = [(points, head) for pick, points, head in self.reads if column[pick]]
         #: Row -> the first point that was named for it.
         labels: dict[int, int] = {}
@@ -395,12 +400,12 @@ class Compiled:
         return {head: tuple(sorted(some)) for head, some in points.items()}, tuple(sorted(also))
 
     def layout(self, column: Column) -> Layout:
-        """What a token delivers; the layout of its program."""
+        """What a token with this column delivers: the layout of its program."""
         points, also = self._delivered(column)
         return Layout(points.pop(None, ()), _listed(points), also)
 
     def build(self, column: Column) -> Program | None:
-        """The program of a column, which is not kept."""
+        """The program of a column. The program is not kept."""
         points, also = self._delivered(column) if self.reads else ({}, ())
         edits: dict[tuple[int, int], list[Op]] = {}
         seeing: dict[tuple[int, int], dict[Op, None]] = {}

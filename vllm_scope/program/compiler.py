@@ -53,10 +53,10 @@ POSITIONS_AT_ONCE = 4096
 
 
 class Point(NamedTuple):
-    """A point of what delivers.
+    """A point at which an action needs a row.
 
     Attributes:
-        head: what is made of the row there; None for the row itself.
+        head: what is made from the row; None for the row itself.
         after: as in Probe.
     """
 
@@ -67,7 +67,7 @@ class Point(NamedTuple):
 
 
 def points_of(asked: Resolved) -> tuple[Point, ...]:
-    """The distinct points of what delivers."""
+    """The distinct points of the actions that need rows."""
     found: tuple[Point, ...] | None = asked.__dict__.get("_points")
     if found is None:
         # Many requests share a Resolved, which may have a thousand probes.
@@ -90,7 +90,7 @@ def _points_of(asked: Resolved) -> Iterator[Point]:
 
 
 def rows_of(asked: Resolved, some: Resolved) -> dict[int, int]:
-    """Each point of some actions -> the first of these points that has the same row.
+    """Each point of the actions in `some` -> the first of these points that has the same row.
 
     Two points of a boundary have the same row if no edit of the request `asked` is between them.
     """
@@ -116,14 +116,14 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
         return picks.setdefault(Pick(selector, use, positions, after), len(picks))
 
     rows = rows_of(asked, asked)
-    #: (pick, what is made of the row) -> points. Many probes share one bank.
+    #: (pick, head) -> points. Many probes share one bank.
     reads: dict[tuple[int, Head | None], dict[int, None]] = {}
     scored, scores = [], _scores(asked)
     edits = []
     made: dict[Hashable, tuple[Op, ...]] = {}
     gates = _gate_ops(asked)
-    # Every action gets a pick, also an action at boundaries that are not here: a column then means
-    # the same in every process.
+    # Every action gets a pick, also an action at boundaries that are not in `here`: a column then
+    # means the same in every process.
     for tokens, point, head, after in points_of(asked):
         at = pick(tokens, "deliver", after=after)
         if boundary_of_point(point) in here and drains:
@@ -158,7 +158,7 @@ def _compiled_edits(
     pick: int, edit: ResolvedEdit, places: list[Place], gates: Mapping[bytes, _GateOps],
     made: dict[Hashable, tuple[Op, ...]],
 ) -> list[CompiledEdit]:  # fmt: skip
-    """An edit at some places; `made` as in edit_ops."""
+    """One edit, compiled at each of its places. `made` is as in edit_ops."""
     if not places:
         return []
     gate = None if edit.gate is None else gates[edit.gate.digest]
@@ -174,8 +174,9 @@ def _compiled_edits(
 
 
 def _fitted(first: Compiled, asked: Resolved, here: frozenset[int]) -> Compiled | None:
-    """`_compile` of a spec that differs from the first one's in the layers, vectors and numbers of
-    its edits alone; None if these are not all here."""
+    """The Compiled of a spec that differs from the first one's only in the layers, vectors and
+    numbers of its edits. None if the first one reads, or if either edits at a boundary that is not
+    in `here`."""
     places = [edit.stream for edit in asked.edits]
     if first.reads or len(first.edits) != len(places):
         return None
@@ -203,8 +204,9 @@ class _GateOps(NamedTuple):
     state: Op | None
 
     def before(self, edited: Place) -> tuple[tuple[tuple[int, int], Op], ...]:
-        """What is done before an edit, by (boundary, group). Each place of several edits advances
-        the state by the same tokens, to the same value."""
+        """The gate's operations that an edit at this place needs, each with its (boundary, group).
+        If several edits have the gate, each of their places advances the state by the same tokens,
+        to the same value."""
         if self.state is None:
             return ((self.at, self.op),)
         state = self.state
@@ -214,8 +216,8 @@ class _GateOps(NamedTuple):
 
 
 def _gate_ops(asked: Resolved) -> dict[bytes, _GateOps]:
-    """Digest of a gate -> its operations; edits with equal gates share them. The registers of the
-    gates with a state come first: they number the state's places in the log.
+    """Digest of a gate -> its operations; edits with equal gates share them. Gates with a
+    state have the first registers: the register's number is the index of the state in the log.
 
     Raises:
         SpecError: more gates than a row has registers.
@@ -247,9 +249,9 @@ class RequestProgram:
 
     Attributes:
         prompt_ids: empty if no selector looks at them.
-        later: (first position, program), ascending: from that position on, this program replaces
+        later: (first position, program), ascending: from that position on, that program replaces
             the one before it.
-        begun: the probes whose verdict has come. What waits for another one is left out.
+        begun: the probes whose verdict has come. Probes that wait for another verdict are left out.
     """
 
     num_prompt: int
@@ -273,7 +275,7 @@ class RequestProgram:
             asked: reads, probes and edits, the server's edits first. The Compiled is cached on
                 this object, for other requests of the same spec.
             here: the boundaries of the stage.
-            drains: False on a rank that edits like the others and delivers nothing.
+            drains: False on a rank that edits as other ranks do, and delivers nothing.
         """
         known: dict[Hashable, Compiled] = asked.__dict__.setdefault("_compiled", {})
         key = (sites, here, drains)
@@ -288,23 +290,23 @@ class RequestProgram:
         return RequestProgram(num_prompt, np.asarray(ids, np.int64), compiled)
 
     def then(self, first: int, other: RequestProgram) -> RequestProgram:
-        """This program below a position, and another one, with the same verdicts, from there on."""
+        """This program below `first`, and `other`, with the same verdicts, from `first` on."""
         earlier = tuple(one for one in self.later if one[0] < first)
         return replace(self, later=(*earlier, (first, other.after(self.begun))))
 
     @property
     def has_vectors(self) -> bool:
-        """As of Compiled."""
+        """As Compiled.has_vectors."""
         return self._compiled.has_vectors
 
     @property
     def checks(self) -> bool:
-        """True if its tokens may be reported as faulty: it edits or checks rows here."""
+        """True if tokens may be reported as faulty: the program edits or checks rows here."""
         return bool(self._compiled.edits) or self._compiled.check is not None
 
     @property
     def takes_most(self) -> bool:
-        """As of Compiled."""
+        """As Compiled.takes_most."""
         return self._compiled.takes_most
 
     @property
@@ -319,7 +321,7 @@ class RequestProgram:
 
     @property
     def first_fixed(self) -> int:
-        """From this position on, all tokens get the program of generated ones, if
+        """The position from which on all tokens get the program of generated ones, if
         `generated_is_uniform`."""
         if self.later:
             return self.later[-1][0]
@@ -329,7 +331,7 @@ class RequestProgram:
         return 0 if prompt == generated else self.num_prompt
 
     def after(self, firsts: Iterable[str]) -> RequestProgram:
-        """The same once these probes have their verdicts."""
+        """This program once these probes have their verdicts."""
         begun = self.begun.union(firsts)
         if begun == self.begun:
             return self
@@ -337,23 +339,24 @@ class RequestProgram:
         return replace(self, begun=begun, later=later)
 
     def told(self, firsts: Iterable[str]) -> RequestProgram:
-        """What is planned after these verdicts: `after`; or the last stage, if the tables hold no
-        programs of the stages before it. Readers drop the scores of stages that have not begun."""
+        """The program to plan with after these verdicts: that of `after`, or that of the last stage
+        if the tables hold no programs of the stages before it. Readers drop the scores of stages
+        that have not begun."""
         between = len(self._compiled.firsts) > 1 and not self.generated_is_uniform
         return self.last_stage if between else self.after(firsts)
 
     @property
     def last(self) -> RequestProgram:
-        """What holds from the last of `later` on."""
+        """The last program of `later`, which holds to the end; this one if `later` is empty."""
         return self.later[-1][1] if self.later else self
 
     @property
     def last_stage(self) -> RequestProgram:
-        """The same once every probe has its verdict: it delivers the most."""
+        """This program once every first stage has its verdict: the one that delivers the most."""
         return self.after(self._compiled.firsts)
 
     def _columns(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
-        """[num_picks, num_positions]."""
+        """The columns of these positions, [num_picks, num_positions]."""
         tokens = Tokens.running(positions, self.num_prompt, self.prompt_ids)
         columns = np.zeros((len(self._compiled.picks), len(positions)), np.int32)
         for i in self._compiled.used:
@@ -378,7 +381,7 @@ class RequestProgram:
         return ((0, self), *self.later)
 
     def parts_at(self, first: int, count: int) -> list[tuple[RequestProgram, int, int]]:
-        """What holds at the positions first .. first+count-1: (program, first position, count)."""
+        """(program, first position, count), in order, for the positions first .. first+count-1."""
         if not self.later:
             return [(self, first, count)]
         found, stop = [], first + count
@@ -434,13 +437,13 @@ class RequestProgram:
         return remembered_columns(key, made)
 
     def superset_columns(self) -> list[bytes]:
-        """The columns of `generated_superset`, before any verdict, and after those of first
-        stages."""
+        """The columns of `generated_superset`: before any verdict, and after the verdicts of all
+        first stages."""
         stages = (self, *self._later_stages())
         return [stage.superset_column().tobytes() for stage in stages]
 
     def held(self, columns: Iterable[bytes], key: Hashable = None) -> Held:
-        """What the request holds while it runs.
+        """The programs that the request holds while it runs.
 
         Args:
             columns: as `columns` returns them; they may come from another process.
@@ -449,7 +452,7 @@ class RequestProgram:
         return Held(self._compiled, columns, self._compiled.ref if key is None else key)
 
     def made(self, held: Held) -> bool:
-        """True if they are programs of the same Compiled, so that columns mean the same."""
+        """True if `held` and this program have one Compiled, so that columns mean the same."""
         return held.is_of(self._compiled)
 
     def distinct_at(self, first: int, count: int) -> tuple[list[Column], NDArray[np.int64]]:
@@ -471,15 +474,15 @@ class RequestProgram:
 
     def _distinct_columns(self, num_positions: int) -> dict[bytes, Column]:
         found = self._columns_until(num_positions)
-        # Each stage is checked by itself: a monitor's cascade refuses no request for its size.
+        # Each stage is checked by itself, so that a monitor's cascade does not cause a refusal.
         for stage in self._later_stages():
             found |= stage._columns_until(num_positions)
         return found
 
     def _later_stages(self) -> list[RequestProgram]:
-        """The request after the verdicts of all its first stages; empty if it waits for none. The
-        stages before the last are left out. If programs depend on the phase alone, the planner
-        holds theirs when a verdict comes; if not, it skips these stages (`told`)."""
+        """The last stage alone; empty if the request waits for no verdict. Stages before the last
+        one need no columns here. If programs depend on the phase alone, the planner holds the
+        programs of such a stage when a verdict comes; if not, it skips the stage (`told`)."""
         return [self.last_stage] if self._compiled.firsts - self.begun else []
 
     def _columns_until(self, num_positions: int) -> dict[bytes, Column]:
@@ -516,7 +519,7 @@ class RequestProgram:
         return known
 
     def cost_of_change(self, columns: Iterable[bytes]) -> Cost:
-        """What new numbers in the edits of generated tokens take of the device tables.
+        """The Cost of new numbers in the edits of generated tokens.
 
         Args:
             columns: as `columns` returns them.
@@ -526,5 +529,5 @@ class RequestProgram:
         return self.held(columns).cost.without_vectors()
 
     def cost(self, num_positions: int) -> Cost:
-        """What the request takes of the device tables, with what drafts may need."""
+        """The Cost of the request, with the programs that drafts may need."""
         return self.held(self.columns(num_positions)).cost

@@ -19,13 +19,13 @@ from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.program.operations import Cost, Program, num_vectors
 from vllm_scope.program.table_rows import TableRows
 
-#: Columns times actions, up to which programs are built one by one.
+#: If columns times actions are at most this number, programs are built one by one.
 _FEW = 16
 
 
 class Held:
-    """Programs that a request holds while it runs. It counts as one entry in a
-    table of what is held: two requests share their programs if their keys are equal.
+    """The programs that a request holds while it runs. Two Held are equal if their keys are equal:
+    such requests share their programs.
 
     Attributes:
         key: equal for equal programs.
@@ -36,8 +36,8 @@ class Held:
     def __init__(self, compiled: Compiled, columns: Iterable[bytes], key: Hashable) -> None:
         """
         Args:
-            columns: of all tokens of the request; they may come from another process.
-            key: of the spec.
+            columns: the columns of all tokens of the request; they may come from another process.
+            key: the key of the spec.
         """
         self._compiled = compiled
         if len(compiled.used) < len(compiled.picks):
@@ -62,7 +62,7 @@ class Held:
         return isinstance(other, Held) and self.key == other.key
 
     def is_of(self, compiled: Compiled) -> bool:
-        """True if they are programs of this Compiled."""
+        """True if these are programs of `compiled`."""
         return self._compiled is compiled
 
     def find(self, columns: Iterable[Column]) -> list[int] | None:
@@ -74,29 +74,29 @@ class Held:
 
     @property
     def few(self) -> bool:
-        """True if `programs` takes less time than `rows`: they have few operations, or they only
-        read, so that other requests mostly have the same ones."""
+        """True if `programs` takes less time than `rows`: there are few operations, or the programs
+        only read, and other requests mostly have the same programs."""
         compiled = self._compiled
         return not compiled.has_vectors or len(self) * compiled.num_actions <= _FEW
 
     @property
     def programs(self) -> list[Program | None]:
-        """The programs, one by one. If they only edit, they are built at each call: that takes less
+        """The programs, one by one. If they only edit, they are built at each call: this takes less
         time than to keep them."""
         columns = (np.frombuffer(column, np.int32) for column in self.index_of)
         made = self._compiled.program if self._compiled.reads else self._compiled.build
         return [made(column) for column in columns]
 
     def rows(self, widths: Widths) -> TableRows:
-        """The programs as rows of the op table, made once. EngineCore makes those that a worker in
-        its own process uploads, before the thread that launches the model sees the request."""
+        """The programs as rows of the op table, made once. If a worker is in EngineCore's process,
+        EngineCore makes the rows, before the thread that launches the model sees the request."""
         found = self._rows.get(widths)
         if found is None:
             found = self._rows[widths] = self._compiled.op_list.at(self._columns, widths)
         return found
 
     def layout(self, index: int) -> Layout:
-        """What a token of a program delivers."""
+        """What a token with the program of this index delivers."""
         column = self._columns[:, index]
         delivers = (column[self._compiled.delivering] > 0).tobytes()
         if delivers not in self._layouts:
@@ -128,7 +128,7 @@ class Held:
 
     @property
     def vectors(self) -> dict[bytes, int]:
-        """Key of each vector, and of each probe's weight -> how many vectors it counts for."""
+        """Key of each vector, and of each probe's weight -> how many vectors it counts as."""
         return self._counted[2]
 
     @property
@@ -137,7 +137,7 @@ class Held:
 
 
 def _masked(columns: Sequence[bytes], uses: NDArray[np.bool_]) -> list[bytes]:
-    """The columns with 0 for what is not used."""
+    """The columns with 0 for picks that are not used."""
     data = (np.frombuffer(b"".join(columns), np.int32).reshape(-1, len(uses)) * uses).tobytes()
     size = 4 * len(uses)
     return [data[at : at + size] for at in range(0, len(data), size)]

@@ -23,7 +23,7 @@ from vllm_scope.request.sites import STREAM, boundary_of_point, kind_of_point
 
 #: The unit of the arena. Rows and a token's scores start at a multiple of it.
 SLOT_BYTES = 16
-#: numpy's element of that size: gathering slots byte by byte takes ten times as long.
+#: numpy's type of one slot: to gather slots byte by byte takes ten times as long.
 SLOT = np.dtype(np.complex128)
 
 
@@ -33,7 +33,7 @@ def slots_of_row(row_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Widths:
-    """How wide rows are, before any codec.
+    """The sizes of raw rows, which no codec has encoded.
 
     Attributes:
         row_bytes: bytes of one row by its kind (index into sites.KINDS), without padding.
@@ -44,7 +44,7 @@ class Widths:
 
     @staticmethod
     def of(row_sizes: Iterable[int], itemsize: int) -> Widths:
-        """Of rows of so many numbers, by kind, of `itemsize` bytes each."""
+        """The Widths of rows with `row_sizes` numbers, by kind, of `itemsize` bytes each."""
         return Widths(tuple(size * itemsize for size in row_sizes))
 
     @cached_property
@@ -55,15 +55,16 @@ class Widths:
 
 @dataclass(frozen=True)
 class Layout:
-    """What one token delivers: its rows, then what heads make of rows.
+    """What one token delivers: its raw rows, then what heads make from rows.
 
-    Taps write raw rows to the arena, in the layout `arena`; heads work on them when they leave it.
+    Taps write raw rows to the arena, in the layout `arena`. Heads work on the rows when these leave
+    the arena.
 
     Attributes:
         points: the points of its raw rows, ascending; one row each. A row is labelled with the
             first point that the request named for it.
         encoded: heads, each with the points of its rows, ascending. A point may be both here and in
-            `points`. Of a Told there are no rows: taps write its numbers.
+            `points`. A Told has no rows: taps write its numbers.
         also: (another point that the request named, the point whose row it shares), ascending. No
             edit is between the two points, so their row is delivered once.
     """
@@ -125,7 +126,7 @@ class Layout:
         return sum(len(points) * widths.row_slots[kind] for kind, points in self._kinds)
 
     def encoded_at(self, widths: Widths) -> Iterator[tuple[Head, tuple[int, ...], int, int]]:
-        """(head, its points, the first slot of their rows, slots of one row)."""
+        """(head, its points, the first slot of what it makes, slots that it makes from one row)."""
         first = self.plain_slots(widths)
         for head, points in self.encoded:
             num_slots = slots_of_row(head.row_bytes)
@@ -133,7 +134,7 @@ class Layout:
             first += len(points) * num_slots
 
     def made_at(self, head: Head, point: int, widths: Widths) -> int | None:
-        """The first slot of what a head makes of a point's row; None if it makes nothing of it."""
+        """The first slot of what a head makes from a point's row; None if it makes nothing."""
         row = self.row_of(point)
         for one, points, first, num_slots in self.encoded_at(widths):
             if one == head and row in points:
@@ -142,12 +143,13 @@ class Layout:
 
     @property
     def arena(self) -> Layout:
-        """What taps write: each point's row once, and what they tell."""
+        """The layout of what taps write: each point's row once, and the numbers that taps tell."""
         return self._arena or self
 
     @cached_property
     def _arena(self) -> Layout | None:
-        """None for this layout, which would wait for the garbage collector if it held itself."""
+        """None for this layout itself, which must not hold itself: it would wait for the garbage
+        collector."""
         told = tuple(pair for pair in self.encoded if isinstance(pair[0], Told))
         if len(told) == len(self.encoded):
             return None
@@ -157,17 +159,17 @@ class Layout:
 
     @property
     def sent(self) -> Layout:
-        """What leaves the device: all but rows that are added to sums."""
+        """The layout of what leaves the device: all but rows that are added to sums."""
         return self._sent or self
 
     @cached_property
     def _sent(self) -> Layout | None:
-        """As `_arena`."""
+        """None for this layout itself, as in `_arena`."""
         kept = tuple(pair for pair in self.encoded if not isinstance(pair[0], Summed))
         return None if len(kept) == len(self.encoded) else Layout(self.points, kept, self.also)
 
     def at(self, boundary: int) -> Layout:
-        """The part that one tap delivers."""
+        """The part of this layout that one tap delivers."""
         return Layout(
             _points_at(self.points, boundary),
             tuple(

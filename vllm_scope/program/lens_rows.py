@@ -3,7 +3,7 @@
 Owns:  `num_lens_rows`.
 Runs:  in the front-end, which refuses a request with too many; in EngineCore, where a request waits
        until the running ones leave room.
-From:  request.resolved.   To: engine.frontend.connection, engine.core.entry.
+From:  request.resolved.   To: engine.frontend.checks, engine.core.entry.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from vllm_scope.request.selectors import Ids, Selector, Tokens
 
 
 def num_lens_rows(asked: Resolved, ids: Ids, max_tokens: int) -> int:
-    """Selected tokens, with those that may be generated, times layers; of all lenses together.
+    """The number of selected tokens, with those that may be generated, times layers; the sum of
+    all lenses.
 
     Args:
-        ids: of the prompt.
+        ids: the prompt's token ids.
     """
     counts = Counter(one.tokens for one in asked.features if one.lens is not None)
     num_generated = max(max_tokens - 1, 0)
@@ -29,7 +30,8 @@ def num_lens_rows(asked: Resolved, ids: Ids, max_tokens: int) -> int:
 
 
 def _num_picked(selector: Selector, ids: Ids, num_generated: int) -> int:
-    """How many tokens a worker takes: whether a token is the last one is known later."""
+    """How many tokens a worker takes: all that may be selected, because it is not known yet which
+    token is the last one."""
     num_prompt, found = len(ids), 0
     if selector.uniform:
         in_prompt, generated = map(selector.picks_phase, (False, True))

@@ -1,9 +1,9 @@
 """What a tap does to one token's row: operations, and programs of them.
 
-Owns:  Op, Program, and Cost (what a request takes of the device tables).
+Owns:  Op, Program, and Cost (how many places a request takes in the device tables).
 Runs:  in workers, when a request arrives and when its tokens are planned; in
        EngineCore, to count what a request needs. numpy, no torch.
-From:  compiled, layout.   To: plan (per token), tap.tables (on the device).
+From:  compiled, layout.   To: worker.plan (per token), graph.tap.tables (on the device).
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ OP_CHECK = 8
 OP_ADD_BOUND = 9
 #: x + (a + d * f) * v, with f in the register `source`; if b is above 0, only where f is above 0.
 OP_ADD_FEATURE = 10
-#: Conditions, which set a register: to 1 if d * (s - a) > 0, else to 0. s is x . v + b (GATE), the
-#: cosine between x and v (COSINE), or that between x and tanh((x . v) v) (CAST). GATE with c above
-#: 0 sets it to the sigmoid of c * d * (s - a).
+#: Conditions. A condition sets a register: to 1 if d * (s - a) > 0, else to 0. s is x . v + b
+#: (GATE), the cosine between x and v (COSINE), or that between x and tanh((x . v) v) (CAST). GATE
+#: with c above 0 sets the register to the sigmoid of c * d * (s - a).
 OP_GATE, OP_GATE_COSINE, OP_GATE_CAST = 11, 12, 13
 #: Sets a register to the activation of a feature: s if s > c, else 0, with s = x . v + b.
 OP_FEATURE = 14
 #: Operations that set a register, and leave the row as it is.
 SETTERS = (OP_GATE, OP_GATE_COSINE, OP_GATE_CAST, OP_FEATURE)
 #: Advance a gate's state by its score, in the register `source`, and set `register` to the gate's
-#: value (request.actions.states). The score was set at an earlier tap. In a row whose request has
-#: no state there, as in a prompt, the register keeps its value.
-#:   EMA: decay a, 1 - decay b; then as GATE, with threshold e, sharpness c and sign d.
+#: value (request.actions.states). The score was set at an earlier tap. If the row has
+#: no state, as in a prompt, `register` keeps its value.
+#:   EMA: a is decay, b is 1 - decay; then as GATE, with threshold e, sharpness c and sign d.
 #:   HYSTERESIS: opens if d * (s - a) > 0, closes if d * (s - b) < 0. A latch has b at infinity.
-#:   PID: setpoint a; b, c and d are kp, ki and kd times the sign; e is the bound of the sum.
+#:   PID: a is the setpoint; b, c and d are kp, ki and kd times the sign; e bounds the sum.
 OP_EMA, OP_HYSTERESIS, OP_PID = 15, 16, 17
 ADVANCING = (OP_EMA, OP_HYSTERESIS, OP_PID)
-#: What is kept of a gate's state at one position: its value, and two numbers more.
+#: Numbers that are kept of a gate's state at one position: the gate's value, and two more.
 STATE_NUMBERS = 3
 
 
 class LogRange(NamedTuple):
-    """Where the states of one request's gates are kept: `num_states` places for each of
-    `num_tokens` generated tokens."""
+    """The places of one request's states in the log: `num_states` places for each of `num_tokens`
+    generated tokens, from place `start`."""
 
     start: int = 0
     num_tokens: int = 0
@@ -75,8 +75,8 @@ class LogRange(NamedTuple):
 
 NO_LOG = LogRange()
 
-#: Registers of a row, for one forward: of gates, which edits multiply what they add by, and then
-#: of the features of one edit.
+#: Registers of a row, for one forward. The first ones are for gates, whose values multiply the
+#: changes of edits. The others are for the features of one edit.
 MOST_GATES = 16
 REGISTERS = MOST_GATES + MAX_FEATURES
 
@@ -92,11 +92,12 @@ class Op(NamedTuple):
         at: index into the arena layout's points (OP_READ).
         vector: float32 [hidden_size], the direction or replacement: v in the formulas above.
         a, b, c, d, e: the operation's numbers, as in the formulas above.
-        source: the register with a feature's activation, or with the score of a gate with a state,
-            which the gate sets. -1 for none.
-        register: which one it sets (conditions), or multiplies by (edits). -1 for none.
-        told: where it tells a number: a probe its own, a condition the register's new value, an
-            edit `||change|| / ||x||`. None if nobody asks.
+        source: the register with a feature's activation, or with the score of a gate with a state
+            (a condition writes this score, other operations read it). -1 for none.
+        register: the register that the operation sets (conditions and features), or by which an
+            edit multiplies its change. -1 for none.
+        told: where the operation tells a number: that of a probe, the new value of a condition's
+            register, or an edit's `||change|| / ||x||`. None if no action asks for the number.
     """
 
     code: int
@@ -117,7 +118,7 @@ class Program:
     """What happens to one token.
 
     Attributes:
-        layout: what it delivers.
+        layout: what the token delivers.
         taps: (boundary, operations in order), for the boundaries with operations.
     """
 
@@ -142,17 +143,17 @@ class Program:
 
     @cached_property
     def vectors(self) -> set[Array]:
-        """The vectors of its operations."""
+        """The vectors of the program's operations."""
         return {op.vector for _, ops in self.taps for op in ops if op.vector is not None}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a request takes of the device tables while it runs. A probe's weight counts as its
-    vectors do, also if it has memory of its own.
+    """How many places a request takes in the device tables while it runs. A probe's weight counts
+    as vectors, even if the weight has memory of its own.
 
     Attributes:
-        lens_rows: rows that its lenses are applied to, which take the device's time.
+        lens_rows: rows to which the request's lenses are applied; they take the device's time.
     """
 
     vectors: int = 0
@@ -206,11 +207,11 @@ def build_program(
 
     Args:
         points: where the row is read, ascending.
-        edits: (boundary, group) -> the edits of that site, in order.
+        edits: (boundary, group) -> the operations of the edits of that site, in order.
         encoded, also: as in Layout.
         check: the boundary after whose edits the row is checked, or None.
-        seeing: (boundary, level) -> the probes and conditions that see the row after `level` groups
-            of edits of that boundary.
+        seeing: (boundary, level) -> the operations of probes and conditions that see the row after
+            `level` groups of edits of that boundary.
     """
     if not (points or encoded or seeing):
         return _editing(edits, check)
@@ -246,18 +247,19 @@ def _editing(edits: Mapping[tuple[int, int], Sequence[Op]], check: int | None) -
     return Program(_NOTHING, tuple(sorted(taps.items(), key=_boundary_of)))
 
 
-@lru_cache(maxsize=64)  # each request with edits has it
+@lru_cache(maxsize=64)  # shared by all requests with edits
 def _checking(boundary: int) -> Program:
     return Program(_NOTHING, ((boundary, (_CHECK,)),))
 
 
-#: Of a program that delivers nothing.
+#: The layout of a program that delivers nothing.
 _NOTHING = Layout()
 _CHECK = Op(OP_CHECK)
 _boundary_of = itemgetter(0)
 
 
-#: The operations of an edit on a token, by the token's row of a replacement (from 1).
+#: The value of an edit's pick for a token -> the edit's operations on the token. For a replacement,
+#: the value is the number of the token's row, from 1.
 OpsOf = Callable[[int], Sequence[Op]]
 
 
@@ -265,8 +267,9 @@ def edit_ops(edit: ResolvedEdit, made: dict[Hashable, tuple[Op, ...]], register:
     """An edit's operations.
 
     Args:
-        made: operations made so far, by content: edits that differ in their streams share one.
-        register: of its gate, or -1.
+        made: operations made so far, by content: edits that differ only in their streams share
+            them.
+        register: the register of the edit's gate, or -1.
     """
     if edit.kind == "replace":
         return partial(_replacing, edit, register)
@@ -297,15 +300,17 @@ def _replacing(edit: ResolvedEdit, register: int, row: int) -> tuple[Op]:
         return (Op(OP_SET, 0, vector, register=register, told=edit.dose),)
     bits = values.numpy.view(np.int32)
     first = int((bits[:row] == bits[index]).all(1).argmax())
-    # Known by the key under which EngineCore counts it, and not by a digest of its numbers, which
-    # would take longer than all else that is done for a cell of a sweep.
+    # The Array has the key under which EngineCore counts the row. A digest of the numbers would
+    # take longer than all other work for a cell of a sweep.
     numbers = values.numpy[index]
     vector = Array.known(numbers.shape, numbers.tobytes(), row_key(values, first))
     return (Op(OP_SET, 0, vector, register=register, told=edit.dose),)
 
 
 def row_key(values: Array, row: int) -> bytes:
-    """The key of a row of a replacement; of rows with the same bits, that of the first."""
+    """The key of a row of a replacement. Rows with the same bits have the key of the first one:
+    callers pass that row.
+    """
     return values.digest + row.to_bytes(4, "little")
 
 
@@ -315,7 +320,7 @@ def _row_of(values: Array, index: int) -> Array:
 
 
 def _feature_ops(edit: ResolvedEdit, encoder: Array, register: int) -> tuple[Op, ...]:
-    """All features are computed before the row changes."""
+    """The operations of an edit of features: all features are computed before the row changes."""
     computed, added = [], []
     for i in range(encoder.shape[0]):
         bias, threshold, a, d, active = edit.numbers[5 * i : 5 * i + 5]
@@ -338,7 +343,7 @@ def score_ops(cell: Cell) -> tuple[Op, ...]:
     found = []
     for i in range(count):
         data = weight.data[4 * width * i : 4 * width * (i + 1)]
-        # A replacement may have the same rows, and counts them by its own keys.
+        # A replacement may have the same rows; its keys for them must differ from this one.
         row = Array.known((width,), data, b"score" + row_key(weight, i))
         b = 0.0 if bias is None else float(bias.numpy[i])
         found.append(Op(OP_SCORE, 0, row, b=b, told=(cell.place, cell.bank, cell.first + i)))
@@ -385,7 +390,7 @@ def state_op(gate: ResolvedGate, register: int, score: int) -> Op:
 
 
 def _unit(vector: Array, times: float = 1.0) -> Array:
-    """The direction of a vector, at another length than 1 if `times` is given."""
+    """The direction of a vector, with length `times`."""
     values = vector.numpy.astype(np.float64)
     direction = (values / np.linalg.norm(values)).astype("<f4")
     return Array(vector.shape, (direction * np.float32(times)).tobytes())
@@ -397,8 +402,8 @@ def _edit_numbers(edit: ResolvedEdit) -> tuple[int, Array, float, float]:
         return _add_numbers(edit)
     if edit.kind == "clamp":
         lo, hi, strength = edit.numbers
-        # With k d in place of d the operation adds (clip(k p, k lo, k hi) - k p) k d: k * k times
-        # as much.
+        # p is x . d. With k d in place of d, the operation adds (clip(k p, k lo, k hi) - k p) k d,
+        # which is k * k times the change, and k * k is the strength.
         k = math.sqrt(strength)
         if k == 0:
             lo, hi, k = -math.inf, math.inf, 1  # 0 times infinity would be NaN

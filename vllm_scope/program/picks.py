@@ -22,10 +22,11 @@ class Pick:
     """A selector, its use, and the positions of a replacement's rows.
 
     Attributes:
-        use: "edit" applies to tokens that the selector picks for certain; "deliver" to all that
-            it may still pick (what is too much is dropped later, by its label).
-        positions: of the rows of a replacement, negative ones from the prompt's end; else empty.
-        after: the probe whose verdict it waits for; None if it waits for none.
+        use: "edit" applies to tokens that the selector picks for certain; "deliver" to all tokens
+            that the selector may still pick (surplus rows are dropped later, by their labels).
+        positions: the positions of a replacement's rows; negative ones count from the prompt's
+            end. Empty if the action is no replacement.
+        after: the probe whose verdict the action waits for; None if it waits for none.
     """
 
     selector: Selector
@@ -38,7 +39,9 @@ class Pick:
         return self.selector.uniform
 
     def values(self, tokens: Tokens) -> NDArray[np.int32]:
-        """[num_tokens]: 0 if not picked; else 1, or the token's row of a replacement, from 1."""
+        """The value of the pick for each token, [num_tokens]: 0 if the token is not picked; else 1,
+        or for a replacement the number of the token's row, from 1.
+        """
         if self.positions:
             p, n = tokens.positions, tokens.num_prompt
             rows = self._rows_at(p)

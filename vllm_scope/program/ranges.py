@@ -1,10 +1,10 @@
-"""Which values a spec's picks have in a range of positions, once for all specs with equal picks.
+"""The values of a spec's picks in a range of positions, made once for specs with equal picks.
 
 Owns:  ColumnRange, and the caches of the ColumnRanges and columns that this process has made.
 Runs:  in workers, in EngineCore and in the front-end. numpy, no torch.
 From:  compiled (the picks).   To: compiler.
 
-Requests that differ in their vectors and layers alone, such as the cells of a sweep, have equal
+Requests that differ only in their vectors and layers, such as the cells of a sweep, have equal
 picks. Their columns are then made once for each position that is edited.
 """
 
@@ -20,10 +20,10 @@ from vllm_scope.program.picks import Pick
 from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.selectors import ITEM_BYTES, items_of, num_bytes_of
 
-#: Picks with more positions together are not kept: to hash them would take longer than to make the
-#: columns.
+#: Columns of picks that name more positions together are not kept: to hash the picks would take
+#: longer than to make the columns.
 MOST_ITEMS: Final = 64
-#: Bound of what this process keeps.
+#: Bound of each of the two caches of this process.
 REMEMBERED_BYTES: Final = 16 << 20
 _KEY_BYTES = 1024
 #: Measured bytes of a pick beside its selector and its positions.
@@ -35,7 +35,7 @@ class ColumnRange(NamedTuple):
 
     Attributes:
         columns: int32 [num_picks, num_positions].
-        which: int64 [num_positions], which of the distinct columns each one is.
+        which: int64 [num_positions], the index of each position's column among the distinct ones.
         distinct: bytes of each distinct column -> the column, in the order of positions.
     """
 
@@ -45,7 +45,8 @@ class ColumnRange(NamedTuple):
 
 
 class PicksKey:
-    """Equal for equal picks. To hash them takes long, so specs of one outline share it.
+    """A key that is equal for equal picks. To hash picks takes long, so specs of one outline share
+    one key.
 
     Attributes:
         num_bytes: estimated memory of the picks, which a cache holds with the key.
@@ -82,10 +83,10 @@ class RangeKey(NamedTuple):
 
 
 class ColumnsKey(NamedTuple):
-    """What the columns of a request depend on; as RequestProgram.columns.
+    """What the result of RequestProgram.columns depends on.
 
     Attributes:
-        size: on what their check depends (Compiled.check_size).
+        size: what the check of the columns' size depends on (Compiled.check_size).
     """
 
     picks: PicksKey
@@ -100,7 +101,8 @@ _columns: Remembered[ColumnsKey, tuple[bytes, ...]] = Remembered(REMEMBERED_BYTE
 
 
 def remembered(key: RangeKey, make: Callable[[], ColumnRange]) -> ColumnRange:
-    """The range of a key, made if it is not known. Only for picks that `can_remember`."""
+    """The range of a key, made if it is not known. Only for picks that can be kept
+    (`can_remember`)."""
     found = _known.get(key)
     if found is None:
         found = make()
@@ -110,7 +112,7 @@ def remembered(key: RangeKey, make: Callable[[], ColumnRange]) -> ColumnRange:
 
 
 def remembered_columns(key: ColumnsKey, make: Callable[[], tuple[bytes, ...]]) -> tuple[bytes, ...]:
-    """The same of all columns of a request."""
+    """As `remembered`, for all columns of a request."""
     found = _columns.get(key)
     if found is None:
         found = make()
@@ -120,6 +122,6 @@ def remembered_columns(key: ColumnsKey, make: Callable[[], tuple[bytes, ...]]) -
 
 
 def can_remember(picks: tuple[Pick, ...]) -> bool:
-    """True if the picks look at no token id, and name few positions."""
+    """True if the picks look at no token id and name few positions: ranges are then kept."""
     num_items = sum(len(pick.positions) + items_of(pick.selector) for pick in picks)
     return num_items <= MOST_ITEMS and not any(pick.selector.sees_ids for pick in picks)

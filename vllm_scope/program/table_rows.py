@@ -30,14 +30,14 @@ Ints = NDArray[np.int64]
 
 
 class Listed(NamedTuple):
-    """An operation that a token gets if one of some picks has a value for it.
+    """An operation that a token gets if one of `picks` has a value for the token.
 
     Attributes:
         boundary, level, rank: its place in the order.
-        op: that of a replacement has the replacement's first row.
-        picks: their indices; none for an operation of every token.
-        row: of an OP_READ, the point of the row.
-        values: the rows of a replacement. The value of its pick says which, from 1.
+        op: the operation; for a replacement, with the replacement's first row.
+        picks: indices of picks; empty for an operation of every token.
+        row: for an OP_READ, the point of the row; else -1.
+        values: the rows of a replacement. The value of its pick is the number of the row, from 1.
     """
 
     boundary: int
@@ -55,16 +55,18 @@ class TableRows:
 
     Attributes:
         index: int64 [num_columns], the program of each column.
-        exists: bool [num_programs]; False for the one that does nothing.
-        fixed: int32 [num_ops, 8]: code, register, source and the numbers a to e as bits.
-        words: int32 [num_ops, 2]: in the token's slots, and in those of one tap; -1 for none.
+        exists: bool [num_programs]; False for the program that does nothing.
+        fixed: int32 [num_ops, 8]: code, register, source, and the numbers a to e as float32 bits.
+        words: int32 [num_ops, 2], the 4-byte word at which the operation stores, counted in the
+            token's slots, and in the token's slots of one tap; -1 if it stores nothing.
         vector: int64 [num_ops], index into `keys` and `vectors`; -1 for none.
         following: int64 [num_ops], the next operation of the program at this tap; -1 for none.
         heads: int64 [num_heads], the first operation of each program at each of its taps.
         head_program, head_boundary: int64 [num_heads], which program and which boundary.
-        keys: of the vectors, each once. Equal keys are of equal vectors.
+        keys: the keys of the vectors, each once. Vectors with equal keys are equal.
         vectors: float32 [width of a row] each.
-        num_slots, num_delivered: int64 [num_programs], slots of a token, in the arena and encoded.
+        num_slots: int64 [num_programs], slots of a token in the arena.
+        num_delivered: int64 [num_programs], slots that a token delivers, encoded.
     """
 
     index: Ints
@@ -92,10 +94,10 @@ class _Selected:
 
     Attributes:
         index: int64 [num_columns], the program of each column.
-        exists: bool [num_programs]; False for the one that does nothing.
-        here, cells: bool [..., num_programs], the operations and the cells that each has.
-        program, op, vector: int64 [num_ops], of each operation: its program, its number in the
-            list, and its vector; -1 for none.
+        exists: bool [num_programs]; False for the program that does nothing.
+        here, cells: bool [..., num_programs], which operations and which cells each program has.
+        program, op, vector: int64 [num_ops], for each operation: the index of its program, of the
+            operation in the list, and of its vector (-1 for none).
     """
 
     index: Ints
@@ -121,9 +123,9 @@ class OpList:
         Args:
             reads, rows: as in Compiled.
         """
-        #: (what is made of a row, the row's point) -> the picks that want it; and the points that
-        #: were named for a row with several names: they make layouts differ.
+        #: A cell is (head, the point of its row) -> the picks that want it.
         cells: dict[tuple[Head | None, int], list[int]] = {}
+        #: If a row has several names: each named point -> its picks. The names make layouts differ.
         names: dict[int, list[int]] = {}
         shared = {row for point, row in rows.items() if point != row}
         for pick, points, head in reads:
@@ -158,7 +160,7 @@ class OpList:
     def _set_presence(
         self, ops: Sequence[Listed], of_cells: Sequence[Sequence[int]], num_picks: int
     ) -> None:
-        # An operation of every token has the pick that follows the last one.
+        # An operation of every token has one more pick, which follows the last one.
         picks = [one.picks or (num_picks,) for one in ops] + list(of_cells)
         self._picks = np.array([pick for some in picks for pick in some], np.int64)
         self._starts = np.cumsum([0, *map(len, picks)])[:-1]
@@ -176,12 +178,12 @@ class OpList:
         self._fixed = np.empty((len(ops), 8), np.int32)
         self._fixed[:, :3] = codes or np.zeros((0, 3))
         self._fixed[:, 3:] = bits
-        #: Key of a vector, and the vector: a row of an Array, or all of it.
+        #: Keys of vectors, and the vectors: (an Array, the index of its row, or -1 for all of it).
         self._keys: list[bytes] = []
         self._arrays: list[tuple[Array, int]] = []
         self._vector = np.full(len(ops), -1, np.int64)
         self._replaces = np.full(len(ops), -1, np.int64)
-        #: Of each vector, the first one that is equal to it.
+        #: For each vector, the index of the first equal one.
         same: list[int] = []
         known: dict[bytes, int] = {}
         for i, one in enumerate(ops):
@@ -206,8 +208,9 @@ class OpList:
         self._same = np.array([*same, -1], np.int64)
 
     def _set_stores(self, ops: Sequence[Listed], rows: Mapping[int, int]) -> None:
-        """Where operations store: the index of a row that is read, or of what taps tell, which come
-        after the rows; -1 for none; and the index of a told number among those of its place."""
+        """Set where operations store. `_store` is the index of a row that is read, or, after all
+        rows, the index of a bank that taps tell; -1 for none. `_index` is the index of a told
+        number in its bank."""
         told = {cell: len(self._rows) + i for i, cell in enumerate(self._told)}
         index, next_row = [], 0
         for one in ops:
@@ -241,7 +244,7 @@ class OpList:
         if (pick >= 0).any():
             vector = np.where(pick >= 0, vector + columns[pick, program] - 1, vector)
             vector = self._same[vector]
-        # Equal programs have equal sums; different programs practically never have.
+        # Equal programs have equal sums; the sums of different programs practically always differ.
         sums = np.zeros(len(op) + 1, np.int64)
         np.cumsum(self._marks[op] * (2 * vector + 3), out=sums[1:])
         sums = sums[np.cumsum(here.sum(axis=0))]
@@ -261,8 +264,8 @@ class OpList:
         return _Selected(np.array(index, np.int64), exists, here, cells, program, op, vector)
 
     def count(self, columns: NDArray[np.int32]) -> tuple[int, int, list[bytes], set[Head]]:
-        """Of the programs of some columns: how many are distinct, their operations, the keys of
-        their vectors, and the heads that they deliver."""
+        """How many distinct programs some columns have, how many operations these have together,
+        the keys of their vectors, and the heads that they deliver."""
         found = self._select(columns)
         keys = [self._keys[i] for i in np.unique(found.vector) if i >= 0]
         some = np.flatnonzero(found.cells[: len(self._cells)].any(axis=1))
@@ -330,7 +333,7 @@ class OpList:
 
 
 def _firsts(rows: NDArray[np.float32]) -> Ints:
-    """[num_rows]: the first of the rows that has the same bits."""
+    """For each row, [num_rows], the index of the first row with the same bits."""
     sums = rows.view(np.int32) @ _marks(rows.shape[1])
     _, firsts, index = np.unique(sums, return_index=True, return_inverse=True)
     found: Ints = firsts[index]

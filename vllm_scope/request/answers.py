@@ -22,14 +22,14 @@ _KEY = "scope_answers"
 
 
 class Answers(NamedTuple):
-    """What became of the variants of a request.
+    """The results of the variants of a request.
 
     Attributes:
-        logprobs: float32 [number of variants, number of tokens]: of the tokens of
-            SamplingParams.logprob_token_ids in their order, or else of all by their ids. NaN where
-            there are errors.
+        logprobs: float32 [number of variants, number of tokens], log-probabilities of the tokens in
+            SamplingParams.logprob_token_ids, in that order; without such a list, of all token ids.
+            NaN for a variant with an error.
         errors: number of a variant -> why it failed.
-        others: True if the engine also had requests that are of no sweep.
+        others: True if the engine also had requests that do not belong to a sweep.
     """
 
     logprobs: NDArray[np.float32]

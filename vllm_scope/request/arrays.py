@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError, shown
 
-#: Numbers in one array: 4096 rows of 4096.
+#: Most numbers in one array: 4096 rows of 4096.
 MAX_NUMBERS = 1 << 24
 DTYPES = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
 
@@ -41,10 +41,11 @@ class Array:
 
     @staticmethod
     def parse(value: object, where: str, most_dimensions: int = 3) -> Array:
-        """An Array of a torch tensor, a numpy array, (nested) lists, or the JSON form.
+        """An Array from a torch tensor, a numpy array, (nested) lists, or the JSON form.
 
         Raises:
-            SpecError: not numbers, not finite, too many, or of no or too many dimensions.
+            SpecError: the values are not numbers, not finite or too many, or have no dimension or
+                too many dimensions.
         """
         if isinstance(value, Array):
             return value
@@ -66,7 +67,7 @@ class Array:
 
     @staticmethod
     def known(shape: tuple[int, ...], data: bytes, digest: bytes) -> Array:
-        """An Array that another process of the engine made, with its digest."""
+        """An Array with a given digest, which is not computed again."""
         found = Array(shape, data)
         found.__dict__["digest"] = digest
         return found
@@ -132,7 +133,7 @@ def _from_json(body: dict[Any, Any], where: str, most_dimensions: int) -> Array:
     if not isinstance(text, str):
         raise SpecError(f"{where}.data is {shown(text)}; it is a base64 string.")
     size = np.dtype(DTYPES[dtype]).itemsize * math.prod(shape)
-    if len(text) > 4 * -(-size // 3):  # before it is decoded
+    if len(text) > 4 * -(-size // 3):  # checked before anything is decoded
         raise SpecError(
             f"{where}.data has {len(text):,} characters; the {size:,} bytes of {dtype} of shape "
             f"{shape} take {4 * -(-size // 3):,}."
@@ -155,5 +156,5 @@ def _from_json(body: dict[Any, Any], where: str, most_dimensions: int) -> Array:
 
 
 def of_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """The numbers of which these are the bits; numpy has no bfloat16."""
+    """The numbers that have these bfloat16 bits. numpy has no bfloat16."""
     return (bits.astype("<u4") << 16).view("<f4")

@@ -1,4 +1,4 @@
-"""JSON of strangers, counted before it is parsed.
+"""JSON that callers send: its items are counted before it is parsed.
 
 Owns:  `decode`, `decode_counted`, `is_unicode`.
 Runs:  everywhere. No torch.
@@ -14,9 +14,9 @@ import msgspec
 
 from vllm_scope.errors import SpecError
 
-#: Lists, objects and fields in one text. Parsing takes 300 ns or more for each.
+#: Most nodes (lists, objects and fields) in one text. Parsing takes 300 ns or more for each.
 MOST_NODES = 1 << 14
-#: Items in the lists of one text: 64 vectors of 4,096 numbers.
+#: Most items in the lists of one text: 64 vectors of 4,096 numbers.
 MOST_ITEMS = 1 << 18
 #: Every byte but four: those that begin a list, an object, a field's value, or one more item.
 _NOT_COUNTED = bytes(set(range(256)) - set(b"[{:,"))
@@ -24,7 +24,7 @@ PACKED = "Send vectors as base64 ({dtype, shape, data}), or name a steering modu
 
 
 def is_unicode(text: str) -> bool:
-    """False for a text with half of a surrogate pair, as JSON may have."""
+    """False for a text with half of a surrogate pair, which JSON may contain."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -37,16 +37,19 @@ def decode(text: str, where: str, most_items: int = MOST_ITEMS) -> object:
 
     Args:
         where: the name of the text in error messages.
-        most_items: limit of the items in all its lists.
+        most_items: limit of the items in all lists of the text.
 
     Raises:
-        SpecError: not JSON, or more than MOST_NODES or `most_items`.
+        SpecError: the text is not JSON, or has more than MOST_NODES nodes or `most_items` items.
     """
     return decode_counted(text, where, most_items)[0]
 
 
 def decode_counted(text: str, where: str, most_items: int = MOST_ITEMS) -> tuple[object, int]:
-    """The same, and about the number of list items and object fields; base64 has no comma."""
+    """As `decode`, and about how many list items and object fields there are: the commas.
+
+    Base64 has no comma, so a vector in base64 does not count.
+    """
     # One pass over the text takes less time than a count of each character.
     counted = text.encode("utf-8", "surrogatepass").translate(None, _NOT_COUNTED)
     num_items = counted.count(b",")

@@ -1,6 +1,6 @@
 """Cascades: a probe that scores only after the verdict of another probe, its first stage.
 
-Owns:  `begins` (from which position on), `check_cascades`.
+Owns:  `begins` (the first position that a stage scores), `check_cascades`.
 Runs:  in every process. No torch.
 From:  actions.probing (`after`).   To: spec, engine.monitors (the checks); resolved (the position).
 
@@ -16,16 +16,16 @@ from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions import Probe
 from vllm_scope.request.actions.probing import MONITOR
 
-#: Stages of one cascade.
+#: Most stages of one cascade.
 MOST_STAGES = 4
 
 
 def begins(verdict: int, num_prompt: int, step_tokens: int) -> int:
-    """The first position that a stage scores: the first one that the worker can be sure to compute
-    after it was told of the verdict.
+    """The first position that a stage scores: the first one that the worker certainly computes
+    after it has received the verdict.
 
-    The scheduler hears of a verdict with the output of the verdict's step. With async scheduling it
-    has then started one more step. With drafts it hears of the verdict one step later, when the
+    The scheduler receives a verdict with the output of the verdict's step. With async scheduling it
+    has then started one more step. With drafts it receives the verdict one step later, when the
     token is known to be accepted. Each step advances by at most `step_tokens` positions. A prompt's
     steps have as many tokens as fit, so no stage begins inside a prompt.
 
@@ -42,7 +42,7 @@ def check_cascades(probes: Sequence[Probe], where: Callable[[int], str], what: s
     for a cycle, and for too many stages.
 
     Args:
-        where: index of a probe -> its path in the caller's words.
+        where: index of a probe -> its path in error messages, in the caller's words.
         what: "probe" or "monitor".
     """
     index_of = {probe.name: i for i, probe in enumerate(probes)}

@@ -1,17 +1,18 @@
-"""Heads: what is computed of rows before they leave the device.
+"""Heads: what is computed from rows before the rows leave the device.
 
 Owns:  CodecChoice (what a caller names), Head and its kinds: Encoding (the codec of a read), Bank
-       (the probes at one place), Strongest (of the features of an SAE), Likeliest (tokens, by the
-       model's own unembedding), Told (what taps compute while they edit), Scored (the probes at one
-       place that taps compute) and Summed (rows that are added to sums on the device).
+       (the probes at one place), Strongest (the strongest features of an SAE), Likeliest (the
+       likeliest tokens by the model's own unembedding), Told (numbers that taps compute while they
+       edit), Scored (the probes at one place that taps compute) and Summed (rows that are added to
+       sums on the device).
 Runs:  CodecChoice everywhere, without torch. A Head is made where the model's sizes are known,
-       and travels with what it makes.
+       and travels with the bytes that it makes.
 From:  actions, resolve.   To: codecs.packed, worker.probe_bank, layout (the size of its values).
 
-Promise: a head works on each row by itself, and makes a fixed number of bytes of it. The codec can
-be made again from an Encoding. A Bank has a digest of its weights, not the weights; a Strongest
-has the name of an SAE that the workers hold, a Likeliest a count, and the name of a lens if that
-maps the rows first.
+Promise: a head works on each row by itself, and makes a fixed number of bytes from it. The codec
+can be made again from an Encoding. A Bank has a digest of its weights, not the weights. A Strongest
+has the name of an SAE that the workers hold. A Likeliest has a count, and the name of the lens if
+one maps the rows first.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ READ_CODECS: dict[str, tuple[str, ...]] = {
 }
 
 
-#: Under which the workers hold a lens, among the names of held SAEs: the lens's name, and the
-#: boundary of its map.
+#: The key under which the workers hold one map of a lens: the lens's name, and the map's boundary.
+#: (The key of a held SAE is its name.)
 LensKey = tuple[str, int]
-#: Of the model's own lens, which maps no rows.
+#: The key of the model's own lens, which maps no rows.
 LENS: LensKey = ("", -1)
 
 
@@ -56,7 +57,7 @@ class CodecChoice:
 
     @staticmethod
     def parse(value: object, where: str) -> CodecChoice | None:
-        """The choice of a name, or of an object with a name and options.
+        """The CodecChoice of a name, or of an object with a name and options.
 
         Returns:
             None for no codec.
@@ -101,11 +102,11 @@ def _whole(value: object, where: str) -> int:
 
 @dataclass(frozen=True)
 class Head:
-    """What is made of one row, as data.
+    """A description of what is computed from each row.
 
     Attributes:
-        text: equal for heads that make the same of a row.
-        row_bytes: size of what it makes, without the padding of its last slot.
+        text: equal for heads that make the same from a row.
+        row_bytes: how many bytes the head makes from a row, without the padding of the last slot.
     """
 
     text: str
@@ -127,7 +128,7 @@ class Bank(Head):
     """The probes of one request at one place, of one stage of a cascade: float32 numbers, side by
     side."""
 
-    #: `text` begins so; that of an Encoding is a JSON object.
+    #: `text` begins with this word. (The text of an Encoding is a JSON object.)
     start: ClassVar[str] = "probes"
 
     @classmethod
@@ -137,27 +138,28 @@ class Bank(Head):
         """The bank of some nets.
 
         Args:
-            digests: of the nets, in order; of a Told, of gates and edits.
-            num_values: how many numbers they make of a row together.
+            digests: the digests of the nets, in order; for a Told, those of gates and edits.
+            num_values: how many numbers the nets make from a row, together.
             group: as in Place: two sites may share a boundary and its row.
             after: as in Probe.
         """
-        # Behind every digest, so that banks of one stage stand side by side in a layout.
+        # Sorts after every digest, so that banks of one stage stand side by side in a layout.
         stage = "" if after is None else f"then {after} "
         digest = hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
         return cls(f"{cls.start} {group} {stage}{digest}", 4 * num_values)
 
     @property
     def nameless(self) -> Bank:
-        """The same without its digest. A front-end does not have the weights of steering modules,
-        so it knows the numbers of its request by the place and their count."""
+        """This bank without its digest. A front-end does not have the weights of steering modules,
+        so it finds the numbers of its request by their place and their count."""
         return type(self)(self.text.rpartition(" ")[0], self.row_bytes)
 
 
 @dataclass(frozen=True)
 class Told(Bank):
     """Numbers that taps compute and write to the arena, so that nothing is left to compute;
-    float32, side by side. In this class they are values of gates and doses of edits at one place.
+    float32, side by side. In a plain Told they are the gates' values and the edits' doses at one
+    place.
     """
 
     start: ClassVar[str] = "told"
@@ -173,7 +175,7 @@ class Scored(Told):
 @dataclass(frozen=True)
 class Strongest(Bank):
     """The strongest features of an SAE that the workers hold: int32 indices, then as many float32
-    values, descending. If fewer are active, the values of the others are 0."""
+    values, descending. If fewer features are active, the values of the others are 0."""
 
     start: ClassVar[str] = "strongest"
 
@@ -198,7 +200,7 @@ class Strongest(Bank):
 
     @property
     def maker(self) -> str | LensKey:
-        """Under which the workers hold what makes the pairs."""
+        """The key under which the workers hold the pair maker."""
         return self.sae
 
 
@@ -206,7 +208,7 @@ class Strongest(Bank):
 class Likeliest(Strongest):
     """The likeliest tokens by the model's own final norm and unembedding, of rows that a lens may
     have mapped: int32 token ids, then as many float32 log-probabilities, descending. If the
-    vocabulary has fewer, the other ids are -1."""
+    vocabulary has fewer tokens, the other ids are -1."""
 
     start: ClassVar[str] = "likeliest"
 
@@ -218,7 +220,7 @@ class Likeliest(Strongest):
 
     @property
     def sae(self) -> str:
-        """No SAE has this name."""
+        """Empty: the tokens come from no SAE."""
         return ""
 
     @property
@@ -229,7 +231,7 @@ class Likeliest(Strongest):
 
 @dataclass(frozen=True)
 class Summed(Head):
-    """Rows that the worker adds to sums which it keeps (worker.summing). Nothing of them leaves the
+    """Rows that the worker adds to sums which it keeps (worker.summing). The rows do not leave the
     device.
 
     Attributes:

@@ -3,12 +3,12 @@
 docs/http.md describes the format: a safetensors file whose tensor `answer` has the JSON.
 """
 
-#: A client sends it in `Accept`; a server that knows it answers in it.
+#: A client sends this type in `Accept`; a server that knows the type answers in it.
 BINARY = "application/vnd.vllm-scope+safetensors"
 #: The tensor with the JSON of the answer, or of an event of a stream: uint8, [bytes].
 ANSWER = "answer"
 
 
 def prefix_of(choice: int) -> str:
-    """What the names of a choice's tensors begin with; the rest is as in a result's file."""
+    """The prefix of the names of a choice's tensors; the rest is as in a result's file."""
     return f"choices.{choice}."

@@ -1,17 +1,17 @@
-"""What a probe computes of one row, and what becomes of these numbers over a request.
+"""What a probe computes from one row, and how scores are aggregated over a request.
 
-Owns:  Mlp and AttentionPool (weights that a caller gives), Net (the same on one engine),
+Owns:  Mlp and AttentionPool (weights that a caller gives), Net (any weight, as its layers),
        Ema and RollingMean (aggregates), and their JSON.
 Runs:  everywhere. numpy, no torch.
-To:    actions.probing, resolve; worker.probe_bank (computes nets), results.scores (aggregates).
+To:    actions.probing, resolve; worker.probe_bank (computes nets), batch.readout (aggregates).
 
-A net makes one or more numbers of a row x:
+A net makes one or more numbers from a row x:
 
     linear           x . weight                              1 number
     Mlp              W2 f(W1 x + b1) + b2, or one layer more 1 number
     AttentionPool    query_h . x and value_h . x             2 numbers for each head h
 
-The numbers of several layers are added, number by number. Then they become a score.
+The numbers of several model layers are added, number by number. Then they become a score.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Net:
     """The computation on one row.
 
     Attributes:
-        layers: (weight [out, in], bias [out] or None) of each, the first one at the row.
-        hidden: the function between them; None if there is one layer.
+        layers: (weight [out, in], bias [out] or None) of each layer; the first layer takes the row.
+        hidden: the function between the layers; None if there is one layer.
     """
 
     layers: tuple[tuple[Array, Array | None], ...]
@@ -47,7 +47,7 @@ class Net:
 
     @property
     def width(self) -> int:
-        """Numbers of a row."""
+        """How many numbers a row has."""
         return self.layers[0][0].shape[1]
 
     @property
@@ -76,7 +76,7 @@ class Mlp:
         hidden: the function between the layers: relu, gelu (exact), silu or tanh.
 
     Raises:
-        SpecError: shapes that do not fit, or not two or three layers.
+        SpecError: shapes that do not fit, or a number of layers other than two or three.
     """
 
     layers: Any
@@ -137,10 +137,10 @@ class AttentionPool:
 
     Args:
         query, value: [num_heads, width of a row], or [width] for one head. A scale such as
-            `1 / sqrt(width)` belongs into the query.
+            `1 / sqrt(width)` belongs in the query.
 
     Raises:
-        SpecError: shapes that differ, or not one or two dimensions.
+        SpecError: the two shapes differ, or have more than two dimensions.
     """
 
     query: Any
@@ -176,10 +176,10 @@ def net_of(weight: Array | Mlp | AttentionPool) -> Net:
 
 
 def shaped_weight(value: object, where: str) -> Mlp | AttentionPool | None:
-    """The Mlp or AttentionPool of a value or of its JSON; None if it is neither.
+    """The Mlp or AttentionPool that `value` is, or that its JSON means; None if it is neither.
 
     Raises:
-        SpecError: malformed.
+        SpecError: the JSON of an Mlp or an AttentionPool is malformed.
     """
     if isinstance(value, Mlp | AttentionPool):
         return value
@@ -204,8 +204,9 @@ def shaped_weight(value: object, where: str) -> Mlp | AttentionPool | None:
 
 @dataclass(frozen=True)
 class Ema:
-    """The exponential moving average: `a = decay * a + (1 - decay) * score`; it begins with the
-    first score.
+    """The exponential moving average of the scores: `a = decay * a + (1 - decay) * score`.
+
+    At the first score, the average is that score.
 
     Args:
         decay: from 0 to below 1.
@@ -225,12 +226,12 @@ class Ema:
 
 @dataclass(frozen=True)
 class RollingMean:
-    """The mean of the last `window` scores. Before there are as many, it is the mean of all.
+    """The mean of the last `window` scores; of all scores, while there are fewer.
 
     Args:
         window: 1 or more.
         then: "max" for the largest mean of a full window so far; before the first full window,
-            the mean of all.
+            the mean of all scores.
     """
 
     window: int
@@ -254,12 +255,12 @@ Aggregate = Literal["max", "mean"] | Ema | RollingMean
 
 
 def parse_aggregate(value: object, where: str) -> Aggregate | None:
-    """An aggregate, or what its JSON means.
+    """The aggregate that `value` is, or that its JSON means; None for None.
 
     Raises:
-        SpecError: neither.
+        SpecError: `value` is neither an aggregate nor its JSON.
     """
-    if isinstance(value, str | None | Ema | RollingMean):  # an array is not compared with words
+    if isinstance(value, str | None | Ema | RollingMean):  # no array is compared with a word
         match value:
             case None | Ema() | RollingMean() | "max" | "mean":
                 return value

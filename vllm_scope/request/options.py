@@ -34,7 +34,7 @@ _MUST: dict[str, str] = {
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
 }
-#: A key that is not a field of the model; an integer, too.
+#: pydantic's kinds of error for a key that is not a field of the model, or not a string.
 _NO_OPTION = ("extra_forbidden", "invalid_key")
 #: The last part of pydantic's path to a key of a mapping.
 _KEY = "[key]"
@@ -56,12 +56,12 @@ def checked(
     """Check options. Returns them as an instance of `model`.
 
     Args:
-        where: what the sentence begins with, in front of the option's name.
-        unsaid: fields of the model that are no options of the operator.
+        where: the beginning of the sentence, in front of the option's name.
+        unsaid: fields of the model that are not options of the operator; errors do not list them.
 
     Raises:
-        ConfigError: the first option that is wrong: what came, what is allowed. If a validator
-            raises a ConfigError, its text names the option itself.
+        ConfigError: names the first option that is wrong, what came and what is allowed. If a
+            validator raises a ConfigError, that text already names the option.
     """
     try:
         return model.model_validate(dict(body))
@@ -74,7 +74,7 @@ def checked(
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """The end of a sentence about an unknown name: a question if there are similar ones."""
+    """The end of a sentence about an unknown name: a question if some known names are similar."""
     near = get_close_matches(name, known, cutoff=0.65)
     return f"; did you mean {' or '.join(near)}?" if near else "."
 
@@ -86,7 +86,7 @@ def _sentence_of(error: Any, options: list[str]) -> str:
     if kind in _NO_OPTION and not rest:
         return f"{path} is no option{nearest(path, options)} The options are {', '.join(options)}"
     if kind == "value_error" and (not path or isinstance(context["error"], ConfigError)):
-        return str(context["error"])  # a sentence of our own, which names the option
+        return str(context["error"])  # a sentence of this package, which names the option
     path += "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in rest if p != _KEY)
     if kind == "missing":
         return f"{path} is missing; it must be given"
@@ -103,5 +103,5 @@ def _sentence_of(error: Any, options: list[str]) -> str:
 
 
 def _plain(limit: object) -> object:
-    """1 for 1.0."""
+    """The limit as an int if it is a whole float: 1 for 1.0."""
     return int(limit) if isinstance(limit, float) and limit.is_integer() else limit

@@ -1,13 +1,13 @@
-"""Specs that differ in the layers, vectors and numbers of their edits alone: cells of a sweep, and
+"""Specs that differ only in the layers, vectors and numbers of their edits: cells of a sweep, and
 requests that each have an edit of their own.
 
 Owns:  Outline.
 Runs:  in the front-end and in EngineCore, when a request enters. numpy, no torch.
-From:  packed (their bodies are equal).   To: spec (Meanings); what depends on neither layers nor
-       vectors nor numbers is then made once for all of them (Resolved.shared).
+From:  packed (such specs have equal bodies).   To: spec (Meanings). Whatever does not depend on
+       layers, vectors or numbers is made once for all such specs (Resolved.shared).
 
-Promise: a spec that is fitted equals what Spec.resolve makes of it, and is refused if that refuses
-it.
+Promise: a Resolved that `fitted` returns equals the result of Spec.resolve. For a spec that
+Spec.resolve refuses, `fitted` returns no Resolved.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ from vllm_scope.request.resolve_edits import check_order
 from vllm_scope.request.resolved import Resolved, ResolvedEdit, ResolvedGate
 from vllm_scope.request.sites import Place, Sites
 
-#: Cached properties of a Resolved that depend on neither layers nor vectors nor numbers.
+#: Cached properties of a Resolved that do not depend on layers, vectors or numbers.
 _ALIKE: Final = (
     "num_bytes", "uniform", "banked", "delivering", "taking", "read_selectors", "_always",
     "scores_alone", "score_bytes", "num_states", "stopping", "firsts", "watched", "scaled",
     "destinations", "shared",
 )  # fmt: skip
-#: Measured bytes of an outline, of each of its edits and of each place, beside those of its first
-#: spec, with all that is kept for specs of it.
+#: Measured bytes of an outline, of each of its edits and of each place, without its first spec, but
+#: with everything that is kept for its other specs.
 _OUTLINE_BYTES, _EDIT_BYTES, _PLACE_BYTES = 6144, 2560, 384
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A spec of edits that was resolved, and how others are made of it.
+    """A resolved spec of edits, from which other specs with the same body are made.
 
-    A body names Arrays and numbers by their indices. Equal ones have one index. So if two fields of
-    the first spec are equal, they are equal in all specs with this body.
+    A body names Arrays and numbers by their indices. Equal values have one index. So if two fields
+    of the first spec are equal, they are equal in all specs with this body.
 
     Attributes:
-        packed: the first spec's.
+        first: the resolved spec.
+        packed: the same spec as it travels.
     """
 
     first: Resolved
@@ -52,8 +53,11 @@ class Outline:
 
     @staticmethod
     def of(packed: Packed, asked: Resolved, sites: Sites) -> Outline | None:
-        """None unless the spec is of edits alone, which tell no gate's value and no dose. Each has
-        one layer, and a vector or rows of its own."""
+        """The outline of a resolved spec; None if the spec cannot have one.
+
+        It must have edits alone. Each edit has one layer, and a vector or rows of its own. No
+        gate's value and no dose is delivered.
+        """
         edits = asked.edits
         arrays = {edit.values.digest for edit in edits}
         arrays |= {edit.gate.vector.digest for edit in edits if edit.gate is not None}
@@ -66,11 +70,11 @@ class Outline:
         return Outline(asked, packed, sites)
 
     def fitted(self, packed: Packed, arrays: Mapping[bytes, Array]) -> Resolved | None:
-        """Another spec with the same body; None if it has vectors of other shapes, or an edit of
-        several layers.
+        """The resolved spec of another Packed with the same body; None if it has vectors of other
+        shapes, or an edit of several layers.
 
         Raises:
-            SpecError: it edits where the engine has no tap, or before its gate.
+            SpecError: an edit is where the engine has no tap, or comes before its gate.
             KeyError: an Array is not among `arrays`.
         """
         given = [arrays[digest] for digest in packed.arrays]
@@ -117,7 +121,7 @@ class Outline:
 
     @cached_property
     def _whole(self) -> dict[str, Any]:
-        """What a Resolved of this outline has, beside its edits."""
+        """The attributes that all Resolved of this outline share; their edits differ."""
         names = [each.name for each in fields(Resolved)]
         return {name: getattr(self.first, name) for name in (*names, *_ALIKE)}
 
@@ -126,7 +130,7 @@ class Outline:
         return {}
 
     def _place(self, number: int, layers: tuple[int, ...]) -> Place:
-        """Where an edit is at its layer."""
+        """The place of an edit at its one layer."""
         edit = self.first.edits[number]
         known = self._places.get((edit.stream.site, layers))
         if known is None:
@@ -137,7 +141,7 @@ class Outline:
         return known
 
 
-#: Numbers of a ResolvedEdit that no spec has: for a bound that was not given.
+#: Numbers that are in a ResolvedEdit but in no spec: they stand for a bound that was not given.
 _BOUNDS: Final = (math.inf, -math.inf)
 
 
@@ -146,7 +150,7 @@ class _Form:
     """An edit or a gate, and which of its fields differ from spec to spec.
 
     Attributes:
-        content: all fields.
+        content: all fields, as in the first spec.
         arrays: (field, index of its Array).
         numbers: (field, index of its number).
         several: (field, indices of its numbers).
@@ -161,10 +165,11 @@ class _Form:
     def of(
         one: ResolvedEdit | ResolvedGate, index_of: Mapping[bytes, int], index: Mapping[str, int]
     ) -> _Form:
-        """
+        """The form of an edit or a gate of the first spec.
+
         Args:
             index_of: digest of an Array -> its index.
-            index: a number, written out (0.0 and -0.0 are two) -> its index.
+            index: text of a number (0.0 and -0.0 have different texts) -> its index.
         """
         content = {each.name: getattr(one, each.name) for each in fields(one)}
         arrays, numbers, several = [], [], []
@@ -178,7 +183,7 @@ class _Form:
         return _Form(content, arrays, numbers, several)
 
     def filled(self, arrays: Sequence[Array], numbers: Sequence[float]) -> dict[str, Any]:
-        """The fields in another spec."""
+        """The fields in another spec, which has these Arrays and numbers."""
         found = self.content.copy()
         for name, at in self.arrays:
             found[name] = arrays[at]
@@ -190,7 +195,7 @@ class _Form:
 
 
 def _made(cls: type[Any], content: dict[str, Any]) -> Any:
-    """A frozen object of these fields, which are not checked again."""
+    """A frozen object with these fields, which are not checked again."""
     found = object.__new__(cls)
     found.__dict__.update(content)
     return found

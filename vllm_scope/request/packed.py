@@ -5,10 +5,11 @@ Runs:  in front-ends and EngineCore (`pack`), in EngineCore and workers (`unpack
 From:  spec, resolve (whose actions are packed).   To: ticket, core.news.
 
 Promise: equal actions have equal digests. Vectors are kept apart from the rest, so that a
-worker gets a vector only if it does not hold it (core.news). So are the layers of edits, and the
-numbers of edits and gates: cells of a sweep, and requests that each have an edit of their own,
-mostly differ in these alone, and then have equal bodies (outline). `unpack` does not check the
-actions again: they were checked when they were made, and packed bytes never come from a caller.
+worker gets a vector only if it does not hold it (core.news). The layers of edits, and the numbers
+of edits and gates, are kept apart too. Cells of a sweep, and requests that each have an edit of
+their own, mostly differ in what is kept apart, and then have equal bodies (outline). `unpack` does
+not check the actions again: they were checked when they were made, and packed bytes never come from
+a caller.
 """
 
 from __future__ import annotations
@@ -79,17 +80,17 @@ _CLASSES: tuple[type[Any], ...] = (
     Moments, ResolvedMoments, Scored,
 )  # fmt: skip
 _NUMBER_OF = {cls: number for number, cls in enumerate(_CLASSES)}
-#: Edits, of which `layer` follows from `layers`, and `layers` are kept apart.
+#: Edits whose `layers` are kept apart. Their `layer` follows from `layers`, and is not packed.
 _PLACED = (Add, Ablate, Clamp, Replace)
-#: Actions whose numbers are kept apart.
+#: Classes whose numbers are kept apart.
 _NUMBERED = (*_PLACED, Gate)
 _FIELDS = [
     tuple(each.name for each in fields(cls) if cls not in _PLACED or each.name != "layer")
     for cls in _CLASSES
 ]
-#: Stand in place of a class's number: for a tuple of objects, a tuple of plain values, an Array (by
-#: its index), a Place, edits that differ in their streams only, the layers of an edit (by their
-#: index), a number (by its index).
+#: Markers in place of a class's number, in this order: for a tuple of objects, a tuple of plain
+#: values, an Array (by its index), a Place, edits that differ in their streams only, the layers of
+#: an edit (by their index), a number (by its index).
 _TUPLE, _PLAIN, _ARRAY, _PLACE, _EDITS, _LAYERS, _NUMBER = -1, -2, -3, -4, -5, -6, -7
 _PLAIN_TYPES = {int, float, str, bool, type(None)}
 
@@ -98,14 +99,15 @@ _decode = msgspec.msgpack.Decoder().decode
 
 
 class Packed(msgspec.Struct, frozen=True, array_like=True):
-    """Reads, probes and edits, without their vectors.
+    """Packed actions, without their vectors.
 
     Attributes:
-        digest: of everything, vectors included.
+        digest: a digest of everything, vectors included.
         body: msgpack, without vectors, the layers of edits, and the numbers of edits and gates.
         arrays: digests of the Arrays that the body names by their indices, each once.
-        layers: of its edits with layers, in their order.
-        numbers: those that the body names by their indices, each once; 0.0 and -0.0 are two.
+        layers: the layers of each edit that has layers, in the order of the edits.
+        numbers: the numbers that the body names by their indices, each once; 0.0 and -0.0 are two
+            numbers.
     """
 
     digest: bytes
@@ -125,8 +127,8 @@ class Packed(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class _Apart:
-    """What is kept apart from a body: its Arrays by digest, the layers of its edits, and the
-    indices of numbers by their texts."""
+    """What `pack` keeps apart from a body: Arrays, and their indices, by digest; the layers of
+    edits; and the indices of numbers, by their texts."""
 
     arrays: dict[bytes, Array] = field(default_factory=dict)
     indices: dict[bytes, int] = field(default_factory=dict)
@@ -146,7 +148,7 @@ class _Apart:
 
 
 class _Kept(NamedTuple):
-    """The same where a body is put together."""
+    """What was kept apart from a body, for `unpack`: the body names each by its index."""
 
     arrays: list[Array]
     layers: list[tuple[int, ...]]
@@ -154,7 +156,7 @@ class _Kept(NamedTuple):
 
 
 def pack(actions: tuple[object, ...]) -> tuple[Packed, dict[bytes, Array]]:
-    """The actions without their Arrays, and the Arrays by digest."""
+    """The actions packed without their Arrays, and the Arrays by digest."""
     apart = _Apart()
     body = _encode(_taken_apart(actions, apart))
     numbers = list(map(float, apart.numbers))
@@ -162,8 +164,8 @@ def pack(actions: tuple[object, ...]) -> tuple[Packed, dict[bytes, Array]]:
 
 
 def have_one_body(one: Action, other: Action) -> bool:
-    """True if two edits without gates, each of one layer and with a vector or rows of its own,
-    differ in these alone."""
+    """True if two edits differ in their layer and their vector (or rows) alone. Each must have one
+    layer, a vector that is not a module's, and no gate."""
     if type(one) is not type(other) or not isinstance(one, _PLACED) or one.gate is not None:
         return False
     vector = one.fields[0]
@@ -190,7 +192,7 @@ def unpack(packed: Packed, arrays: Mapping[bytes, Array]) -> tuple[Any, ...]:
 
 def _taken_apart(value: object, apart: _Apart) -> object:
     cls = type(value)
-    if cls in _PLAIN_TYPES:  # as most values are
+    if cls in _PLAIN_TYPES:  # most values are plain
         return value
     if isinstance(value, Place):
         return [_PLACE, *value]
@@ -234,7 +236,7 @@ def _without_stream(edit: ResolvedEdit) -> tuple[object, ...]:
 
 
 def _edits_of(group: Any, kept: _Kept) -> list[ResolvedEdit]:
-    """The edits of one action at its streams. A request may have thousands of them."""
+    """The edits of one action at its streams. A request may have thousands of such edits."""
     first, streams = group
     content = _put_together(first, kept).__dict__
     found = []

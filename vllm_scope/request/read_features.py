@@ -4,8 +4,8 @@ Owns:  ReadFeatures, `check_feature`.
 Runs:  in front-ends, workers and clients. No torch.
 From:  resolved.   To: batch.sparse, files.index, server.encode, client.parsing.
 
-Promise: a feature that was not read is an error, and never a row of zeros, wherever it is known
-which features were read.
+Promise: wherever it is known which features were read, a feature that was not read is an error, and
+never a row of zeros.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from vllm_scope.errors import shown
 
 
 class ReadFeatures(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Which features some `Features` can have. JSON has a field only if it is known.
+    """Which features the result of a `Features` can have. A field that is not known is not in JSON.
 
     Attributes:
-        num_features: of the SAE. None of a read with `indices`, except of a TopK SAE: the workers
-            get the rows of these features alone.
+        num_features: how many features the SAE has. None for a read with `indices` of an SAE that
+            is not TopK: the workers get the rows of these features alone.
         asked: the features that the read named (`indices`); None if it named none (`top_k`).
     """
 
@@ -29,12 +29,12 @@ class ReadFeatures(msgspec.Struct, frozen=True, omit_defaults=True):
     asked: tuple[int, ...] | None = None
 
 
-#: Of answers and files of earlier versions.
+#: For answers and files of earlier versions, which do not say which features were read.
 NOT_KNOWN = ReadFeatures()
 
 
 def check_feature(index: object, num_features: int | None, asked: tuple[int, ...] | None) -> None:
-    """Raises KeyError unless a feature may be in a result.
+    """Raises KeyError if a feature cannot be in a result.
 
     Args:
         num_features, asked: as in ReadFeatures.

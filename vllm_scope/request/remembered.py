@@ -16,10 +16,10 @@ Value = TypeVar("Value")
 
 
 class Remembered(Generic[Key, Value]):
-    """Values by key. The least recently used go first; one value always stays.
+    """Values by key. The least recently used are dropped first; the value put last always stays.
 
     Args:
-        most_bytes: limit of the sizes of all values together.
+        most_bytes: limit of the sum of all values' sizes.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -30,7 +30,7 @@ class Remembered(Generic[Key, Value]):
 
     @property
     def num_bytes(self) -> int:
-        """Sum of the sizes that `put` was given, of the values that are kept."""
+        """Sum of the sizes of the kept values, as they were given to `put`."""
         return self._num_bytes
 
     def __len__(self) -> int:
@@ -48,7 +48,7 @@ class Remembered(Generic[Key, Value]):
             return found[0]
 
     def use(self, keys: Iterable[Key]) -> None:
-        """Count kept values as used now, in this order."""
+        """Mark the kept values of these keys as used just now, in this order."""
         with self._lock:
             for key in keys:
                 self._values.move_to_end(key)
@@ -57,7 +57,7 @@ class Remembered(Generic[Key, Value]):
         """Keep a value, in place of one with the same key.
 
         Returns:
-            The values that were dropped for it, with their keys.
+            The values that were dropped to make room, with their keys.
         """
         with self._lock:
             before = self._values.pop(key, None)
@@ -74,7 +74,7 @@ class Remembered(Generic[Key, Value]):
         return gone
 
     def clear(self) -> list[tuple[Key, Value]]:
-        """Drop everything; returns what it was."""
+        """Drop all values; return them with their keys."""
         with self._lock:
             gone = [(key, value) for key, (value, _) in self._values.items()]
             self._values.clear()
@@ -82,14 +82,14 @@ class Remembered(Generic[Key, Value]):
             return gone
 
     def discard(self, keys: Iterable[Key]) -> None:
-        """Drop the values of these keys, at a cost of so many."""
+        """Drop the values of these keys. The time grows with their number, not with the cache's."""
         with self._lock:
             for key in keys:
                 if key in self._values:
                     self._num_bytes -= self._values.pop(key)[1]
 
     def drop(self, which: Callable[[Key, Value], bool]) -> None:
-        """Drop some values, by their keys or by what they are."""
+        """Drop every value for which `which(key, value)` is true."""
         with self._lock:
             for key in [key for key, (value, _) in self._values.items() if which(key, value)]:
                 self._num_bytes -= self._values.pop(key)[1]

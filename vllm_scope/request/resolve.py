@@ -1,8 +1,8 @@
 """The actions of a spec on one engine.
 
 Owns:  `resolve`, which makes a Resolved.
-Runs:  in the front-end (to check a request) and in EngineCore; workers get what it returns. numpy,
-       no torch, no vLLM.
+Runs:  in the front-end (to check a request) and in EngineCore; workers get its result. numpy, no
+       torch, no vLLM.
 From:  spec.   To: resolved.
 
 Promise: checks that need an engine (its layers, its sizes, its steering modules) are made here. The
@@ -43,10 +43,10 @@ from vllm_scope.request.resolved import (
 from vllm_scope.request.selectors import Word
 from vllm_scope.request.sites import STREAM, Phase, Place, Sites, kind_of
 
-#: Scores of a token that a policy may see, beside those of monitors.
+#: Most scores of a token that a policy may see, without those of monitors.
 MAX_SEEN = 32
-#: Numbers of linear probes at one place, up to which taps make them. Each takes a tap about as long
-#: as copying the row; one matrix product makes all numbers of more probes.
+#: Taps make up to this many numbers of linear probes at one place. Each number takes a tap about as
+#: long as a copy of the row. More numbers are made by one matrix product on the copied rows.
 MOST_SCORED = 4
 
 
@@ -61,7 +61,7 @@ def resolve(
     lens: tuple[LensTopK, ...] = (),
     moments: tuple[Moments, ...] = (),
 ) -> Resolved:
-    """The actions on this engine. `Spec.resolve` caches the result and says what is raised."""
+    """The actions on this engine. `Spec.resolve` says what is raised; `Meanings` caches results."""
     found = tuple(
         ResolvedRead(
             sites.find(read.site, read.layer_numbers, f"reads[{i}]"),
@@ -109,13 +109,13 @@ def _resolve_banked(
     sites: Sites,
     modules: Mapping[str, Vectors],
 ) -> tuple[tuple[ResolvedProbe, ...], tuple[ResolvedFeatures, ...]]:
-    """Probes and features; those that travel as nets share the banks of their places."""
+    """The resolved probes and features. Those that travel as nets share banks, by place."""
     nets = [
         *(_nets_of(probe, sites, modules, f"probes[{i}]") for i, probe in enumerate(probes)),
         *(_net_of_features(one, sites, f"features[{i}]") for i, one in enumerate(features)),
     ]
     afters = [*(probe.after for probe in probes), *(None for _ in features)]
-    #: A later stage of a cascade has banks of its own, which are computed only if it has begun.
+    #: A later stage of a cascade has banks of its own, which are computed only after it has begun.
     at_place: dict[tuple[Place, str | None], list[Net]] = {}
     for after, some in zip(afters, nets, strict=True):
         for place, net in some:
@@ -177,7 +177,7 @@ def _resolved_features(one: Features, cells: tuple[Cell, ...], sites: Sites) -> 
             one.name, one.tokens, cells, None, one.indices, one.sae.threshold, one.threshold, one.to
         )
     place = _place_of(one, sites, "features")
-    # A TopK SAE has k active features; which of them are wanted is seen when all are known.
+    # A TopK SAE has k active features. `indices` are picked from them once all k are known.
     count = min(one.top_k or one.sae.num_features, one.sae.k or one.sae.num_features)
     bank = Strongest.of_sae(one.sae.name, count, place.group)
     return ResolvedFeatures(
@@ -187,7 +187,8 @@ def _resolved_features(one: Features, cells: tuple[Cell, ...], sites: Sites) -> 
 
 
 def _resolved_lenses(lens: tuple[LensTopK, ...], sites: Sites) -> Iterator[ResolvedFeatures]:
-    """One for each layer. Those of one lens at one place share the head of the largest top_k."""
+    """One ResolvedFeatures for each layer. All uses of one lens at one place share a head: that of
+    the largest top_k."""
     places = [
         sites.find(x.site, x.layer_numbers, f"lens[{i}]", x.embedding) for i, x in enumerate(lens)
     ]
@@ -206,7 +207,7 @@ def _resolved_lenses(lens: tuple[LensTopK, ...], sites: Sites) -> Iterator[Resol
 
 
 def _check_labels(named: tuple[ResolvedProbe | ResolvedFeatures, ...]) -> None:
-    """Raises SpecError if a lens at a layer is called as a probe or features are."""
+    """Raises SpecError if a lens at a layer has the same name as a probe or as features."""
     labels: dict[str, bool] = {}
     for one in named:
         of_lens = isinstance(one, ResolvedFeatures) and one.lens is not None
@@ -220,7 +221,7 @@ def _check_labels(named: tuple[ResolvedProbe | ResolvedFeatures, ...]) -> None:
 def _nets_of(
     probe: Probe, sites: Sites, modules: Mapping[str, Vectors], where: str
 ) -> list[tuple[Place, Net]]:
-    """What a probe computes at each of its layers."""
+    """The net that a probe computes at each of its places."""
     places = sites.find(probe.site, probe.layer_numbers, where)
     if isinstance(probe.weight, Module):
         named = {p: row for p, row, _ in module_rows(probe, probe.weight, sites, modules, where)}
@@ -239,7 +240,7 @@ def _nets_of(
 def _encoding(read: Read, sites: Sites, where: str) -> Encoding | None:
     if read.codec is None:
         return None
-    from vllm_scope.codecs.packed import encoding_of  # torch, which a caller may not have
+    from vllm_scope.codecs.packed import encoding_of  # imports torch, which a caller may lack
 
     return encoding_of(read.codec, sites.row_size(read.site), sites.dtype, where)
 

@@ -1,7 +1,7 @@
-"""Edits on one engine: their vectors, their gates, and what taps tell of them.
+"""Edits on one engine: their vectors, their gates, and the numbers that taps tell of them.
 
 Owns:  `resolve_edits`, `module_rows`.
-Runs:  with resolve. numpy, no torch.
+Runs:  where resolve runs. numpy, no torch.
 From:  actions.   To: resolve.
 """
 
@@ -45,7 +45,7 @@ from vllm_scope.vectors.module import TIERS
 def resolve_edits(
     edits: Sequence[Edit], sites: Sites, modules: Mapping[str, Vectors]
 ) -> tuple[tuple[ResolvedEdit, ...], tuple[ResolvedProbe, ...]]:
-    """The edits, in their order, and what taps tell of them as scores.
+    """The resolved edits, in their order, and the scores that taps tell: gates' values and doses.
 
     Raises:
         SpecError: as Spec.resolve.
@@ -77,12 +77,12 @@ def resolve_edits(
     return tuple(map(told.of, found)), told.scores()
 
 
-#: Tokens that a state can follow.
+#: Selectors of edits whose gate may have a state: a state follows all generated tokens.
 _FROM_FIRST = (Word("all"), Word("generated"))
 
 
 def _of_dose(edit: ResolvedEdit) -> bytes:
-    """Each edit has a dose of its own, equal edits too."""
+    """The key of an edit's dose. Even equal edits have a dose each."""
     return edit.digest + edit.number.to_bytes(2, "little")
 
 
@@ -90,9 +90,9 @@ class _Telling:
     """The numbers that taps tell, by place."""
 
     def __init__(self) -> None:
-        #: Name of a score -> where it is told, the digest of what is told, and of which tokens.
+        #: Name of a score -> the place where it is told, the digest of what is told, its tokens.
         self._named: dict[str, tuple[Place, bytes, Selector]] = {}
-        #: Place -> digests of what is told there -> indices.
+        #: Place -> digest of each number that is told there -> the number's index.
         self._banks: dict[Place, dict[bytes, int]] = {}
         self._gates: dict[bytes, ResolvedGate] = {}
         #: Digest of a gate with a state -> the place of its first edit, where its value is told.
@@ -116,7 +116,7 @@ class _Telling:
         some.setdefault(digest, len(some))
 
     def _at(self, place: Place, digest: bytes) -> ToldAt | None:
-        """Called once all are added."""
+        """Where a number is told, or None. Called when all numbers are added."""
         index = self._banks.get(place, {}).get(digest)
         return None if index is None else (place, self._told[place], index)
 
@@ -125,7 +125,7 @@ class _Telling:
         return {place: Told.of(some, len(some), place.group) for place, some in self._banks.items()}
 
     def of(self, edit: ResolvedEdit) -> ResolvedEdit:
-        """The edit, with the places of its numbers."""
+        """The edit, with the places where taps tell its gate's value and its dose."""
         if not self._named:
             return edit
         gate = edit.gate
@@ -149,7 +149,7 @@ class _Telling:
 def _resolve_gate(gate: Gate, sites: Sites, where: str) -> ResolvedGate:
     (place,) = sites.find(gate.site, gate.layers, where)
     _check_size(gate.vector, sites.hidden_size, gate.site, f"{where}.vector")
-    assert gate.threshold is not None  # of a gate that exists it is a number
+    assert gate.threshold is not None  # a Gate sets it when it is made
     return ResolvedGate(
         place, gate.vector, gate.kind, gate.threshold, gate.sharpness, gate.bias, gate.above,
         state=gate.state,
@@ -187,8 +187,8 @@ def check_stages(asked: Resolved, num_stages: int) -> None:
 
 
 def _on_stream(place: Place) -> tuple[int, int]:
-    """Where a place comes in a forward: (boundary of the stream, group). A site inside a layer
-    comes after the boundary before it."""
+    """A place's order in a forward: (boundary of the stream, group). A site inside a layer has the
+    boundary that precedes it, and comes after it."""
     if place.site in INNER_SITES:
         late = ("mlp_in", "mlp_out", MLP_SITE, ROUTER_SITE)
         return 2 * place.layer + (place.site in late), 1
@@ -245,7 +245,7 @@ def _resolve_features(
 
 
 def _within(tokens: Selector, tier: str | None) -> Selector | None:
-    """The tokens that are also of the tier; None if there can be none."""
+    """The tokens that also belong to the tier; None if there can be none."""
     if tier is None:
         return tokens
     word = Word(tier)

@@ -1,6 +1,6 @@
 """A spec on one engine, as data: streams, vectors, encodings.
 
-Owns:  Resolved, and what it is made of.
+Owns:  Resolved, and its parts.
 Runs:  in the front-end and in EngineCore, which make it (resolve); in workers, which get it. numpy,
        no torch, no vLLM.
 From:  resolve.   To: program.compiler (what to do with each token), results (which rows to expect).
@@ -30,7 +30,7 @@ from vllm_scope.vectors.module import VectorKey
 #: Measured bytes of one action at one stream, and of each further stream of a read. What is
 #: compiled and cached for the action is included.
 _ACTION_BYTES, _STREAM_BYTES = 1536, 128
-#: Edits of one request, each layer counted. As many operations may a request with edits have.
+#: Most edits of one request, each layer counted. A request with edits may have as many operations.
 MAX_EDITED = 1 << 13
 #: Vectors of a steering module. A key (site, layer) is for every token, a key (site, layer, tier)
 #: for the tier's tokens.
@@ -38,7 +38,7 @@ Vectors = Mapping[VectorKey, Array]
 
 
 def lens_label(name: str, layer: int) -> str:
-    """The name of what a lens makes at one layer, among those of probes and features."""
+    """The name of a lens's tokens at one layer. No probe and no features may have this name."""
     return f"{name}.{layer}"
 
 
@@ -68,7 +68,7 @@ class Cell:
     Attributes:
         bank: all probes of the request at this place.
         net: None for the value of a gate, the dose of an edit, and a Strongest.
-        first: the first of the bank's numbers that are this probe's.
+        first: index of this probe's first number among the bank's numbers.
     """
 
     place: Place
@@ -106,18 +106,18 @@ class ResolvedProbe:
         """The first position that a probe with `after` scores (request.cascade).
 
         Args:
-            verdict: the position of its first stage's verdict.
+            verdict: the position of the verdict of the probe's first stage.
         """
         return begins(verdict, num_prompt, self.step_tokens)
 
     @property
     def judges(self) -> bool:
-        """True if it has verdicts."""
+        """True if the probe gives a verdict."""
         return self.threshold is not None
 
     @property
     def num_values(self) -> int:
-        """How many numbers of a row the score is made of."""
+        """How many numbers the score of a row is made from."""
         net = self.cells[0].net
         return 1 if net is None else net.num_values
 
@@ -127,15 +127,15 @@ class ResolvedFeatures:
     """Features of an SAE, or tokens of a lens, at one place.
 
     Attributes:
-        cells: one, whose bank is a Strongest (of a lens a Likeliest); or, with a net, the
-            pre-activations of `indices`.
-        num_features: of the SAE; None if it is not known.
+        cells: one cell. Without a net, its bank is a Strongest (for a lens, a Likeliest). With a
+            net, it makes the pre-activations of `indices`.
+        num_features: how many features the SAE has; None if that is not known.
         indices: the wanted features; None for all that arrive.
-        thresholds: with a net, the SAE's own, of each of `indices`: [num_indices].
+        thresholds: with a net, the SAE's own threshold for each of `indices`: [num_indices].
         threshold: values below it are left out; None for no such bound.
         lens: the name of the LensTopK whose tokens at one layer these are, and its index in the
             spec; None for features of an SAE.
-        top_k: of a lens, how many tokens the caller wants; the bank may make more.
+        top_k: for a lens, how many tokens the caller wants; the bank may make more.
     """
 
     name: str
@@ -157,13 +157,14 @@ class ResolvedFeatures:
 
     @property
     def num_values(self) -> int:
-        """4-byte numbers of a token."""
+        """How many 4-byte numbers are delivered for a token."""
         (cell,) = self.cells
         return cell.bank.row_bytes // 4 if cell.net is None else cell.net.num_values
 
     @property
     def whole_sae(self) -> str | None:
-        """The name of the SAE, if the strongest of all its features arrive."""
+        """The name of the SAE if the strongest of all its features arrive. None if `indices` or a
+        `threshold` leaves some out; empty for a lens."""
         (cell,) = self.cells
         chosen = self.indices is not None or self.threshold is not None
         return cell.bank.sae if isinstance(cell.bank, Strongest) and not chosen else None
@@ -171,7 +172,7 @@ class ResolvedFeatures:
 
 @dataclass(frozen=True)
 class ResolvedMoments:
-    """Sums that rows are added to; the attributes as in Moments."""
+    """Sums to which rows are added. Attributes are as in Moments."""
 
     name: str
     streams: tuple[Place, ...]
@@ -183,11 +184,12 @@ class ResolvedMoments:
 
 @dataclass(frozen=True)
 class ResolvedGate:
-    """The condition of an edit. All but the place as in Gate.
+    """The condition of an edit. Attributes that are not listed here are as in Gate.
 
     Attributes:
-        told: the place, the bank and the index of its value among what taps tell; None if it is
-            not delivered.
+        place: where the row is read.
+        told: where taps tell the gate's value: place, bank, and index in the bank. None if the
+            value is not delivered.
     """
 
     place: Place
@@ -204,7 +206,7 @@ class ResolvedGate:
 
     @cached_property
     def digest(self) -> bytes:
-        """Digest of what it computes."""
+        """Digest of what the gate computes."""
         told: tuple[object, ...]
         told = self.kind, self.threshold, self.sharpness, self.bias, self.above, self.place
         told += () if self.state is None else (self.state,)
@@ -220,19 +222,19 @@ class ResolvedEdit:
     """One edit of one stream.
 
     Attributes:
-        kind: add, ablate, clamp or replace.
+        kind: add, ablate, clamp, replace, set_feature or scale_feature.
         values: [width of a row], or [num_positions, width] for replace, or the decoder's rows,
             [num_features, width], for set_feature and scale_feature.
         numbers: (scale,) for add; (lo, hi, strength) for clamp, infinite for no bound; for features
-            (bias, threshold, a, d, active) of each, as in actions.features.
+            (bias, threshold, a, d, active) of each feature, as in actions.features.
         reads: for features, the encoder's rows.
-        name: by which a policy sets the scale of an add; None: it cannot.
+        name: the name by which a policy sets the scale of an add. None: no policy can set it.
         positions: for replace, one for each row, as given.
         norm_match: for add.
         limit: for add, the most that `||change|| / ||x||` may be; None for no bound.
         number: index of the edit in its spec, for error messages.
-        gate: its condition, or None.
-        dose: where its `||change|| / ||x||` is among what taps tell; None if it is not delivered.
+        gate: the edit's condition, or None.
+        dose: where taps tell the edit's `||change|| / ||x||`; None if it is not delivered.
     """
 
     kind: str
@@ -253,7 +255,7 @@ class ResolvedEdit:
 
     @cached_property
     def digest(self) -> bytes:
-        """Digest of what it does to a row; not of the tokens."""
+        """Digest of what the edit does to a row, whichever tokens it is for."""
         gate = None if self.gate is None else self.gate.digest
         reads = None if self.reads is None else self.reads.digest
         head = repr(
@@ -263,9 +265,9 @@ class ResolvedEdit:
 
     @cached_property
     def stateless(self) -> ResolvedEdit | None:
-        """What it does to tokens of the prompt, if that is not what it does to others: the edit
-        with a gate that remembers nothing."""
-        # Not `self`, which would then hold itself, and its vectors, until Python collects cycles.
+        """The edit as it applies to tokens of the prompt: its gate remembers nothing there. None if
+        the edit is the same for all tokens."""
+        # Not `self`: it would hold itself, and its vectors, until Python collects cycles.
         if self.gate is None or self.gate.state is None:
             return None
         return replace(self, gate=replace(self.gate, state=None))
@@ -286,24 +288,24 @@ class Resolved:
 
     @cached_property
     def shared(self) -> dict[Hashable, Any]:
-        """What others keep for it that depends on neither layers nor vectors nor numbers of its
-        edits. Specs of one outline (request.outline) have the same dict."""
+        """A cache for other modules: values that do not depend on the edits' layers, vectors and
+        numbers. Specs of one outline (request.outline) have the same dict."""
         return {}
 
     @cached_property
     def banked(self) -> tuple[ResolvedProbe | ResolvedFeatures, ...]:
-        """What banks make numbers for."""
+        """The probes and features: banks make their numbers."""
         return (*self.probes, *self.features)
 
     @cached_property
     def num_bytes(self) -> int:
-        """Estimated memory, with everything that is compiled and cached for it."""
+        """Estimated memory, with everything that is compiled and cached for this spec."""
         given = [one for edit in self.edits for one in (edit.values, edit.reads) if one is not None]
         vectors = {id(one): len(one.data) for one in given}
         gates = [edit.gate for edit in self.edits if edit.gate is not None]
         vectors |= {id(gate.vector): len(gate.vector.data) for gate in gates}
         cells = (cell for one in self.banked for cell in one.cells)
-        # The rows of a weight that taps apply are kept beside it.
+        # If taps apply a weight, its rows are kept in addition to the weight.
         nets = {
             id(cell.net): cell.net.num_bytes * (2 if isinstance(cell.bank, Scored) else 1)
             for cell in cells if cell.net is not None
@@ -323,10 +325,11 @@ class Resolved:
     def joined(
         self, edits: tuple[ResolvedEdit, ...] = (), reads: tuple[ResolvedRead, ...] = ()
     ) -> Resolved:
-        """With the server's edits before its own, and the reads of global sinks after its own.
+        """This spec with the server's edits before its own edits, and with the reads of global
+        sinks after its own reads.
 
         Returns the same object while the arguments are the same objects, because compiled programs
-        are cached on it.
+        are cached on the result.
         """
         if not (edits or reads):
             return self
@@ -341,19 +344,19 @@ class Resolved:
         return found
 
     def ids_of(self, prompt_ids: Sequence[int]) -> Ids:
-        """A prompt's ids for `select`: as an array, unless no selector looks at them."""
+        """A prompt's ids for `select`: as an array, unless all selectors are uniform."""
         return prompt_ids if self.uniform else np.asarray(prompt_ids, np.int64)
 
     @cached_property
     def uniform(self) -> bool:
-        """Each token's actions depend on its phase (prompt or generated) alone."""
+        """True if the phase (prompt or generated) alone decides which actions a token gets."""
         return all(one.tokens.uniform for one in (*self.taking, *self.edits))
 
     @cached_property
     def taking(
         self,
     ) -> tuple[ResolvedRead | ResolvedProbe | ResolvedFeatures | ResolvedMoments, ...]:
-        """What needs rows: what delivers, and what adds them to sums."""
+        """The actions that need rows: those that deliver, and those that add rows to sums."""
         return (*self.delivering, *self.moments)
 
     @cached_property
@@ -362,7 +365,7 @@ class Resolved:
 
     @cached_property
     def read_selectors(self) -> tuple[Selector, ...]:
-        """The distinct selectors of what needs rows."""
+        """The distinct selectors of the actions that need rows."""
         return tuple(dict.fromkeys(x.tokens for x in self.taking))
 
     @cached_property
@@ -372,9 +375,9 @@ class Resolved:
 
     @cached_property
     def scores_alone(self) -> bytes | None:
-        """A digest of the probes and features, if each of them is of all tokens and the request
-        reads and edits nothing: their numbers can then be kept with KV blocks. None otherwise.
-        Later stages of cascades score no prompt token, so they do not count."""
+        """A digest of the probes and features, if their numbers can be kept with KV blocks; else
+        None. Each must take all tokens and deliver to memory, and the request must have no read
+        and no Moments. Later stages of cascades score no prompt token, so they do not count."""
         always = self._always
         alike = all(p.tokens == Word("all") and p.to == MEMORY for p in always)
         if self.reads or self.moments or not always or not alike:
@@ -384,14 +387,14 @@ class Resolved:
 
     @cached_property
     def score_bytes(self) -> int:
-        """Bytes of the scores of one token that gets them all, in whole slots."""
+        """Bytes of the scores of one token that gets all scores, in whole slots."""
         cells = {(c.place, c.bank.text): c.bank for p in self._always for c in p.cells}
         # A slot of the arena has 16 bytes (program.layout).
         return sum(-(-bank.row_bytes // 16) * 16 for bank in cells.values())
 
     @cached_property
     def num_states(self) -> int:
-        """Different gates with a state."""
+        """How many different gates have a state."""
         gates = (edit.gate for edit in self.edits)
         return len({gate.digest for gate in gates if gate is not None and gate.state is not None})
 
@@ -408,7 +411,7 @@ class Resolved:
     @cached_property
     def watched(self) -> tuple[ResolvedProbe, ...]:
         """The probes whose scores are looked at while the request runs: those that may end it, the
-        first stages of others, and with a policy those of whole phases."""
+        first stages of others, and, if there is a policy, those of whole phases."""
         policy, firsts = self.policy is not None, self.firsts
         return tuple(
             one for one in self.probes
@@ -422,7 +425,7 @@ class Resolved:
         return frozenset(name for name in names if name is not None)
 
     def rescaled(self, scales: Mapping[str, float]) -> Resolved:
-        """With these scales, by the edits' names."""
+        """This spec with other scales of named edits: name -> scale."""
         new = ((edit, None if edit.name is None else scales.get(edit.name)) for edit in self.edits)
         edits = (edit if x is None else replace(edit, numbers=(x,)) for edit, x in new)
         return replace(self, edits=tuple(edits))
@@ -437,8 +440,12 @@ class Resolved:
         return {bank: tuple(nets[at] for at in sorted(nets)) for bank, nets in found.items()}
 
     def banks_on_rows(self, here: frozenset[int] | None = None) -> dict[Bank, tuple[Net, ...]]:
-        """The same of the banks that work on rows, not in taps, at some boundaries or at all of
-        them; the same object at each call."""
+        """`banks` without those that taps compute: the banks that work on rows. Returns the same
+        object at each call.
+
+        Args:
+            here: the boundaries whose banks are wanted; None for all.
+        """
         known: dict[object, dict[Bank, tuple[Net, ...]]] = self.__dict__.setdefault("_banks", {})
         if here not in known:
             cells = (cell for one in self.banked for cell in one.cells)
@@ -455,7 +462,8 @@ class Resolved:
         return tuple(dict.fromkeys(x.to for x in self.delivering))
 
     def going_to(self, to: str) -> Resolved:
-        """What delivers to one destination; the same object at each call."""
+        """The reads, probes and features that deliver to one destination; the same object at each
+        call."""
         known: dict[str, Resolved] = self.shared.setdefault("going_to", {})
         if to not in known:
             reads = tuple(read for read in self.reads if read.to == to)

@@ -97,12 +97,12 @@ _LAYER = {"type": "integer", "minimum": 0, "maximum": MAX_LAYER - 1}
 
 
 def _said(cls: type[Any], schema: Schema) -> Schema:
-    """The schema, with the first line of a class's docstring."""
+    """The schema, with the first line of the class's docstring as its description."""
     return {"description": (cls.__doc__ or "").partition("\n")[0], **schema}
 
 
 def _array(least: int, most: int) -> Schema:
-    """Numbers of `least` to `most` dimensions."""
+    """The schema of an array of numbers with `least` to `most` dimensions."""
     rows = _NUMBER
     nested = [rows := _list(rows, MAX_NUMBERS) for _ in range(most)]
     size = {"type": "integer", "minimum": 1, "maximum": MAX_NUMBERS}
@@ -115,7 +115,7 @@ def _array(least: int, most: int) -> Schema:
 
 
 def _definitions() -> Schema:
-    """What several fields have in common."""
+    """The schemas that several fields share, by name."""
     end, codecs = _any(_whole(), _NULL), []
     for name, options in READ_CODECS.items():
         given: Schema = {option: {"type": "integer"} for option in options}
@@ -186,7 +186,7 @@ def _state(kind: str, cls: Any) -> Schema:
 
 
 def _of_probes() -> Schema:
-    """Weights and aggregates."""
+    """The schemas of probes' weights and aggregates, by name."""
     both = {"query": _array(1, 2), "value": _array(1, 2)}
     layers = _list(_tuple(_array(2, 2), _array(1, 1)), MAX_HIDDEN_LAYERS + 1, 2)
     decay = _OF_STATES["decay"]
@@ -208,12 +208,12 @@ def _of_probes() -> Schema:
     }
 
 
-#: Fields of states whose annotation does not say what they take.
+#: Schemas of fields of states whose annotation does not say which values are allowed.
 _OF_STATES: dict[str, Schema] = {
     "decay": {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
     "most_sum": _any(_NULL, _NUMBER | {"minimum": 0}),
 }
-#: Fields whose annotation does not say what they take.
+#: Schemas of fields whose annotation does not say which values are allowed.
 _FIELDS = {
     "tokens": _ref("tokens"),
     "layers": _ref("layers"),
@@ -291,7 +291,7 @@ def _sites_of(cls: Any) -> tuple[str, ...]:
 
 
 def _layers_of(cls: Any) -> Schema:
-    """The layers of an action at a site that layers have."""
+    """The schema of an action's layers, at a site that layers have."""
     if cls in (Read, LensTopK, Moments):
         return {}
     if cls is Probe:
@@ -306,9 +306,9 @@ def spec_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of a spec, the text in `extra_args["scope"]`.
 
     The schema knows no engine (layers, sites, modules), and does not compare one field with
-    another: numbers with a shape, rows with positions, the weights of a probe with its layers, its
-    destination with its kind, its action with its threshold and tokens, `lo` with `hi`, the names
-    of probes. The parser checks these too, so that a valid spec may still be refused.
+    another: numbers with a shape, rows with positions, a probe's weights with its layers, a probe's
+    destination with its kind, a probe's action with its threshold and tokens, `lo` with `hi`, the
+    names of probes. The parser checks these too, so it may refuse a spec that this schema accepts.
     """
     items = {
         "reads": _ref("read"), "probes": _ref("probe"), "edits": _any(*map(_ref, EDITS)),

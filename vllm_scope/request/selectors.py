@@ -10,16 +10,16 @@ A selector is written as
     slice(4, 12)       positions; negative ends count from the prompt's end, too
     Positions(0, 5)    the same positions as [0, 5]
     TokenIds(13)       every position that has one of these token ids
-    Union(a, b)        in any of them; also a | b, if one of them is not a word, list or slice
-    Except(a, b)       in a and not in b; also a - b, in the same way
+    Union(a, b)        the tokens of a and of b; also a | b, if a or b is not a word, list or slice
+    Except(a, b)       the tokens of a that are not of b; also a - b, under the same condition
 
 Owns:  the selectors, their parsing and JSON, and `select`.
 Runs:  everywhere. numpy, no torch.
 
-Promise: while a token is processed, the worker may not know yet whether it is selected: the
-length at the end is open, and a sampled id may still be on the device. So `select` returns two
-masks, `certain` and `possible`. The worker reads what is possible. The front-end keeps what is
-certain once the request has ended; then both masks are equal.
+Promise: while a token is processed, the worker may not know yet whether the token is selected: the
+final length is open, and a sampled id may still be on the device. So `select` returns two masks,
+`certain` and `possible`. The worker reads the tokens that are possible. When the request has ended,
+both masks are equal, and the front-end keeps the tokens that are certain.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ from vllm_scope.errors import SpecError, shown
 
 MAX_ITEMS = 65_536
 MAX_DEPTH = 8
-#: Parts of one selector, and of all distinct selectors of a request. In EngineCore and in workers
+#: Most parts of one selector, and of all distinct selectors of a request. In EngineCore and workers
 #: each part takes 5 us at every step, and at every KV block of a request with edits. The second
 #: number lets each of 256 edits and 32 reads have a selector of its own.
 MAX_PARTS, MAX_PARTS_IN_ALL = 64, 288
 WORDS = ("all", "prompt", "generated", "last_prompt", "last")
 #: Token ids of a prompt. A list is converted to int64 [n] at each use, which takes 40 ns a token.
 Ids = Sequence[int] | NDArray[np.int64]
-#: Memory of a position or id: a Python int, in a selector, and in the selector's arrays.
+#: Bytes of one position or id in a selector: as a Python int, and in the selector's arrays.
 ITEM_BYTES = 96
-#: Measured bytes of a part of a selector beside its items, with the selector that joins it.
+#: Measured bytes of one part of a selector, without its items, with its share of the Union or
+#: Except.
 _PART_BYTES = 512
 #: Larger than any position, and exact in int64.
 FAR = 1 << 40
@@ -60,8 +61,8 @@ class Tokens:
         positions: int64 [n], absolute: index into prompt + generated; ascending, distinct.
         num_prompt: length of the prompt.
         ids: int64 [n], the token at each position, -1 if it is not known yet.
-        num_processed: number of positions that are processed in the end; None while the
-            request runs.
+        num_processed: how many positions the request has processed in all; None while the request
+            runs.
     """
 
     positions: NDArray[np.int64]
@@ -80,7 +81,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Masks:
-    """bool [n] each; certain implies possible."""
+    """Which tokens are selected: bool [n] each. What is certain is also possible."""
 
     certain: NDArray[np.bool_]
     possible: NDArray[np.bool_]
@@ -108,16 +109,17 @@ class Selector:
 
     @property
     def uniform(self) -> bool:
-        """The answer depends on the phase (prompt or generated) alone."""
+        """True if the phase (prompt or generated) alone decides whether a token is selected."""
         return bool(self.parts) and all(part.uniform for part in self.parts)
 
     @property
     def sees_ids(self) -> bool:
-        """The answer depends on token ids, and not on positions and the prompt's length alone."""
+        """True if the selection depends on token ids too, not on positions and the prompt's length
+        alone."""
         return any(part.sees_ids for part in self.parts)
 
     def picks_phase(self, generated: bool) -> bool:
-        """Of a uniform selector: the answer for all tokens of a phase."""
+        """True if a uniform selector selects all tokens of this phase; False if it selects none."""
         raise NotImplementedError
 
     def select(self, tokens: Tokens) -> Masks:
@@ -127,7 +129,7 @@ class Selector:
         raise NotImplementedError
 
     def first_position(self, num_prompt: int, prompt_ids: Ids) -> int:
-        """A position at or below the first one that may be selected."""
+        """A lower bound of the first position that may be selected."""
         positions = np.arange(num_prompt, dtype=np.int64)
         possible = self.select(Tokens.running(positions, num_prompt, prompt_ids)).possible
         hits = np.flatnonzero(possible)
@@ -143,9 +145,9 @@ class Selector:
     def check_decided(
         self, num_prompt: int, prompt_ids: Ids, max_position: int, where: str
     ) -> None:
-        """Raise SpecError if it may be unknown, when a token is processed, whether it is selected.
+        """Raise SpecError if a token may be processed before it is known whether it is selected.
 
-        An edit applies at that moment. A read's rows can be dropped later.
+        An edit applies when the token is processed. A read's rows can be dropped later.
         """
         if self.uniform:
             return
@@ -161,7 +163,7 @@ class Selector:
 
 
 def _in(numbers: NDArray[np.int64], ascending: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which of the numbers are in `ascending`. For few numbers faster than np.isin."""
+    """Which of the numbers are in `ascending`. Faster than np.isin for few numbers."""
     at = np.minimum(np.searchsorted(ascending, numbers), len(ascending) - 1)
     found: NDArray[np.bool_] = ascending[at] == numbers
     return found
@@ -231,13 +233,13 @@ class Positions(Selector):
     def select(self, tokens: Tokens) -> Masks:
         p, n = tokens.positions, tokens.num_prompt
         mask = _in(p, self._sorted)
-        if self._sorted[0] < 0:  # they count from the prompt's end
+        if self._sorted[0] < 0:  # negative positions count from the prompt's end
             mask |= (p < n) & _in(p - n, self._sorted)
         return _sure(mask)
 
     def first_position(self, num_prompt: int, prompt_ids: Ids) -> int:
         ascending = self.positions
-        middle = bisect_left(ascending, 0)  # those before it count from the prompt's end
+        middle = bisect_left(ascending, 0)  # the number of negative positions
         first = bisect_left(ascending, -num_prompt, 0, middle)
         found = [ascending[first] + num_prompt] if first < middle else []
         return min(found + list(ascending[middle : middle + 1]) + [num_prompt])
@@ -307,11 +309,11 @@ class TokenIds(Selector):
 
 @dataclass(frozen=True)
 class Union(Selector):
-    """In any of some selectors; `a | b`.
+    """The tokens that any of some selectors selects; `a | b`.
 
     Attributes:
         parts: no unions among them; at most one Positions and one TokenIds, which hold the
-            positions and ids of all that were given.
+            positions and ids of all selectors that were given.
     """
 
     parts: tuple[Selector, ...]
@@ -340,7 +342,7 @@ class Union(Selector):
 
 @dataclass(frozen=True)
 class Except(Selector):
-    """In one selector and not in another; `a - b`."""
+    """The tokens that one selector selects and another does not; `a - b`."""
 
     base: Selector
     without: Selector
@@ -366,7 +368,7 @@ class Except(Selector):
 
 
 def _merged(parts: list[Selector]) -> tuple[Selector, ...]:
-    """As few parts as select the same tokens: each part costs time at every step."""
+    """The parts, joined into as few as possible: each part costs time at every step."""
     flat = [one for part in parts for one in (part.parts if isinstance(part, Union) else [part])]
     positions = [p for one in flat if isinstance(one, Positions) for p in one.positions]
     ids = {i for one in flat if isinstance(one, TokenIds) for i in one.ids}
@@ -400,7 +402,7 @@ def _check_parts(count: int, where: str) -> None:
 
 
 def items_of(selector: Selector) -> int:
-    """Positions and ids that a selector names."""
+    """How many positions and ids a selector names."""
     leaves = _leaves(selector)
     return sum(len(getattr(one, "positions", getattr(one, "ids", ()))) for one in leaves)
 
@@ -442,7 +444,7 @@ def _check_ints(items: tuple[Any, ...], where: str, least: int = 1 - FAR) -> Non
         raise SpecError(f"{where} has {len(items):,} items; at most {MAX_ITEMS:,}.")
     if set(map(type, items)) == {int} and least <= min(items) and max(items) < FAR:
         return
-    for item in items:  # to find the one that is wrong
+    for item in items:  # to name the wrong one
         if isinstance(item, bool) or not isinstance(item, int) or abs(item) >= FAR:
             raise SpecError(f"{where} has {shown(item)}; it holds whole numbers.")
         if item < least:
@@ -461,7 +463,7 @@ def _parse_slice(parts: object, where: str) -> Span:
 
 
 def as_numbers(value: object) -> Any:
-    """Positions or ids of a range, numpy or torch as Python ints; any other value as it is."""
+    """Positions or ids from a range, numpy or torch as Python ints; any other value as it is."""
     if isinstance(value, range | tuple | list):
         return [as_numbers(item) if hasattr(item, "tolist") else item for item in value]
     return value.tolist() if hasattr(value, "tolist") else value

@@ -25,31 +25,31 @@ from typing import Any, Literal, NamedTuple
 
 from vllm_scope.errors import SpecError, shown
 
-#: Sites, by TransformerLens's names; all can be read and probed. On the residual stream.
+#: Sites on the residual stream, by TransformerLens's names. All sites can be read and probed.
 STREAM_SITES = ("embed", "resid_pre", "resid_mid", "resid_post")
-#: Rows that the model's final norm takes. (`embed` is `resid_pre` of layer 0.)
+#: Sites whose rows the model's final norm takes. (`embed` is `resid_pre` of layer 0.)
 LENS_SITES = ("resid_pre", "resid_mid", "resid_post")
-#: Inside the attention.
+#: Sites inside the attention.
 ATTENTION_SITES = ("q", "k", "v", "z")
 #: What a layer's attention and its MLP add to the stream.
 BRANCH_SITES = ("attn_out", "mlp_out")
 #: Between the two projections of the MLP.
 MLP_SITE = "mlp_post"
-#: Of layers with experts: the output of the router's gate.
+#: The output of the router's gate, in layers with experts.
 ROUTER_SITE = "router_logits"
-#: What a layer's attention and its MLP get, behind their norms.
+#: The inputs of a layer's attention and of its MLP, after their norms.
 BLOCK_SITES = ("attn_in", "mlp_in")
 INNER_SITES = (*ATTENTION_SITES, *BRANCH_SITES, MLP_SITE, ROUTER_SITE, *BLOCK_SITES)
-#: The output of the norm behind the last layer.
+#: The output of the norm after the last layer.
 FINAL_SITE = "ln_final"
 SITES = (*STREAM_SITES, *INNER_SITES, FINAL_SITE)
 #: Sites that a model has once, at no layer. Their Place has layer 0.
 MODEL_SITES = ("embed", FINAL_SITE)
-#: Edits take all others.
+#: Sites that edits take: all but ln_final.
 EDIT_SITES = tuple(site for site in SITES if site != FINAL_SITE)
 #: How an action names the embedding output, for errors about layers.
 EMBEDDING = "site='embed'"
-#: What other tools read as a site, and where it is here.
+#: Sites of other tools that are not sites here -> where to find their values.
 ELSEWHERE = {
     "pattern": "patterns follow from q and k, by vllm_scope.analysis.attention.attention_pattern",
     "logits": "vLLM returns them itself: start it with logprobs_mode='raw_logits' and "
@@ -63,9 +63,9 @@ SiteLayer = tuple[str, int]
 #: Whether a read takes its row before or after the edits of its site.
 Phase = Literal["before", "after"]
 
-#: Layers that one action may name, and a number that is larger than any layer's.
+#: Most layers that one action may name, and a number larger than any layer's number.
 MAX_LAYERS, MAX_LAYER = 4096, 1 << 31
-#: Points of one boundary.
+#: Number of points of one boundary.
 LEVELS = 3
 #: Site kinds. The index is part of the wire format: append only.
 KINDS = (
@@ -122,7 +122,7 @@ def place_at(boundary: int) -> Place:
 
 
 def kind_of(boundary: int) -> int:
-    """Index into KINDS."""
+    """The kind of a boundary, as an index into KINDS."""
     return boundary // _SPAN
 
 
@@ -164,7 +164,7 @@ def layer_of(site: object, layer: int | None) -> int:
 
 
 def embedding_hint(way: str | None) -> str:
-    """The sentence behind an error about a layer; empty if there is no way."""
+    """The last sentence of an error about a layer; empty if `way` is None."""
     return "" if way is None else f" For the embedding output use {way}."
 
 
@@ -179,7 +179,7 @@ def parse_layers(
     Raises:
         SpecError: a wrong type, an empty list, or a negative number.
     """
-    if hasattr(layers, "tolist"):  # of numpy or torch
+    if hasattr(layers, "tolist"):  # an array of numpy or torch
         layers = layers.tolist()
     if site in MODEL_SITES:
         one = list(layers) if isinstance(layers, list | tuple) else [layers]
@@ -217,8 +217,10 @@ class Heads:
     """The heads of a model's attention, the same in all layers.
 
     Attributes:
-        num_heads, num_kv_heads: number of query heads; of key and value heads.
-        head_size, head_size_v: size of queries and keys; of values and the attention's output.
+        num_heads: number of query heads.
+        num_kv_heads: number of key heads, and of value heads.
+        head_size: size of a query, and of a key.
+        head_size_v: size of a value, and of one head's output.
     """
 
     num_heads: int
@@ -227,7 +229,7 @@ class Heads:
     head_size_v: int
 
     def shape(self, site: str) -> tuple[int, int]:
-        """(number of heads, size of each) of a row."""
+        """(number of heads, size of each head) of a row of a site inside the attention."""
         return (
             self.num_heads if site in ("q", "z") else self.num_kv_heads,
             self.head_size if site in ("q", "k") else self.head_size_v,
@@ -242,17 +244,17 @@ class Sites:
         dtype: of the stream's rows, without "torch.".
         boundaries: ascending.
         heads: None if no site inside the attention is tapped.
-        mlp_size: numbers of a row of `mlp_post`; None if it is not tapped.
-        num_experts: numbers of a row of `router_logits`; likewise.
+        mlp_size: how many numbers a row of `mlp_post` has; None if `mlp_post` is not tapped.
+        num_experts: how many numbers a row of `router_logits` has; None if it is not tapped.
         kernels: layer -> arguments of the attention kernel besides q, k and v (`scale`,
             `sliding_window`, ...), for the layers whose attention is tapped.
         guard: the last boundary of the stream, if the configuration does not name it. The engine
             taps it to check edited rows for overflow, and no action may use it. None if the
             configuration names it, or names no site on the stream.
-        step_tokens: how many positions a step may compute of a request that generates: 1, and the
+        step_tokens: how many positions of a generating request one step may compute: 1 plus the
             drafts.
-        moved: layers before which the model changes the stream, so that `resid_pre` there is not
-            what the layer before left.
+        moved: layers before which the model changes the stream: `resid_pre` of such a layer is not
+            `resid_post` of the layer before.
     """
 
     num_layers: int
@@ -273,7 +275,7 @@ class Sites:
 
     @staticmethod
     def from_body(body: Mapping[str, Any], boundaries: Iterable[int]) -> Sites:
-        """Sites from a `body` that `dataclasses.asdict` made, with these boundaries instead."""
+        """Sites from a `body` that `dataclasses.asdict` made, with the given boundaries instead."""
         heads = body["heads"]
         given = {
             "boundaries": tuple(sorted(boundaries)),
@@ -284,7 +286,7 @@ class Sites:
         return Sites(**{**body, **given})
 
     def row_shape(self, site: str) -> tuple[int, ...]:
-        """[hidden_size], [mlp_size], [num_experts], or [number of heads, size of each]."""
+        """[hidden_size], [mlp_size], [num_experts], or [number of heads, size of each head]."""
         if site in (MLP_SITE, ROUTER_SITE):
             size = self.mlp_size if site == MLP_SITE else self.num_experts
             assert size is not None
@@ -300,8 +302,8 @@ class Sites:
 
     @property
     def row_sizes(self) -> tuple[int, ...]:
-        """`row_size` of each kind, up to the last one that is tapped. 0 for the attention's
-        sites if none of them is tapped, and for the MLP's and the router's."""
+        """`row_size` of each kind, up to the last kind that is tapped. 0 for the attention's sites
+        if none of them is tapped; likewise for `mlp_post` and for `router_logits`."""
         last = kind_of(max(self.boundaries, default=0))
         unknown = {*(ATTENTION_SITES if self.heads is None else ())}
         sizes_of_parts = {MLP_SITE: self.mlp_size, ROUTER_SITE: self.num_experts}
@@ -311,7 +313,7 @@ class Sites:
 
     @property
     def vector_size(self) -> int:
-        """Numbers of a row of the table of vectors: those of the widest rows."""
+        """How many numbers a row of the table of vectors has: as many as the widest row."""
         return max(self.row_sizes)
 
     @cached_property
@@ -321,7 +323,8 @@ class Sites:
 
     @cached_property
     def of_lenses(self) -> tuple[Place, ...]:
-        """The places whose rows a model's final norm takes and that actions may use."""
+        """The places that lenses may read: actions may use them, and the final norm takes their
+        rows."""
         every = (Place(site, i) for site in LENS_SITES for i in range(self.num_layers))
         return tuple(
             place for place in every
@@ -344,7 +347,7 @@ class Sites:
             embedding: as for `parse_layers`.
 
         Raises:
-            SpecError: a layer that the model does not have, or that is not tapped.
+            SpecError: the model does not have a layer, or the engine does not tap the site there.
         """
         tapped = self.readable
         moved = self.moved if site == "resid_pre" else ()

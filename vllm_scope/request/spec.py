@@ -1,12 +1,12 @@
 """Everything that one request asks for, and its JSON.
 
 Owns:  Spec, `scope`, Meanings (a cache of resolved specs).
-Runs:  in the caller's process, in the front-end (which parses it) and in EngineCore (which
-       unpacks it). numpy, no torch, no vLLM.
+Runs:  in the caller's process, in the front-end (which parses the JSON) and in EngineCore
+       (which unpacks specs). numpy, no torch, no vLLM.
 From:  actions.   To: resolve (the spec on one engine), packed (the spec as it travels).
 
-Promise: a `Spec` that exists is well formed. `Spec.resolve` checks the rest, which needs an
-engine: its layers, its hidden size, its steering modules.
+Promise: every `Spec` is well formed. `Spec.resolve` checks what depends on the engine: its layers,
+its hidden size, its steering modules.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from vllm_scope.request.resolved import Resolved, Vectors
 from vllm_scope.request.selectors import ITEM_BYTES, check_sizes
 from vllm_scope.request.sites import Place, Sites
 
-#: A front-end takes 5 ms to parse 1 MiB. In base64, 80 vectors of 8192 numbers take 3.5 MB, and
-#: 383 replaced rows of 4096 numbers take 8 MiB.
+#: Longest JSON of a spec. A front-end takes 5 ms to parse 1 MiB. In base64, 80 vectors of 8192
+#: numbers take 3.5 MB, and 383 replaced rows of 4096 numbers take 8 MiB.
 MAX_SPEC_BYTES = 8 << 20
 MAX_READS = 32
 MAX_PROBES = 1024
 MAX_EDITS = 256
 MAX_FEATURES = 128
-#: Each is a product with the unembedding for each token and layer.
+#: Each lens costs a product with the unembedding for each token and layer.
 MAX_LENSES = 4
 MAX_MOMENTS = 32
 MAX_STOPPING = 8
-#: Features that edits name; each becomes two rows, which a name of a few bytes stands for.
+#: Most features that edits name: a name of a few bytes stands for two rows of an SAE.
 MAX_NAMED = 256
 MOST = {
     "reads": MAX_READS, "probes": MAX_PROBES, "edits": MAX_EDITS, "features": MAX_FEATURES,
@@ -71,7 +71,7 @@ REMEMBERED_BYTES, LONGEST_REMEMBERED = 64 << 20, 1 << 20
 #: The largest resolved spec that is cached. A resolved spec that names a module may have a vector
 #: for each layer.
 LARGEST_REMEMBERED = 32 << 20
-#: Bound of the outlines of resolved specs.
+#: Size of the cache of outlines.
 OUTLINE_BYTES = 16 << 20
 #: Memory of a parsed spec besides its text.
 _SPEC_BYTES = 4096
@@ -128,8 +128,8 @@ class Spec:
                 )
 
     def with_edits(self, edits: tuple[Edit, ...]) -> Spec:
-        """A spec of other edits alone. If this one is of one edit without a gate, and they differ
-        from it in the layer and the vector alone, it takes little work."""
+        """A Spec of the given edits alone. It is made fast if this Spec is one edit without a gate
+        and the given one differs from it in the layer and the vector alone."""
         single = len(self.actions) == len(self.edits) == len(edits) == 1 and self.policy is None
         layers = edits[0].layer_numbers if single else None
         if layers is None or not have_one_body(self.edits[0], edits[0]):
@@ -147,7 +147,7 @@ class Spec:
 
     @cached_property
     def _names_held(self) -> bool:
-        """True if it names SAEs or lenses that an engine holds."""
+        """True if the spec names SAEs or lenses that an engine holds."""
         saes = (getattr(one, "sae", None) for one in self.actions)
         return any(isinstance(sae, str) for sae in saes) or any(one.lens for one in self.lens)
 
@@ -201,7 +201,7 @@ class Spec:
 
     @staticmethod
     def remembered(text: object) -> Spec | None:
-        """What `from_json` returns, if it returns it from its cache."""
+        """The spec that `from_json` has cached for this text, or None."""
         if not isinstance(text, str) or len(text) > LONGEST_REMEMBERED:
             return None
         return _parsed.get(text)
@@ -209,14 +209,15 @@ class Spec:
     def of_engine(
         self, saes: Mapping[str, Any], lenses: Mapping[str, Collection[Place]] | None = None
     ) -> Spec:
-        """The spec with the rows of the SAEs that it names, and the layers of the lenses; itself if
+        """This spec with the rows of the SAEs and the layers of the lenses that it names; itself if
         it names none.
 
         Args:
+            saes: name -> Sae, for the SAEs that the engine holds.
             lenses: as in LensTopK.of_engine.
 
         Raises:
-            SpecError: as SetFeature, Features and LensTopK.
+            SpecError: as for `of_engine` of SetFeature, Features and LensTopK.
         """
         if not self._names_held:
             return self
@@ -265,7 +266,7 @@ class Spec:
 
     @staticmethod
     def _parse(text: str) -> tuple[Spec, int]:
-        """The spec of a text, and about the number of items in the text."""
+        """The spec of a text, and about how many items the text has."""
         body, num_items = decode_counted(text, "extra_args['scope']")
         if not isinstance(body, dict) or not set(body) <= {*MOST, "policy"}:
             raise SpecError(
@@ -279,11 +280,11 @@ class Spec:
         return Spec(policy=policy, **actions), num_items
 
     def resolve(self, sites: Sites, modules: Mapping[str, Vectors] | None = None) -> Resolved:
-        """The spec as streams and vectors of this engine.
+        """This spec as streams and vectors of one engine.
 
         Args:
             sites: what the engine taps.
-            modules: the steering modules that it holds, by name.
+            modules: the steering modules that the engine holds, by name.
 
         Raises:
             SpecError: a layer that the model does not have, a site or layer that this
@@ -302,27 +303,27 @@ def _names() -> tuple[str, ...]:
 
 
 _parsed: Remembered[str, Spec] = Remembered(REMEMBERED_BYTES)
-#: Held SAEs, held lenses, and a spec for them.
+#: The SAEs and the lenses that an engine holds, and a spec with what it names of them.
 _Expanded = tuple[Mapping[str, Any], Mapping[str, Collection[Place]] | None, Spec]
-#: Digest of a spec that names SAEs or lenses -> the spec with what it needs of them.
+#: Digest of a spec that names SAEs or lenses -> the result of its `of_engine`.
 _expanded: Remembered[bytes, _Expanded] = Remembered(REMEMBERED_BYTES)
 
 
 class Meanings:
     """A cache of resolved specs, for one engine. Bounded in bytes.
 
-    The owner of the modules calls `forget` when a name changes, and `forget_arrays` when it drops
-    vectors. Both free the vectors.
+    The owner of the modules calls `forget` when a name gets another module, and `forget_arrays`
+    when it drops vectors. Both free the vectors.
     """
 
     def __init__(self, sites: Sites) -> None:
         self._sites = sites
-        #: Each with the digests of its vectors.
+        #: (digest of a Packed, version) -> the resolved spec, and the digests of its vectors.
         self._known: Remembered[
             tuple[bytes, tuple[Hashable, ...]], tuple[Resolved, Sequence[bytes]]
         ]
         self._known = Remembered(REMEMBERED_BYTES)
-        #: By the body of a Packed. None of them names a module.
+        #: Body of a Packed -> its outline. A spec that names a module has no outline.
         self._outlines: Remembered[bytes, Outline] = Remembered(OUTLINE_BYTES)
 
     @property
@@ -334,7 +335,7 @@ class Meanings:
         self._known.drop(lambda key, _: bool(key[1]))
 
     def forget_arrays(self, digests: Set[bytes]) -> None:
-        """Drop the specs that have one of these vectors, which frees it."""
+        """Drop the specs that have one of these vectors. This frees the vectors."""
         self._known.drop(lambda _, known: not digests.isdisjoint(known[1]))
         self._outlines.drop(lambda _, outline: not digests.isdisjoint(outline.packed.arrays))
 
@@ -342,13 +343,14 @@ class Meanings:
         self, packed: Packed, arrays: Mapping[bytes, Array], modules: Mapping[str, Vectors],
         version: tuple[Hashable, ...] = (), spec: Spec | None = None,
     ) -> Resolved:  # fmt: skip
-        """The resolved spec, from the cache if the cache has it. If an earlier spec had its
-        outline, it is made of that one.
+        """The resolved spec: from the cache, or else made from the outline of an earlier spec, or
+        else by Spec.resolve.
 
         Args:
-            arrays: its vectors, by digest.
-            version: changes when a module name in the spec gets another module.
-            spec: the same, if the caller has it; else it is unpacked.
+            arrays: the spec's vectors, by digest.
+            version: changes when a module name in the spec gets another module; empty if the spec
+                names none.
+            spec: the Spec of `packed`, if the caller has it. Otherwise `packed` is unpacked.
 
         Raises:
             KeyError: an Array is not among `arrays`. SpecError: as Spec.resolve.
@@ -411,7 +413,7 @@ def _parse_list(cls: type[Any], body: dict[str, object], name: str) -> list[Any]
 
 
 def scope(*actions: Action | Policy) -> dict[str, str]:
-    """What to put in `SamplingParams(extra_args=...)`.
+    """A dict for `SamplingParams(extra_args=...)`, which asks for these actions.
 
     Args:
         actions: one or more of Read, Probe, Features, LensTopK, Moments, Add, Ablate, Clamp,
@@ -420,7 +422,7 @@ def scope(*actions: Action | Policy) -> dict[str, str]:
 
     Returns:
         A dict with one key, "scope": the spec as a JSON string, which also goes into
-        `vllm_xargs` over HTTP. It may be merged with other extra_args.
+        `vllm_xargs` over HTTP. The dict may be merged with other extra_args.
 
     Raises:
         SpecError: no action, or an argument that is not an action.

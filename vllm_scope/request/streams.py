@@ -1,4 +1,4 @@
-"""What is looked through by its streams: an offline result, and a client's.
+"""Iteration over the streams of a result, offline and in a client.
 
 Owns:  OverStreams.
 Runs:  in front-ends and in clients. No torch.
@@ -12,16 +12,19 @@ from vllm_scope.request.sites import SiteLayer
 
 
 class OverStreams:
-    """Iteration, `len` and `in` over (site, layer). True, also without streams: `if output.scope`
-    asks whether there is a result."""
+    """Iteration, `len` and `in` over (site, layer). An object without streams is true as well: `if
+    output.scope` asks whether there is a result."""
 
     def keys(self) -> list[SiteLayer]:
         """(site, layer) of each stream."""
         raise NotImplementedError
 
     def _at(self, stream: object) -> object:
-        """What there is of a stream, in any of its forms. Raises KeyError, or a TypeError for what
-        is no stream."""
+        """The key or the rows of a stream. `stream` has any of the forms that `[...]` takes.
+
+        Raises:
+            KeyError: the object has no such stream. TypeError: `stream` does not name a stream.
+        """
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[SiteLayer]:

@@ -1,6 +1,6 @@
-"""What travels with a request from its front-end to EngineCore.
+"""The ticket of a request, which travels from its front-end to EngineCore.
 
-Owns:  Recipient, Ticket; vectors as they travel beside it (`encode_arrays`).
+Owns:  Recipient, Ticket; the form of vectors that travel without a ticket (`encode_arrays`).
 Runs:  made in the front-end, read in EngineCore; the Recipient goes on to the workers.
 From:  packed, engine.frontend.requests.   To: engine.core.entry.
 """
@@ -18,9 +18,10 @@ from vllm_scope.request.remembered import Remembered
 
 #: An Array's digest, shape and data.
 _Travelling = tuple[bytes, tuple[int, ...], bytes]
-#: Longer content of a ticket is compressed. With many named probes, most of it is repeated text.
+#: A ticket's content is compressed if it has more bytes. With many named probes, most of it is
+#: repeated text.
 _LONG = 1 << 10
-#: Bound on the specs of this process that are kept as they travel, and as they arrived.
+#: Bytes of each of two caches of this process: specs as they are sent, and as they arrived.
 _KEPT_BYTES = 16 << 20
 
 
@@ -30,13 +31,13 @@ class Recipient(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         key: the request's key, unique among all front-ends. Labels of the request's rows carry it.
         frontend: identity of the front-end (transport.messages.Address).
-        request_id: the caller's.
+        request_id: the caller's id of the request.
         uid: the request's id at sinks, the same for all its completions.
         child: index of the completion.
         owner: digest of the API key; empty without one.
         follows: True if the caller sees outputs before the last one.
-        awaits: False if workers tell the front-end nothing of the request, which is over with its
-            last token.
+        awaits: False if workers send the front-end nothing about the request. The request then ends
+            with its last token.
     """
 
     key: int
@@ -54,11 +55,13 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         first_position: the first position that delivers something; None if none does.
-        modules: the names of steering modules that it refers to; EngineCore has their vectors.
-        spec: what it asks for.
-        arrays: of the spec's Arrays, those that EngineCore may not hold (core.sent_ahead).
-        variants: of a request that stands for several, what each of them asks for. Each has a
-            prompt and parameters as this request; `spec` is the first's, and `arrays` are of all.
+        modules: the names of the steering modules that the spec refers to; EngineCore has their
+            vectors.
+        spec: what the request asks for.
+        arrays: the spec's Arrays that EngineCore may not hold (core.sent_ahead).
+        variants: if the request stands for several, what each of these variants asks for. Each
+            variant has this request's prompt and parameters. `spec` is then the first variant's,
+            and `arrays` has the Arrays of all variants.
     """
 
     recipient: Recipient
@@ -97,16 +100,16 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
         ]  # fmt: skip
 
     def own_arrays(self) -> dict[bytes, Array]:
-        """The Arrays that travelled with it, by digest."""
+        """The Arrays that travelled with this ticket, by digest."""
         return _arrived(self.arrays)
 
 
 class _Wire(msgspec.Struct, frozen=True, array_like=True):
-    """A ticket as it travels. Many requests have the same content.
+    """A ticket as it travels. Many requests have the same `content`, which is kept encoded.
 
     Attributes:
-        digest: of the spec.
-        num_modules: of those that it names.
+        digest: the spec's digest.
+        num_modules: how many steering modules the spec names.
         content: `modules` and `spec` of the ticket in msgpack; compressed by zlib if it is long.
     """
 
@@ -123,11 +126,11 @@ _Content = tuple[tuple[str, ...], Packed]
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Wire).decode
 _decode_content = msgspec.msgpack.Decoder(_Content).decode
-#: Digest of a spec, and number of modules -> its content as it travels; what arrived. The digest
-#: covers the names of modules, which are in the spec's body.
+#: Digest of a spec, and its number of modules -> its content as it is sent, and as it arrived. The
+#: digest covers the names of modules, which are in the spec's body.
 _sent: Remembered[tuple[bytes, int], bytes] = Remembered(_KEPT_BYTES)
 _came: Remembered[tuple[bytes, int], _Content] = Remembered(_KEPT_BYTES)
-#: First byte of a compressed content, in zlib's format. Msgpack begins an array otherwise.
+#: First byte of a compressed content, in zlib's format. No array in msgpack begins with it.
 _ZLIB = 0x78
 
 
@@ -147,7 +150,7 @@ _decode_arrays = msgspec.msgpack.Decoder(list[_Travelling]).decode
 
 
 def travelling(arrays: Iterable[Array]) -> list[_Travelling]:
-    """Arrays as a ticket has them."""
+    """Arrays in the form that a ticket has."""
     return [(array.digest, array.shape, array.data) for array in arrays]
 
 
@@ -160,5 +163,5 @@ def encode_arrays(arrays: Iterable[Array]) -> bytes:
 
 
 def decode_arrays(data: bytes) -> dict[bytes, Array]:
-    """By digest."""
+    """The Arrays that `encode_arrays` was given, by digest."""
     return _arrived(_decode_arrays(data))

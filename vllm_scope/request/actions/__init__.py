@@ -14,9 +14,9 @@ features.py     SetFeature, ScaleFeature
 sparse.py       Features
 lens.py         LensTopK
 summing.py      Moments
-policy.py       Policy, which decides about later tokens while the request runs
+policy.py       Policy, an operator's code that acts between tokens while the request runs
 
-Every edit is one update of a token's row x of the residual stream:
+Every edit is one update of a token's row x:
 
     Add       x + scale * v            norm_match: x + scale * ||x|| * v / ||v||
     Ablate    x - (x.d) * d            d: the vector at length 1
@@ -25,8 +25,8 @@ Every edit is one update of a token's row x of the residual stream:
     SetFeature, ScaleFeature           an SAE's feature in x is set or scaled
 
 With a gate of value g the change is g times as large. Edits of one site apply in the order given. A
-read or probe sees the row after the edits of its own site; a read with `when="before"`, and a gate,
-see it before them.
+read or probe sees the row after the edits of its own site. A read with `when="before"`, and a gate,
+see the row before these edits.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def action_from_json(cls: type[Any], body: object, where: str) -> Any:
         raise SpecError(
             f"{where} has {shown(unknown[0])}; the fields are {', '.join(sorted(known))}."
         )
-    if cls is Read and "site" not in body:  # the others default to resid_post
+    if cls is Read and "site" not in body:  # the other actions default to resid_post
         raise SpecError(f"{where} has no 'site'; sites are {', '.join(SITES)}.")
     try:
         return cls(**body)

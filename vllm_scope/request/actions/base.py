@@ -45,7 +45,7 @@ def number(value: object, where: str) -> float:
 
 
 def without(cls: type[Any], given: Mapping[str, object], where: str) -> SpecError:
-    """The error of a JSON object that lacks arguments without which a class cannot be made."""
+    """The error for a JSON object in which required arguments of a class are missing."""
     needed = [one for one in fields(cls) if one.default is one.default_factory is MISSING]
     missing = [one.name for one in needed if one.name not in given]
     return SpecError(f"{where} has no {' and no '.join(missing)}.")
@@ -78,7 +78,7 @@ def vector_or_module(value: object, where: str) -> Array | Module:
 
 
 def held_sae(name: str, saes: Mapping[str, Any], where: str) -> Any:
-    """The SAE of a name, of those that the engine holds. Raises SpecError for an unknown one."""
+    """The held SAE of this name. Raises SpecError if the engine holds no such SAE."""
     if name not in saes:
         known = ", ".join(sorted(saes)[:8]) or "none"
         raise SpecError(
@@ -93,14 +93,16 @@ class Action:
     """Base of reads, probes and edits.
 
     `layer` and `layers` are the same argument: a number, a list of numbers, or "all" for every
-    tapped layer. Layers count from 0. Of an action that exists, `layers` is a tuple or "all";
-    `layer` is the number if there is one layer, and equal to `layers` otherwise.
+    tapped layer. Layers count from 0. After construction `layers` is a tuple or "all"; `layer` is
+    the number if there is one layer, and equal to `layers` otherwise. Both are None if the place is
+    that of a named SAE.
     """
 
     kind: ClassVar[str]
-    #: Fields of the JSON form besides site, layers and tokens. An edit's first is its vector.
+    #: Fields of the JSON form besides site, layers and tokens. The first one of an edit is its
+    #: vector, its direction, its rows or its SAE.
     fields: ClassVar[tuple[str, ...]] = ()
-    #: As for `parse_layers`.
+    #: The argument `embedding` of `parse_layers`.
     embedding: ClassVar[str] = EMBEDDING
 
     site: str = "resid_post"
@@ -127,19 +129,19 @@ class Action:
         layer, layers = self.layer, self.layers
         if layer is None or layers is None:
             return layers if layer is None else layer
-        # dataclasses.replace passes both, as _place left them.
+        # dataclasses.replace passes layer and layers as _place set them.
         if isinstance(layers, str | tuple) and layers in (layer, (layer,)):
             return layers
         raise SpecError(f"{type(self).__name__} has layer and layers; give one of them.")
 
     @property
     def layer_numbers(self) -> tuple[int, ...] | None:
-        """None for every tapped layer."""
+        """The layers as a tuple; None for every tapped layer."""
         return self.layers if isinstance(self.layers, tuple) else None
 
     def to_json(self) -> dict[str, object]:
         body: dict[str, object] = {}
-        # Of an action that names an SAE both may be left out: they are the SAE's.
+        # An action that names an SAE may leave out site and layers: the SAE's are then used.
         if self.site:
             body["site"] = self.site
         if self.site not in MODEL_SITES and self.layers is not None:

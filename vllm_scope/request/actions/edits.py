@@ -29,7 +29,7 @@ COMMON = ("gate", "dose")
 
 @dataclass(frozen=True, kw_only=True)
 class Edit(Action):
-    """Base of the actions that change a row. `fields[0]` names the vector's argument."""
+    """Base of the actions that change a row. `fields[0]` names the argument with the vector."""
 
     gate: Any = None
     dose: str | None = None
@@ -41,22 +41,22 @@ class Edit(Action):
 
     @property
     def num_named(self) -> int:
-        """How many features of an SAE it names; their rows are added where the SAE is known."""
+        """How many features of a named SAE the edit names. The engine adds their rows."""
         return 0
 
     def of_engine(self, saes: Mapping[str, Any]) -> Edit:
-        """The same edit with what an engine holds in place of its name; itself if it names nothing.
+        """This edit with the rows of an SAE in place of the SAE's name; itself if it names no SAE.
 
         Args:
-            saes: name -> Sae.
+            saes: name -> Sae, for the SAEs that the engine holds.
 
         Raises:
-            SpecError: the engine does not hold it, or has it in another shape.
+            SpecError: the engine does not hold the SAE, or the edit cannot use it.
         """
         return self
 
     def _place_edit(self) -> None:
-        """Set site, layers, gate and dose."""
+        """Check and set the gate, the site and the layers; check the dose."""
         kind, module = type(self).__name__, isinstance(getattr(self, self.fields[0]), Module)
         self._set(gate=Gate.parse(self.gate, f"{kind}.gate"))
         if not module and self.site not in MODEL_SITES and self._given_layers() is None:
@@ -120,16 +120,16 @@ class Add(Edit):
     """Add a vector: `x + scale * v`.
 
     Args:
-        vector: [hidden_size] for every layer, [num_layers, hidden_size] for one each,
-            or the name of a steering module that the engine holds.
-        site, layer: where. A module without layers applies wherever it has vectors.
+        vector: [hidden_size], the same for every layer; [num_layers, hidden_size], one for each
+            layer; or the name of a steering module that the engine holds.
+        site, layer: where. If no layer is given, a module applies wherever it has vectors.
         scale: a number; the vector is not normalised.
         tokens: which tokens; "generated" for the tokens that the model samples.
         norm_match: add `scale * ||x||` times the vector's direction instead.
-        max_relative_norm: what is added is at most this number times `||x||` long.
-        name: by which the request's `Policy` sets `scale`; None: it cannot.
+        max_relative_norm: the added vector is at most this number times `||x||` long.
+        name: the name by which the request's `Policy` sets `scale`. None: no policy can set it.
         gate: a condition on the token's own rows. Its value, from 0 to 1, multiplies the change.
-        dose: a name under which the realised `||change|| / ||x||` of each token is a score.
+        dose: the name of a score in the result: each token's realised `||change|| / ||x||`.
 
     Raises:
         SpecError: wrong types or shapes, numbers that are not finite, a zero vector
@@ -193,7 +193,7 @@ class Clamp(Edit):
         lo, hi: bounds of `x.d`, lo <= hi. None, or an infinite number, for no bound. At least
             one must be given.
         site, layer, tokens, gate, dose: as for `Add`.
-        strength: 0 to 1; the fraction of the way to the bound that the component is moved.
+        strength: 0 to 1: the fraction of the way to the bound by which the component is moved.
     """
 
     kind: ClassVar[str] = "clamp"
@@ -223,15 +223,17 @@ class Clamp(Edit):
 
 @dataclass(frozen=True)
 class Replace(Edit):
-    """Patch: at these positions the row becomes another one.
+    """Replace (patch) the rows at some positions with given rows.
 
     Args:
         values: the same rows for every layer, [num_positions, hidden_size] (or [hidden_size] for
-            one position), or other rows for each layer, [num_layers, num_positions, hidden_size].
+            one position), or different rows for each layer,
+            [num_layers, num_positions, hidden_size].
         positions: absolute positions, distinct, one for each row; negative ones count from the
             prompt's end.
         site, layer: where.
-        gate, dose: as for `Add`. With a gate of 0.5 the new row is halfway between the two.
+        gate, dose: as for `Add`. If the gate's value is 0.5, the result is halfway between the
+            old row and the given one.
 
     Raises:
         SpecError: wrong types or shapes, repeated positions, or no layer.

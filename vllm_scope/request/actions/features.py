@@ -1,15 +1,15 @@
 """Actions that change features of a sparse autoencoder in a row.
 
-Owns:  SetFeature, ScaleFeature, FeatureRows (the rows of an SAE that they need).
+Owns:  SetFeature, ScaleFeature, FeatureRows (the rows of an SAE that these edits need).
 To:    resolve_edits.
 
-With f the feature's activation in the row x, and D its row of the decoder:
+With f the feature's activation in the row x, and D the feature's row of the decoder:
 
     SetFeature    x + (value - f) * D, or x + value * D with `add`
     ScaleFeature  x + (factor - 1) * f * D
 
-With `only_if_active`, SetFeature changes nothing where f is 0. What the SAE does not explain of the
-row stays as it is. All features of one action see the same row.
+With `only_if_active`, SetFeature changes nothing where f is 0. The part of the row that the SAE
+does not explain stays as it is. All features of one action see the same row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm_scope.request.actions.edits import COMMON, Edit
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import MODEL_SITES, canonical_site
 
-#: Features of one action.
+#: Most features of one action.
 MAX_FEATURES = 16
 
 
@@ -77,8 +77,8 @@ class FeatureRows:
         """The rows that some features have in the encoder and the decoder of a loaded Sae.
 
         Raises:
-            SpecError: an index that the SAE does not have, or an SAE of which one feature cannot be
-                computed without all others.
+            SpecError: an index that the SAE does not have, or a TopK SAE: none of its features can
+                be computed without all others.
         """
         indices = _indices(index, where)
         some = [sae.feature(i) for i in indices]
@@ -95,7 +95,7 @@ class FeatureRows:
 
     @staticmethod
     def parse(value: object, where: str) -> FeatureRows:
-        """Of JSON: an object with the four fields."""
+        """The FeatureRows of a JSON object with the four fields; a FeatureRows as it is."""
         if isinstance(value, FeatureRows):
             return value
         names = ("encoder", "decoder", "bias", "threshold")
@@ -130,7 +130,7 @@ def _indices(index: object, where: str) -> tuple[int, ...]:
 
 
 def _numbers(value: object, count: int, where: str) -> tuple[float, ...]:
-    """One number for each feature; a single number is for all."""
+    """One number for each feature; a single number stands for all features."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     given = list(value) if isinstance(value, list | tuple) else [value] * count
@@ -140,7 +140,7 @@ def _numbers(value: object, count: int, where: str) -> tuple[float, ...]:
 
 
 def _flags(value: object, count: int, where: str) -> tuple[bool, ...]:
-    """True or false for each feature; a single one is for all."""
+    """True or false for each feature; a single value stands for all features."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     given = list(value) if isinstance(value, list | tuple) else [value] * count
@@ -155,14 +155,14 @@ def _flags(value: object, count: int, where: str) -> tuple[bool, ...]:
 
 @dataclass(frozen=True)
 class _FeatureEdit(Edit):
-    """`fields[2]` names the number that belongs to each feature.
+    """Base of SetFeature and ScaleFeature. `fields[2]` names the field with the features' numbers.
 
-    While `sae` is a name, what depends on the SAE is not checked: `of_engine` makes the edit anew.
+    While `sae` is a name, checks that need the SAE wait: `of_engine` makes the edit again with it.
     """
 
     sae: Any
     index: Any = None
-    #: Empty: the SAE's own.
+    #: Empty: the SAE's own site.
     site: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
@@ -201,7 +201,7 @@ class _FeatureEdit(Edit):
         numbers = _numbers(getattr(self, name), len(indices), f"{kind}.{name}")
         self._set(index=indices, **{name: numbers})
         self._set_flags(len(indices))
-        # Any place will do for the checks of the other fields.
+        # The checks of the other fields need a place; they do not depend on which one.
         self._set(site=canonical_site(site or "resid_post", f"{kind}.site"))
         if given is None and self.site not in MODEL_SITES:
             self._set(layer=0)
@@ -211,7 +211,7 @@ class _FeatureEdit(Edit):
         self._set(site=site and self.site)
 
     def _set_flags(self, count: int) -> None:
-        """Check the fields that are true or false of each feature."""
+        """Check and set the fields that are true or false for each feature."""
 
     @property
     def num_named(self) -> int:
@@ -224,7 +224,7 @@ class _FeatureEdit(Edit):
 
     @property
     def changes(self) -> tuple[tuple[float, float, bool], ...]:
-        """Of each feature (a, d, active): what is added is (a + d * f) times the decoder's row; if
+        """(a, d, active) of each feature: the edit adds (a + d * f) times the decoder's row; if
         `active`, only where f is above 0."""
         raise NotImplementedError
 
@@ -235,12 +235,13 @@ class SetFeature(_FeatureEdit):
 
     Args:
         sae: a `vllm_scope.saes.sae.Sae`, or the name of one that the engine holds; not a TopK SAE.
-        index: the feature, or a list of at most 16.
-        value: the activation that it gets, or a list with one for each.
-        add: True if `value` is added to the activation instead, or a list with one for each.
+        index: the feature's number, or a list of at most 16.
+        value: the activation that the feature gets, or a list with one for each feature.
+        add: True if `value` is added to the activation instead, or a list with one for each
+            feature.
         only_if_active: True to leave rows in which the activation is 0 as they are, or a list with
-            one for each.
-        site, layer: where; the SAE's own place if no layer is given. tokens, gate: as for `Add`.
+            one for each feature.
+        site, layer: where; by default the SAE's own place. tokens, gate: as for `Add`.
 
     Raises:
         SpecError: wrong types or shapes, or a feature that the SAE does not have.
@@ -271,7 +272,7 @@ class ScaleFeature(_FeatureEdit):
     """Scale features of an SAE in the row: `x + (factor - 1) * f * decoder`.
 
     Args:
-        factor: 0 removes the feature, 1 changes nothing; or a list with one for each.
+        factor: 0 removes the feature, 1 changes nothing; or a list with one for each feature.
         sae, index, site, layer, tokens, gate: as for `SetFeature`.
     """
 

@@ -3,16 +3,16 @@
 Owns:  Gate, and its JSON.
 To:    edits (each may have one), resolve.
 
-The value g of a gate is from 0 to 1. An edit with a gate changes the row by g times what it changes
-without one. With s = x . v + bias, of the row x at the gate's place:
+The value g of a gate is from 0 to 1, and multiplies the edit's change of the row. With x the row at
+the gate's place, and s = x . v + bias, g is:
 
     step      1 if s > threshold, else 0
     sigmoid   1 / (1 + exp(-sharpness * (s - threshold)))
     cosine    1 if c > threshold, else 0, with c the cosine between x and v
-    cast      as cosine, between x and tanh((x . d) d), d being v at length 1
+    cast      as cosine, with c the cosine between x and tanh((x . d) d), d being v at length 1
 
-`above=False` turns the comparison round: `threshold - s` takes the place of `s - threshold`. A
-`state` makes g depend on the generated tokens before, as states says.
+`above=False` reverses the comparison: `threshold - s` takes the place of `s - threshold`. With a
+`state`, g also depends on earlier generated tokens; module `states` has the formulas.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _COSINES = ("cosine", "cast")
 
 @dataclass(frozen=True)
 class Gate:
-    """When an edit applies, decided for each token by the model's own rows.
+    """A condition on an edit, computed for each token from the model's own rows.
 
     Args:
         vector: [hidden_size], a direction; or a linear `Probe` of one layer, whose weight, bias,
@@ -45,16 +45,16 @@ class Gate:
             used.
         layer, site: where the row is read: on the residual stream, at or before the edit's place.
             A gate sees its row before the edits of its own site.
-        threshold: for `x . vector + bias`, or for a cosine. None: the probe's own, or 0 without
-            one; in a gate that exists it is a number.
+        threshold: for `x . vector + bias`, or for a cosine. None: the probe's threshold, or 0 if
+            there is none. After construction it is a number.
         kind: "step", "sigmoid", "cosine", or "cast" (conditional activation steering: the cosine
             between the row and its squashed projection on the vector).
         sharpness: the slope of "sigmoid", above 0; not for other kinds.
         bias: added to the score; not for cosines.
-        above: False to apply below the threshold.
-        state: what the gate remembers of the generated tokens before: `Ema`, `Latch`, `Hysteresis`
-            or `Pid`. The gate then reads a place before the edit's. None: each token alone decides.
-        name: the gate's values are scores of this name in the result. None: they are not delivered.
+        above: False if the edit applies below the threshold.
+        state: what the gate remembers of earlier generated tokens: `Ema`, `Latch`, `Hysteresis` or
+            `Pid`. The gate must then read a place before the edit's. None: nothing is remembered.
+        name: the result has the gate's values as scores of this name. None: they are not delivered.
 
     Raises:
         SpecError: wrong types or shapes, a vector of zeros, numbers that are not finite, or an
@@ -84,7 +84,7 @@ class Gate:
                     "the probe are taken. Leave them out, or give the probe's weight."
                 )
             given = _of_probe(self.vector, self.kind, self.threshold)
-            # Not a field, because gates of JSON have no probe.
+            # Not a field, because gates from JSON have no probe.
             self._set(_tokens_of_probe=self.vector.tokens)
         else:
             given["vector"] = Array.parse(self.vector, "Gate.vector")
@@ -136,10 +136,10 @@ class Gate:
 
     @staticmethod
     def parse(value: object, where: str) -> Gate | None:
-        """A gate, or what its JSON means.
+        """The Gate that `value` is, or that its JSON means; None for None.
 
         Raises:
-            SpecError: neither.
+            SpecError: `value` is neither a Gate nor its JSON.
         """
         if value is None or isinstance(value, Gate):
             return value
@@ -157,10 +157,10 @@ class Gate:
             raise SpecError(str(error).replace("Gate.", f"{where}.", 1)) from None
 
     def check_tokens(self, tokens: Selector, kind: str) -> None:
-        """Raises SpecError if an edit's tokens make an option of the gate mean nothing.
+        """Raises SpecError for an edit whose tokens do not fit the gate's options or its probe.
 
         Args:
-            tokens: of the edit.
+            tokens: the edit's tokens.
             kind: the name of the edit's class.
         """
         of_probe: Selector = getattr(self, "_tokens_of_probe", Word("all"))
@@ -191,10 +191,10 @@ class Gate:
 
 
 def _of_probe(probe: Probe, kind: object, threshold: object) -> dict[str, Any]:
-    """What a gate takes of a probe.
+    """The fields that a gate takes from a probe.
 
     Args:
-        kind, threshold: those that the gate gives.
+        kind, threshold: the gate's own arguments.
 
     Raises:
         SpecError: the probe has something that a gate cannot do.
@@ -221,7 +221,7 @@ def _of_probe(probe: Probe, kind: object, threshold: object) -> dict[str, Any]:
 
 
 def _check_alone(probe: Probe) -> None:
-    """Raises SpecError for a probe that does more than to score each token by itself."""
+    """Raises SpecError for a probe that does more than score each token by itself."""
     if probe.aggregate is not None:
         raise SpecError(
             f"Gate.vector is a probe with the aggregate {shown(probe.aggregate)}; a gate takes a "

@@ -19,7 +19,7 @@ from vllm_scope.request.sites import LENS_SITES, Place
 
 @dataclass(frozen=True)
 class LensTopK(Action):
-    """Deliver the likeliest next tokens by the row of each token, at some layers.
+    """Deliver the likeliest next tokens as computed from the row of each token, at some layers.
 
     The model's own final norm and unembedding are applied to the row on the device, with the soft
     cap and the scale of its logits; then log-softmax over the whole vocabulary, in float32. At
@@ -27,13 +27,13 @@ class LensTopK(Action):
 
     Args:
         layer, layers: one argument: a number, a list of numbers from 0, or "all" (the default)
-            for every tapped layer; of a named lens, for every tapped layer that it maps.
-        lens: the name of a lens that the engine holds: a tuned lens or a J-lens, whose affine map
-            of the layer is applied to the row first. None: the row itself.
-        top_k: how many tokens of each row and layer, at most 1,024.
+            for every tapped layer; with a named lens, for every tapped layer that the lens maps.
+        lens: the name of a lens that the engine holds: a tuned lens or a Jacobian lens, whose
+            affine map of the layer is applied to the row first. None: the row is not mapped.
+        top_k: how many tokens for each row and layer, at most 1,024.
         site: "resid_post" (the default), "resid_mid" or "resid_pre".
         tokens: which tokens.
-        name: of the lens in the result.
+        name: the name of these tokens in the result.
         to: "memory", or a sink that takes scores.
 
     Raises:
@@ -70,10 +70,10 @@ class LensTopK(Action):
             self._set(layer=layers[0] if len(layers) == 1 else layers, layers=layers)
 
     def of_engine(self, lenses: Mapping[str, Collection[Place]]) -> LensTopK:
-        """The same action with the layers of a named lens.
+        """This action with the layers of the lens that it names; itself if there is none to add.
 
         Args:
-            lenses: name -> the places that it maps and that have a tap.
+            lenses: name -> the places that the lens maps and that have a tap.
 
         Raises:
             SpecError: an unknown name, or a layer that the lens does not map.

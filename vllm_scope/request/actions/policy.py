@@ -1,7 +1,7 @@
 """The name of an operator's policy that decides about a request while it runs.
 
 Owns:  Policy.
-To:    spec (a request has at most one), policies.running.
+To:    spec (a request has at most one), control.policy (RunningPolicy).
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ MAX_OPTIONS = 4096
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy of the operator's, which sees the request's scores token by token. It may set the
-    `scale` of a named `Add` for later tokens, end the request, or flag it.
+    """An operator's policy, which sees the request's scores token by token.
+
+    The policy may set the `scale` of a named `Add` for later tokens, end the request, or flag it.
 
     Args:
-        name: of a policy that the engine was started with (`additional_config["scope"].policies`).
-        options: JSON, which the policy itself checks.
+        name: a policy that the engine was started with (`additional_config["scope"].policies`).
+        options: a JSON object, which the policy itself checks.
 
     Raises:
         SpecError: no name, or options that are not a JSON object of at most 4,096 characters.
@@ -52,7 +53,7 @@ class Policy:
 
     @staticmethod
     def from_json(body: object) -> Policy:
-        """Raises SpecError for anything but an object with `name` and maybe `options`."""
+        """The Policy of an object with `name` and maybe `options`; SpecError for anything else."""
         if not isinstance(body, dict) or not {"name"} <= set(body) <= {"name", "options"}:
             raise SpecError(f"policy is {shown(body)}; it has a name, and may have options.")
         try:

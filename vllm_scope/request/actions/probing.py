@@ -22,13 +22,13 @@ from vllm_scope.request.nets import AttentionPool, Mlp, parse_aggregate, shaped_
 from vllm_scope.request.selectors import Word
 
 ACTIVATIONS = (None, "sigmoid")
-#: Names of an operator's monitors begin so (engine.monitors).
+#: The names of an operator's monitors begin with this (engine.monitors).
 MONITOR = "monitor/"
 PROBE_ACTIONS = ("flag", "stop")
 
 
 def is_monitor(name: str) -> bool:
-    """True if a probe of this name is an operator's monitor; no caller asked for it."""
+    """True if a probe of this name is an operator's monitor, which no caller asked for."""
     return name.startswith(MONITOR)
 
 
@@ -38,33 +38,34 @@ class Probe(Action):
 
     Args:
         weight: one of
-            [width of a row], for one layer; [num_layers, width of a row], one for each of
-            `layers`, whose scores are added;
+            [width of a row], for one layer; [num_layers, width of a row], one weight for each of
+            `layers` (the scores of the layers are added);
             an `Mlp`, or an `AttentionPool` (over the positions so far); for several layers a list
-            of them, one for each;
+            of them, one for each layer;
             the name of a steering module that the engine holds, which has a vector at this site
             and each layer.
         bias: added to each score.
         site: any tapped site. A row of `q`, `k`, `v` or `z` has its heads one after another.
-        layer, layers: where; a number or a list.
-        name: of the scores in the result.
+        layer, layers: one argument: the number of a layer, or a list.
+        name: the scores' name in the result.
         tokens: which tokens.
         to: as for `Read`. Not all sinks take scores; "filesystem" does not. A sink takes scores of
             one layer, without an AttentionPool or an aggregate.
         activation: None, or "sigmoid" of the score with its bias.
-        aggregate: a second value at each position, made of all scores up to there: "max",
+        aggregate: a second value at each position, made of all scores up to that position: "max",
             "mean", `Ema(decay)` or `RollingMean(window, then="max")`. None for no such value.
-        threshold: the request gets a verdict at the first position where the aggregate, or the
-            score if there is none, is above it. None for no verdict.
-        action: "flag" (the verdict is told) or "stop" (it also ends the request: the next token is
-            its last one). "stop" takes `tokens` that are "all", "prompt" or "generated".
-        after: the name of another probe of the request, its first stage. The probe then scores
-            generated tokens only, and only after that probe's verdict (`cascade`). None to score
-            `tokens`.
+        threshold: the request gets a verdict at the first position where the aggregate (or the
+            score, without an aggregate) is above this number. None for no verdict.
+        action: "flag" (the result has the verdict) or "stop" (the verdict also ends the request:
+            the next token is its last one). A probe with "stop" needs `tokens` that are "all",
+            "prompt" or "generated".
+        after: the name of another probe of the request, the first stage of this one. This probe
+            then scores generated tokens only, and only after the first stage's verdict
+            (`cascade`). None to score `tokens` without waiting.
 
     Raises:
-        SpecError: a wrong type or shape, no name, no layer, not one weight for each layer, or an
-            action without a threshold.
+        SpecError: a wrong type or shape, no name, no layer, more or fewer weights than layers, or
+            the action "stop" without a threshold.
     """
 
     kind: ClassVar[str] = "probe"
@@ -154,11 +155,11 @@ class Probe(Action):
 
     @property
     def pools(self) -> bool:
-        """True if scores depend on earlier positions."""
+        """True for an AttentionPool: its scores depend on earlier positions too."""
         return isinstance(self.weight, tuple) and isinstance(self.weight[0], AttentionPool)
 
     def weights(self) -> list[Array | Mlp | AttentionPool]:
-        """One for each layer; not of a Module."""
+        """The weights, one for each layer. Not for a probe that names a Module."""
         if isinstance(self.weight, tuple):
             return list(self.weight)
         assert isinstance(self.weight, Array)

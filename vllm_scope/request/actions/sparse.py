@@ -19,7 +19,7 @@ from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import MODEL_SITES, canonical_site
 
 DEFAULT_TOP_K, MAX_TOP_K = 32, 1024
-#: Features of one request that are named by their numbers: 1 KiB of JSON stands for rows of 4 MiB.
+#: Most features that one request names by their numbers: 1 KiB of JSON stands for 4 MiB of rows.
 MAX_INDICES = 256
 
 
@@ -28,8 +28,9 @@ class HeldSae:
     """An SAE that the workers hold.
 
     Attributes:
-        num_features, width: numbers of its features, and of a row.
-        k: how many features of a row are active, of a TopK SAE; None of others.
+        num_features: how many features it has.
+        width: how many numbers a row has.
+        k: how many features of each row are active, if it is a TopK SAE; None otherwise.
     """
 
     name: str
@@ -97,7 +98,7 @@ class EncoderRows:
 
     @staticmethod
     def parse(value: object, where: str) -> EncoderRows:
-        """Of JSON: an object with the three fields."""
+        """The EncoderRows of a JSON object with the three fields; an EncoderRows as it is."""
         if isinstance(value, EncoderRows):
             return value
         names = ("encoder", "bias", "threshold")
@@ -122,21 +123,21 @@ class Features(Action):
 
     Args:
         sae: the name of an SAE that the engine holds; with `indices` also a
-            `vllm_scope.saes.sae.Sae`, of which the rows of these features travel with the request.
-        top_k: how many features of each token are delivered, the strongest ones; 32 if there are no
-            `indices`, at most 1,024.
-        indices: the features to deliver, by their numbers, in place of `top_k`; at most 256, of all
+            `vllm_scope.saes.sae.Sae`, whose rows of these features travel with the request.
+        top_k: how many features of each token are delivered: the strongest ones, at most 1,024.
+            The default is 32 if there are no `indices`.
+        indices: the features to deliver, by their numbers, in place of `top_k`; at most 256 in all
             Features of a request together.
-        threshold: values below it are left out; features that are not active always are.
-        name: of the features in the result; the SAE's name if it is left out.
-        site, layer: where; the SAE's own place if no layer is given. For a named SAE there is no
+        threshold: values below it are left out. Features that are not active are always left out.
+        name: the features' name in the result; by default the SAE's name.
+        site, layer: where the rows are read; by default the SAE's own place. A named SAE takes no
             other place.
         tokens: which tokens.
         to: "memory", or a sink that takes scores.
 
     Raises:
-        SpecError: wrong types, several layers, `top_k` and `indices`, or `top_k` of an SAE that is
-            not named.
+        SpecError: wrong types, several layers, both `top_k` and `indices`, or `top_k` for an SAE
+            that is given and not named.
     """
 
     kind: ClassVar[str] = "features"
@@ -144,7 +145,7 @@ class Features(Action):
 
     sae: Any
     _: KW_ONLY
-    #: Empty: the SAE's own.
+    #: Empty: the SAE's own site.
     site: str = field(default="", kw_only=True)
     top_k: int | None = None
     indices: Any = None
@@ -216,7 +217,7 @@ class Features(Action):
         self._set(sae=rows, site=self.site or "resid_post")
 
     def _place_named(self) -> None:
-        """The place is the SAE's, if none is given."""
+        """Check a place that is given. Leave it empty if none is given: the SAE's is then used."""
         site, given = self.site, self._given_layers()
         self._set(site=canonical_site(site or "resid_post", "Features.site"))
         if given is None and self.site not in MODEL_SITES:
@@ -236,10 +237,10 @@ class Features(Action):
             )
 
     def of_engine(self, saes: Mapping[str, Any]) -> Features:
-        """The same action with what it needs of the SAE in place of the name.
+        """This action with the SAE's rows or sizes in place of its name; itself if it names none.
 
         Args:
-            saes: name -> Sae, of those that the engine holds.
+            saes: name -> Sae, for the SAEs that the engine holds.
 
         Raises:
             SpecError: an unknown name, another place, or features that the SAE does not have.

@@ -1,11 +1,11 @@
-"""What a gate remembers of the tokens before: its state, per request.
+"""The state of a gate: what the gate remembers of a request's earlier tokens.
 
 Owns:  State (Ema, Latch, Hysteresis, Pid), and its JSON.
 To:    gates.
 
-s_p is the gate's score at position p: x . v + bias, or a cosine. d is 1, and -1 for a gate with
-`above=False`. The state begins with the request's first generated token, where it has no value
-before. The gate's value g at position p is, in float32:
+s_p is the gate's score at position p: x . v + bias, or a cosine. d is 1, or -1 for a gate with
+`above=False`. The state begins with the request's first generated token: no token before it counts.
+The gate's value g at position p is, in float32:
 
     Ema         m_p = decay * m_(p-1) + (1 - decay) * s_p, at the first token m_p = s_p;
                 g is the gate's own comparison with m_p in place of s_p
@@ -17,7 +17,7 @@ before. The gate's value g at position p is, in float32:
                 g = clip(kp * e_p + ki * i_p + kd * (e_p - e_(p-1)), 0, 1); at the first token
                 the last term is 0
 
-At positions of the prompt the gate has the value that it has without a state.
+At positions of the prompt the gate has the same value as without a state.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Hysteresis:
     """A gate that opens beyond its threshold, and closes only beyond `low`.
 
     Args:
-        low: at most the gate's threshold; with `above=False`, at least.
+        low: at most the gate's threshold; with `above=False`, at least the threshold.
     """
 
     low: float
@@ -53,14 +53,16 @@ class Hysteresis:
 
 @dataclass(frozen=True)
 class Pid:
-    """A controller: the gate's value follows from how far the score is beyond a setpoint, now, in
-    sum over the generated tokens, and compared with the last token.
+    """A PID controller: sets the gate's value from how far the score is beyond a setpoint.
+
+    That distance is the error. The value is made from this token's error, the sum of the errors of
+    the generated tokens, and the difference from the error of the token before.
 
     Args:
-        setpoint: the score at which the controller does nothing.
-        kp, ki, kd: how strong the error, its sum and its difference are.
-        most_sum: bound of the sum of errors, 0 or more. None: 1 / |ki|, so that the sum alone can
-            open the gate, and does not grow further.
+        setpoint: the score at which the error is 0.
+        kp, ki, kd: the gains of the error, of the sum and of the difference.
+        most_sum: bound of the sum of the errors, 0 or more. None: 1 / |ki|, so that the sum alone
+            can open the gate, and does not grow further.
     """
 
     setpoint: float
@@ -94,10 +96,10 @@ STATES: dict[str, type[State]] = {cls.__name__.lower(): cls for cls in get_args(
 
 
 def parse_state(value: object, where: str) -> State | None:
-    """A state, or what its JSON means: `{"kind": "latch"}`, with the other fields beside.
+    """The state that `value` is, or that its JSON (such as `{"kind": "latch"}`) means; or None.
 
     Raises:
-        SpecError: neither.
+        SpecError: `value` is neither a state nor its JSON.
     """
     if value is None or isinstance(value, State):
         return value
@@ -145,7 +147,7 @@ def check_state(state: State, kind: str, threshold: float, above: bool) -> None:
 
 
 def hysteresis_low(state: Latch | Hysteresis, above: bool) -> float:
-    """The score beyond which an open gate closes; that of a latch is infinitely far."""
+    """The score beyond which an open gate closes; infinite for a latch, which never closes."""
     if isinstance(state, Hysteresis):
         return state.low
     return -math.inf if above else math.inf

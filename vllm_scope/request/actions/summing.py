@@ -17,20 +17,21 @@ from vllm_scope.request.actions.base import Action, checked_name, number
 class Moments(Action):
     """Add the rows of the request's tokens to sums on the device; no row leaves it.
 
-    The worker keeps one set of sums for each name, site, layer and label: the number of rows, the
-    sum of x, with `covariance` of x x^T, and with a target y of x y. Each accepted token counts
-    once. `vllm_scope.moments(llm, name)` returns them, `vllm_scope.drop_moments(llm, name)` drops
-    them. The tokens are computed anew, not taken from the prefix cache.
+    The worker keeps one set of sums for each name, site, layer and label: the number of rows and
+    the sum of x; with `covariance` also the sum of x x^T; with a target y also the sum of x y. Each
+    accepted token counts once. `vllm_scope.moments(llm, name)` returns the sums, and
+    `vllm_scope.drop_moments(llm, name)` drops them. The tokens are computed anew, not taken from
+    the prefix cache.
 
     Args:
         site: such as "resid_post".
         layer, layers: a number, several, or "all" (the default).
         tokens: which tokens, see `vllm_scope.request.selectors`. "all" by default.
-        by: the label of the request's rows.
-        target: a number y for all of the request's rows; None without one.
+        by: the label under which the request's rows are added.
+        target: a number y for all of the request's rows. None: no sum of x y.
         covariance: whether the sums of x x^T are kept, 8 bytes * width^2 each.
-        name: of the sums. All requests of one name have a target or none, and the same
-            `covariance`.
+        name: the name of the sums. Either all requests of one name have a target, or none of them
+            has; all have the same `covariance`.
 
     Raises:
         SpecError: a wrong type, an unknown site, an empty or negative layer list.
