@@ -7,7 +7,7 @@ Runs:  in a process of its own, or on a thread if an LLM was given.
 From:  start.   To: row_feed, through memory and messages.
 
 Promise: rows are written in the order of the documents, each once. If no slot is free, the feeder
-waits, asks the engine for nothing more, and loses nothing.
+waits, gives the engine no more prompts, and loses no row.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from vllm_scope.request.spec import Spec
 _LOOK_S = 0.001
 #: How long the process may take to end when its trainer is gone.
 _PATIENCE_S = 30.0
-#: Of a sentence that is sent, which must fit into a packet.
+#: The most letters of an error's sentence, which must fit into a packet.
 _MOST_LETTERS = 4000
 
 
@@ -56,13 +56,13 @@ def feed(
     channel: Channel,
     memory: int,
 ) -> None:
-    """Write all rows.
+    """Write the rows of all documents to the shared memory.
 
     Args:
-        memory: descriptor of a memfd.
+        memory: file descriptor of a memfd.
 
     Raises:
-        ScopeError: a wrong setting, or rows that are missing.
+        ScopeError: a setting is wrong, or rows are missing.
         EOFError: the trainer has closed the feed, or is gone.
     """
     engine.settings(reads)  # raises for a layer that has no tap
@@ -96,7 +96,11 @@ def feed(
 def _in_order(
     computed: Iterator[tuple[Context, Rows]], order: deque[bytes]
 ) -> Iterator[tuple[Context, Rows]]:
-    """What was computed, in the order of the documents."""
+    """Yield computed contexts with their rows, in the order of the documents.
+
+    Args:
+        order: keys of the contexts, in that order.
+    """
     early: dict[bytes, tuple[Context, Rows]] = {}
     for context, rows in computed:
         early[context.key] = context, rows
@@ -123,7 +127,8 @@ class _Writer:
         self.num_written = 0
 
     def put(self, values: Sequence[Tensor]) -> None:
-        """Write some rows: of each field, [n, *shape]. Raises EOFError."""
+        """Write n rows, given as [n, *shape] for each field. Waits for free slots. Raises
+        EOFError if the other end of the channel is closed."""
         begin, count = self.num_written, len(values[0])
         wait_s = 0.0
         while (done := self.num_written - begin) < count:
@@ -149,17 +154,17 @@ def run(
     memory: int,
     started: threading.Event,
 ) -> None:
-    """Start an engine, or use the LLM, and feed. What fails is told to the trainer.
+    """Start an engine, or use the LLM, and feed. An error is sent to the trainer.
 
     Args:
-        started: an event that this sets when the engine runs.
+        started: is set when the engine runs.
 
     Raises:
         EOFError: the trainer has closed the feed, or is gone.
     """
     try:
         documents = find_documents(dataset, settings.column, None, settings.split, settings.config)
-        # vLLM, which takes seconds to import.
+        # Not at the top: this imports vLLM, which takes seconds.
         from vllm_scope.engine.offline import OfflineEngine
 
         with closing(OfflineEngine(model, options, reads)) as engine:
@@ -174,8 +179,8 @@ def run(
 
 
 def _watch(channel: Channel, started: threading.Event) -> None:
-    """Once the trainer has closed its feed or is gone: interrupt the start of an engine. An engine
-    that runs is ended by `feed`. What does not end is killed."""
+    """Wait until the trainer has closed its feed or is gone. If the engine still starts, interrupt
+    the start; `feed` ends an engine that runs. Kill this process if it does not end in time."""
     channel.wait_for_end()
     if not started.is_set():
         ident = threading.main_thread().ident
@@ -186,7 +191,7 @@ def _watch(channel: Channel, started: threading.Event) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a trainer may ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a trainer may ignore SIGINT
     end, memory, trainer = map(int, sys.argv[1:])
     for fd in (end, memory):
         os.set_inheritable(fd, False)

@@ -6,8 +6,8 @@ Runs:  the feeder writes rows and `num_written`; the trainer reads rows and writ
 The memory is a memfd: it has no name in any file system, and is gone with the two processes. The
 trainer makes it, without a size, and the feeder's process inherits it.
 
-Promise: a row is in its slot before `num_written` counts it, and was copied before `num_taken`
-counts its batch. Both are plain stores, whose order the processors in ORDERED keep.
+Promise: a row is in its slot before `num_written` counts it, and the trainer has copied it before
+`num_taken` counts its batch. Both are plain stores, whose order the processors in ORDERED keep.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from torch import Tensor
 
 #: Makes a tensor of a shape and dtype, uninitialised.
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
-#: What `platform.machine` says of processors on which another core sees stores in their order.
+#: `platform.machine()` of processors on which other cores see stores in the order of the program.
 ORDERED = ("x86_64", "AMD64")
 #: The counters, each in a cache line of its own.
 _HEADER_BYTES, _WRITTEN, _TAKEN = 4096, 0, 8
 
 
 class Field(msgspec.Struct, frozen=True):
-    """What the memory holds of each row.
+    """A field that the memory holds for each row.
 
     Attributes:
-        name: `resid_post.5`, or TOKENS or POSITIONS.
+        name: a stream such as `resid_post.5`, or `token_ids` or `positions`.
         dtype, shape: of one row.
     """
 
@@ -57,11 +57,11 @@ TOKENS, POSITIONS = Field("token_ids", "int32"), Field("positions", "int32")
 
 
 class SharedRows:
-    """One side's view. The first one that maps the memory gives it its size.
+    """One side's view of the memory. The first side that maps the memory sets its size.
 
     Args:
-        fd: of the memfd.
-        fields: of each row.
+        fd: file descriptor of the memfd.
+        fields: the fields of each row.
     """
 
     def __init__(self, fd: int, num_slots: int, fields: Sequence[Field]) -> None:
@@ -72,7 +72,7 @@ class SharedRows:
             os.ftruncate(fd, size)
         memory = mmap.mmap(fd, size)
         self._counters = np.frombuffer(memory, np.int64, _HEADER_BYTES // 8)
-        #: Of each field uint8 [num_slots, num_bytes].
+        #: For each field an array uint8 [num_slots, num_bytes].
         self._columns = [
             np.frombuffer(memory, np.uint8, count, at).reshape(num_slots, -1)
             for at, count in zip(starts, counts, strict=True)
@@ -80,7 +80,7 @@ class SharedRows:
 
     @property
     def num_written(self) -> int:
-        """Rows that are there, or have been."""
+        """Number of rows that were written so far."""
         return int(self._counters[_WRITTEN])
 
     @num_written.setter
@@ -89,7 +89,7 @@ class SharedRows:
 
     @property
     def num_taken(self) -> int:
-        """Batches that were copied."""
+        """Number of batches that the trainer has copied so far."""
         return int(self._counters[_TAKEN])
 
     @num_taken.setter
@@ -100,17 +100,18 @@ class SharedRows:
         """Put rows into slots, int64 [n].
 
         Args:
-            values: of each field, [n, *shape], in the fields' order.
+            values: a tensor [n, *shape] for each field, in the fields' order.
         """
         for field, column, rows in zip(self.fields, self._columns, values, strict=True):
             flat = rows.to(field.torch_dtype).reshape(len(slots), -1)
             if flat.stride(1) != 1:
                 flat = flat.contiguous()
-            # By numpy, also where other layers' rows lie between: torch would wake its threads.
+            # numpy also copies rows that have other layers' rows between them. Torch would wake its
+            # threads for this.
             column[slots] = flat.view(torch.uint8).numpy()
 
     def read(self, slots: np.ndarray, empty: Empty) -> list[Tensor]:
-        """A copy of the rows in some slots: of each field, [n, *shape].
+        """A copy of the rows in some slots: a tensor [n, *shape] for each field.
 
         Args:
             empty: makes the tensors that are filled.

@@ -1,9 +1,9 @@
-"""What a feeder and a trainer tell each other beside the rows.
+"""The messages between a feeder and a trainer, beside the rows.
 
 Owns:  the messages, Channel.
-Runs:  in both.
+Runs:  on both sides.
 
-The trainer says nothing: it closes its end, or is gone.
+The trainer sends no message. It only closes its end, or is gone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_BYTES = 1 << 17
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """How it is fed: the arguments of `vllm_scope.stream`."""
+    """How a feed works: the arguments of `vllm_scope.stream`."""
 
     batch_size: int
     num_slots: int
@@ -37,7 +37,7 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What is fed; to the engine's process on its standard input.
+    """What a feed reads. The engine's process gets the order on its standard input.
 
     Attributes:
         dataset: a path or a name, or a list of texts, token ids or rows.
@@ -84,8 +84,9 @@ class Channel:
     """One end of a pair of sockets.
 
     Args:
-        parent: the process at the other end, of which this one is a child; or None. Other
-            children of it may hold its end open when it is gone.
+        parent: the id of the process at the other end, if this process is its child; else None.
+            The id is needed because other children of the parent may hold the other end open when
+            the parent is gone.
     """
 
     def __init__(self, end: socket.socket, parent: int | None = None) -> None:
@@ -96,7 +97,7 @@ class Channel:
         return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def send(self, message: Message) -> None:
-        """Raises EOFError if the other end is closed."""
+        """Send a message. Raises EOFError if the other end is closed."""
         try:
             self._end.send(msgspec.json.encode(message))
         except OSError as error:
@@ -121,14 +122,14 @@ class Channel:
         """Return once the other end is closed, or `parent`, which is not None, is gone."""
         assert self._parent is not None
         ends = select.poll()
-        ends.register(self._end, 0)  # it is told of a hang-up in any case
+        ends.register(self._end, 0)  # `poll` reports a hang-up in any case
         with suppress(ProcessLookupError):
             ends.register(os.pidfd_open(self._parent), select.POLLIN)
-            if os.getppid() == self._parent:  # else it ended before, and the id may be another's
+            if os.getppid() == self._parent:  # else it has ended; another process may have its id
                 ends.poll()
 
     def close(self) -> None:
-        """Close both directions, whoever else holds this end."""
+        """Close both directions, also if another process holds this end."""
         with suppress(OSError):  # the other end was closed before
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()

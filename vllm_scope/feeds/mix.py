@@ -1,7 +1,7 @@
-"""Which rows each batch has, and which slot each row lies in: a function of counts and a seed.
+"""Which rows each batch has, and in which slot each row lies: a function of counts and a seed.
 
 Owns:  Mix.
-Runs:  in the feeder and in the trainer. Both compute the same, so that no slot numbers travel.
+Runs:  in the feeder and in the trainer. Both compute the same plan, so no slot numbers are sent.
 
 Half of the slots are mixed: batch k is drawn at random from the first `num_mixed + k * batch_size`
 rows without those of earlier batches. The other slots hold rows that come after them, so that
@@ -28,37 +28,37 @@ class Mix:
         num_slots: at least twice `batch_size`.
 
     Attributes:
-        num_drawn: batches so far.
-        num_mixed: rows that a batch is drawn from.
+        num_drawn: number of batches that were drawn so far.
+        num_mixed: number of rows from which a batch is drawn.
     """
 
     def __init__(self, num_slots: int, batch_size: int, seed: int) -> None:
         self.num_mixed, self.num_drawn = num_slots // 2, 0
         self._size = batch_size
         self._random = np.random.default_rng(seed)
-        #: The slot of row n, at n modulo `num_slots`: the n-th slot to become free.
+        #: Index n % `num_slots` holds the slot of row n: the n-th slot to become free.
         self._slots = np.arange(num_slots)
-        #: Slots of the rows that a batch may have; those at `_holes` are empty.
+        #: Slots of the rows from which a batch is drawn. The last batch took those at `_holes`.
         self._pool = self._slots[: self.num_mixed].copy()
         self._holes = np.empty(0, np.int64)
 
     @property
     def num_needed(self) -> int:
-        """Rows that must be there before the next batch is drawn."""
+        """Number of rows that must be written before the next batch is drawn."""
         return self.num_mixed + self.num_drawn * self._size
 
     @property
     def num_writable(self) -> int:
-        """Rows that have a free slot, or have had one."""
+        """Number of rows that may be written so far; the next row must wait for a free slot."""
         return len(self._slots) + self.num_drawn * self._size
 
     def slots(self, start: int, stop: int) -> Ints:
-        """Of the rows start to stop - 1, at most `num_slots` of the last that are writable."""
+        """The slots of rows start to stop - 1, all among the last `num_slots` writable rows."""
         found: Ints = self._slots[np.arange(start, stop) % len(self._slots)]
         return found
 
     def draw(self) -> Ints:
-        """The slots of the next batch, [batch_size]. They are free when it was copied."""
+        """The slots of the next batch, [batch_size]. They are free once the batch is copied."""
         first = self.num_needed - len(self._holes)
         self._pool[self._holes] = self.slots(first, self.num_needed)
         self._holes = self._random.choice(self.num_mixed, self._size, replace=False)
@@ -69,10 +69,11 @@ class Mix:
         return drawn
 
     def rest(self, num_rows: int) -> Iterator[Ints]:
-        """The batches that are left once all rows are there; the last may be smaller.
+        """Yield the slots of the remaining batches, once all rows are written. The last batch may
+        be smaller.
 
         Args:
-            num_rows: of the whole feed.
+            num_rows: number of rows of the whole feed.
         """
         while num_rows >= self.num_needed:
             yield self.draw()

@@ -5,7 +5,7 @@ Runs:  in the trainer's process.
 From:  feeder, through memory and messages.
 
 Promise: a row is copied once on this side, from the shared memory into its batch, outside of the
-GIL. If the engine dies, the next batch that is not there raises.
+GIL. If the engine dies, the complete batches still come, and the next one raises ScopeError.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ Feeder = subprocess.Popen[bytes] | threading.Thread
 _LOOK_S = 0.001
 #: Batches whose memory is kept for the next ones.
 _KEPT_BATCHES = 4
-#: How long the feeder may take to end when its end of the channel is closed, and when this one is.
+#: How long the feeder may take to end after its own end of the channel was closed, and after this
+#: end was closed.
 _DEATH_S, _END_S = 5.0, 40.0
 
 
@@ -47,7 +48,7 @@ class Batch:
 
     Attributes:
         token_ids: int32 [batch_size].
-        positions: int32 [batch_size]: of the token in its context.
+        positions: int32 [batch_size]: the position of each token in its context.
         rows: (site, layer) -> [batch_size, hidden_size]; row i is of token i in all of them.
     """
 
@@ -56,7 +57,7 @@ class Batch:
     rows: dict[SiteLayer, Tensor]
 
     def __getitem__(self, stream: SiteLayer) -> Tensor:
-        """[batch_size, hidden_size], CPU, in the rows' dtype. Raises KeyError."""
+        """The rows of a stream, [batch_size, hidden_size], CPU, in their dtype. Raises KeyError."""
         if stream not in self.rows:
             raise KeyError(f"{stream!r} is not fed; fed are {list(self.rows)}")
         return self.rows[stream]
@@ -87,11 +88,11 @@ class RowFeed:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch; waits for it.
+        """Wait for the next batch, and return it.
 
         Raises:
             StopIteration: all rows were taken, or the feed was closed.
-            ScopeError: a wrong setting, or the engine has died.
+            ScopeError: a setting is wrong, or the engine has died.
         """
         if not self._finalizer.alive:
             raise StopIteration
@@ -116,7 +117,7 @@ class RowFeed:
         return next(self._rest)
 
     def _has(self, num_rows: int) -> bool:
-        """Wait for so many rows; False if the feed has fewer."""
+        """Wait until `num_rows` rows are written; False if the feed has fewer."""
         while self._memory is None or self._memory.num_written < num_rows:
             if self._ended is not None:
                 return False
@@ -150,7 +151,8 @@ class RowFeed:
             raise getattr(errors, message.kind, ScopeError)(message.sentence)
 
     def close(self) -> None:
-        """End the feed, and the engine if the feed has started it. An LLM that was given stays."""
+        """End the feed, and the engine if the feed has started it. An LLM that was given stays
+        open."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -169,7 +171,7 @@ def _is_alive(feeder: Feeder) -> bool:
 def _how(feeder: Feeder) -> str:
     if isinstance(feeder, threading.Thread):
         return ""
-    with suppress(subprocess.TimeoutExpired):  # its end of the channel is closed, so it ends
+    with suppress(subprocess.TimeoutExpired):  # the feeder's end is closed, so it ends
         feeder.wait(_DEATH_S)
     return f" (exit code {feeder.returncode})"
 
@@ -178,7 +180,7 @@ def _end(channel: Channel, memory: int, feeder: Feeder) -> None:
     try:
         channel.close()
         if isinstance(feeder, threading.Thread):
-            # The garbage collector may find a forgotten feed on the feeder's own thread.
+            # The garbage collector may end a forgotten feed on the feeder's own thread.
             if feeder is not threading.current_thread():
                 feeder.join()
         else:
@@ -191,6 +193,6 @@ def _end_process(feeder: subprocess.Popen[bytes]) -> None:
     with suppress(subprocess.TimeoutExpired):
         feeder.wait(_END_S)
     if feeder.poll() != 0:
-        with suppress(ProcessLookupError):  # what it has started, too
+        with suppress(ProcessLookupError):  # its children, too
             os.killpg(feeder.pid, signal.SIGKILL)
         feeder.wait()

@@ -1,4 +1,4 @@
-"""A feed's beginning: its arguments, and what runs its engine.
+"""Starts a feed: checks its arguments, and starts the process or thread that runs its engine.
 
 Owns:  `start_feed`: what `vllm_scope.stream` calls.
 To:    feeder (a process, or a thread if an LLM was given), row_feed.
@@ -30,7 +30,7 @@ from vllm_scope.harvests.start import check_reads
 from vllm_scope.request.actions import Read
 from vllm_scope.request.spec import scope
 
-#: The engine's process.
+#: Python's arguments for the engine's process.
 COMMAND = ("-m", "vllm_scope.feeds.feeder")
 
 
@@ -41,7 +41,7 @@ def start_feed(
     settings: Settings,
     engine: Mapping[str, Any],
 ) -> RowFeed:
-    """See `vllm_scope.stream`, which has the defaults."""
+    """Start a feed. `vllm_scope.stream` explains the arguments, and has their defaults."""
     check_reads(reads, settings.long)
     _check(reads, settings, engine)
     order = _encoded(dataset, reads, model, settings, engine) if isinstance(model, str) else b""
@@ -61,7 +61,7 @@ def start_feed(
 
 
 def _check(reads: Sequence[Read], settings: Settings, engine: object) -> None:
-    """Raises SpecError."""
+    """Raise SpecError if an argument is wrong, or this processor cannot feed."""
     for name, value, least in (
         ("batch_size", settings.batch_size, 1),
         ("buffer_rows", settings.num_slots, 2 * settings.batch_size),
@@ -110,8 +110,8 @@ def _encoded(
     try:
         found = dataset if isinstance(dataset, str) else list(dataset)
         order = Order(found, text, model, dict(engine), settings)
-        # Refuses what has no form in JSON. Half of a surrogate pair travels, and is passed over as
-        # in a harvest.
+        # This raises for what JSON cannot have. A text with half of a surrogate pair is sent, and
+        # then passed over as in a harvest.
         return json.dumps(asdict(order) | {"settings": asdict(settings)}).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise SpecError(
@@ -126,7 +126,7 @@ def _process(order: bytes, end: int, memory: int) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE, pass_fds=(end, memory), start_new_session=True,
     )  # fmt: skip
     assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin as file:  # it has died; the feed says so
+    with suppress(BrokenPipeError), process.stdin as file:  # the process died; the feed reports it
         file.write(order)
     return process
 

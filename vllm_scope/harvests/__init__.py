@@ -1,21 +1,21 @@
 """Rows of whole data sets: documents in, shards of rows out, resumed after a kill.
 
-Runs:  in the harvesting process; the engine in vLLM's.
+Runs:  in the harvesting process; the engine runs in vLLM's processes.
 
 `vllm_scope.harvest` begins in start.py.
 
 start.py       arguments, folder and engine of a harvest
 documents.py   data sets as documents with ids, and their fingerprints
 contexts.py    documents as prompts: truncated, split or packed
-skipped.py     what is passed over, and why
+skipped.py     the documents and contexts that are passed over, and why
 computing.py   from documents to their rows, on an engine
-engines.py     what a harvest asks of an engine, and of what writes its rows
+engines.py     protocols: the engine that computes rows, and the store that writes them
 job.py         the loop from documents to shards
 storing.py     rows of one engine into shards
-several.py     several engines: who computes what, and what becomes of a lost one
-member.py      one of them, in a process of its own
-pools.py       what starts such processes; processes.py on this host, ray_pool.py on a cluster
-guard.py       ends the processes of an engine with the one that started them
+several.py     several engines: which contexts each one gets, and how a lost one is replaced
+member.py      one engine of several, in a process of its own
+pools.py       protocols for starting members: processes.py on this host, ray_pool.py on a cluster
+guard.py       ends an engine's processes when the process that started them is gone
 shards.py      what the visible shards hold: contexts, hashes, figures
 statistics.py  figures of a stream's rows
 manifest.py    `harvest.json`, and the lock of a folder

@@ -23,10 +23,10 @@ _AHEAD = 512
 
 
 def context_size(engine: EngineFacts, asked: int | None) -> int:
-    """The most tokens of a context; None asks for what the engine takes.
+    """The most tokens of a context: `asked`, or the engine's maximum if that is None.
 
     Raises:
-        ConfigError: a context that is too long for the engine.
+        ConfigError: `asked` is below 1 or above the engine's maximum.
     """
     size = engine.most_tokens if asked is None else asked
     if not 1 <= size <= engine.most_tokens:
@@ -45,15 +45,16 @@ def contexts_ahead(
     skipped: Skipped,
     wanted: Callable[[Context], bool],
 ) -> Generator[Context]:
-    """The contexts that are computed, in order.
+    """The contexts that are to be computed, in order, made on a thread ahead of the engine.
 
     Args:
         size: the most tokens of a context.
-        skipped: counts what is passed over.
-        wanted: called with every context, in order, on the thread that reads; False: not computed.
+        skipped: counts the documents and contexts that are passed over.
+        wanted: called on that thread, in order, with each context that is not passed over. If it
+            returns False, the context is left out.
 
     Raises:
-        SpecError: a document with a foreign token id.
+        SpecError: a document has a token id outside of the model's vocabulary.
     """
     texts = skipped.texts(documents)
     contexts = skipped.contexts(contexts_of(texts, engine.encode, size, long, engine.end))
@@ -63,15 +64,15 @@ def contexts_ahead(
 def rows_of(
     contexts: Iterable[Context], engine: Engine, reads: Sequence[Read]
 ) -> Generator[tuple[Context, Rows]]:
-    """Each context with its rows, in the order in which the engine ends them.
+    """Yield each context with its rows, in the order in which the engine finishes them.
 
     Raises:
-        ScopeError: rows that are missing, an engine that dies.
+        ScopeError: rows are missing, or the engine has died.
     """
     prompts = ((context, context.token_ids) for context in contexts)
     with closing(engine.compute(prompts, reads)) as computed:
         for context, rows in computed:
-            rows.columns()  # first: the counts, of which the status is made, then take less time
+            rows.columns()  # before `status`, whose counts then take less time
             if rows.status != "complete":
                 raise ScopeError(
                     f"the rows of document {shown(context.name)} are {rows.status}: "
@@ -81,7 +82,7 @@ def rows_of(
 
 
 def _checked(context: Context, engine: EngineFacts) -> Context:
-    """Raises SpecError."""
+    """The context. Raises SpecError if a token id is outside of the model's vocabulary."""
     ids, above = context.token_ids, engine.vocabulary
     if not 0 <= min(ids) <= max(ids) < above:
         wrong = next(i for i in ids if not 0 <= i < above)

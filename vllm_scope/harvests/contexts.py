@@ -2,8 +2,8 @@
 
     truncate   one context of each document: its first tokens
     split      as many contexts of a document as it fills, one after another
-    pack       contexts of equal length, of all documents one after another; a text ends with the
-               tokenizer's end-of-text token, and attention sees the documents before it
+    pack       contexts of equal length, cut from all documents joined in order; each text ends with
+               the end-of-text token, and attention sees earlier documents of the same context
 
 Owns:  Context, `contexts_of`, `prefetched`.
 Runs:  on a thread of its own: reading and tokenizing go on while the engine computes.
@@ -26,7 +26,7 @@ from vllm_scope.files.index import DocumentSpan
 from vllm_scope.harvests.documents import Document, digest_of
 
 Long = Literal["truncate", "split", "pack"]
-#: Token ids of some texts.
+#: Some texts -> the token ids of each.
 Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class Context:
 
     Attributes:
         token_ids: at least one.
-        spans: the documents' parts that it is made of, in order and without gaps.
+        spans: the parts of documents that the prompt is made of, in order and without gaps.
     """
 
     token_ids: Sequence[int]
@@ -48,7 +48,8 @@ class Context:
 
     @property
     def name(self) -> str:
-        """The id of its first document, and `:` and the first token's index if that is not 0."""
+        """The first document's id. `:` and the index of the first token in that document follow, if
+        the index is not 0."""
         first = self.spans[0]
         return first.document if first.first == 0 else f"{first.document}:{first.first}"
 
@@ -58,7 +59,8 @@ class Context:
 
 
 def key_of(spans: Sequence[DocumentSpan]) -> bytes:
-    """16 bytes that differ for all contexts of a data set: each token of a document is in one."""
+    """16 bytes that identify a context in its data set: no two contexts begin at the same token of
+    the same document."""
     return digest_of(f"{spans[0].first}:{spans[0].document}")
 
 
@@ -69,7 +71,7 @@ def contexts_of(
 
     Args:
         size: the most tokens of a context.
-        end: the token that ends a packed text; None for none.
+        end: the token that ends a packed text; None: no token is added.
     """
     tokenized = _tokenized(documents, encode, end if long == "pack" else None)
     return _packed(tokenized, size) if long == "pack" else _single(tokenized, size, long)
@@ -118,7 +120,7 @@ def _packed(tokenized: Iterable[tuple[str, Sequence[int]]], size: int) -> Iterat
 
 
 def prefetched(items: Iterable[T], most: int) -> Generator[T]:
-    """The items, made on another thread, at most `most` ahead. Raises what making them raises."""
+    """Yield items, which another thread makes, at most `most` ahead. Raises that thread's error."""
     waiting: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(most)
     ended = threading.Event()
 

@@ -4,8 +4,8 @@ Owns:  Document, Documents, `find_documents`.
 Runs:  in the harvesting process, on a thread of its own.
 To:    contexts.
 
-Promise: a second look at the same data set finds the same documents, ids and fingerprint. Memory
-is bounded by a batch of documents, whatever the size of the data set.
+Promise: a second reading of the same data set finds the same documents, ids and fingerprint. Memory
+holds one batch of documents at a time, and with an `id_column` a digest of each id.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from vllm_scope.errors import FileError, SpecError, reason_of, shown
 from vllm_scope.request.bounded_json import is_unicode
 
-#: Where a document's text or token ids are, if no column is named: the first that is there.
+#: Columns of a document's text or token ids. If no column is named, the first with a value is used.
 COLUMNS = ("text", "input_ids", "token_ids", "tokens")
 SUFFIXES = (".parquet", ".jsonl", ".txt")
 #: Bytes that are hashed at once, and Parquet rows that are read at once.
@@ -45,10 +45,11 @@ class Documents:
     """A data set, in its order.
 
     Attributes:
-        source: for people.
+        source: a name or path, for people.
         fingerprint: hexadecimal digits; differs if the content differs.
         count: the number of documents.
-        column, id_column: names of columns; None: found by their names, and row numbers.
+        column: the column of texts or token ids; None: the first of COLUMNS that a row has.
+        id_column: the column of ids; None: the ids are made of row numbers.
     """
 
     source: str
@@ -59,7 +60,8 @@ class Documents:
     rows: Callable[[], Iterator[Mapping[str, Any]]]
 
     def __iter__(self) -> Iterator[Document]:
-        """Raises SpecError for a row without a document, and for an id that two rows have."""
+        """Yield the documents. Raises SpecError if a row has no document, or if two rows have the
+        same id."""
         seen: set[bytes] = set()
         for number, row in enumerate(self.rows()):
             one = self.document(row, number)
@@ -107,7 +109,7 @@ class Documents:
 
 
 def digest_of(text: str) -> bytes:
-    """16 bytes."""
+    """The BLAKE2b digest of a text, 16 bytes."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
@@ -118,23 +120,24 @@ def find_documents(
     split: str = "train",
     config: str | None = None,
 ) -> Documents:
-    """The documents of a data set. Local files are read once, for their fingerprint.
+    """The documents of a data set. Local files are read once here, for their fingerprint.
 
-    The first document of each file is looked at, so that a wrong column is told before an engine
+    The first document of each file is checked, so that a wrong column is reported before an engine
     starts.
 
     Args:
         dataset: a `.parquet`, `.jsonl` or `.txt` file (each line that is not empty is a
             document), or a folder of them; the name or the folder of a Hugging Face data set, or a
             `datasets.Dataset`; or a list of texts, of lists of token ids, or of rows (dicts).
-        column: of the texts or token ids; None: the first of COLUMNS.
-        id_column: of ids that differ; None: the ids are row numbers, with the fingerprint.
-        split, config: of a Hugging Face data set.
+        column: the column of texts or token ids; None: the first of COLUMNS that a row has.
+        id_column: the column of ids, which must be distinct; None: an id is made of the fingerprint
+            and the row number.
+        split, config: the split and configuration of a Hugging Face data set.
 
     Raises:
         FileError: there is no such data set, or a file is damaged.
-        SpecError: the data set is of no kind that is known, a package for it is missing, or the
-            first row of a file has no document or no id.
+        SpecError: the kind of the data set is unknown, a package for it is missing, or the first
+            row of a file has no document or no id.
     """
     if isinstance(dataset, list | tuple):
         rows = [row if isinstance(row, Mapping) else {COLUMNS[0]: row} for row in dataset]
@@ -157,7 +160,8 @@ def find_documents(
 
 
 def _checked(documents: Documents) -> Documents:
-    """Raises SpecError if the first row has no document, and FileError if it cannot be read."""
+    """The documents. Raises SpecError if the first row has no document, FileError if the row cannot
+    be read."""
     next(iter(documents), None)
     return documents
 
@@ -215,7 +219,7 @@ def _opened(file: Path) -> Any:
 
 
 def _rows(file: Path, wanted: Collection[str | None]) -> Iterator[Mapping[str, Any]]:
-    """The rows of a file; of Parquet without columns that are not wanted, if one is."""
+    """The rows of a file. Of Parquet only wanted columns are read; all, if it has none of them."""
     if file.suffix == ".parquet":
         try:
             opened = _parquet(file)
@@ -274,7 +278,7 @@ def _load(name: str, split: str, config: str | None) -> Any:
 
 
 def _of_library(found: Any, source: str, column: str | None, id_column: str | None) -> Documents:
-    """Of a `datasets.Dataset`: the library's fingerprint names its content and transforms."""
+    """The documents of a `datasets.Dataset`, whose fingerprint covers content and transforms."""
     fingerprint = getattr(found, "_fingerprint", None)
     if not isinstance(fingerprint, str) or not isinstance(found, Iterable):
         raise SpecError(

@@ -1,9 +1,9 @@
-"""What a harvest asks of an engine, and of what writes its rows.
+"""Protocols of a harvest: the engine that computes rows, and the store that writes them.
 
 Owns:  the protocols EngineFacts, Engine, Rows and Store.
 Runs:  nowhere: only types.
 To:    job. `engine.offline.OfflineEngine` is an Engine. `storing.Storing` is a Store of one engine;
-       `several.SeveralEngines` is a Store, and the facts of its engines.
+       `several.SeveralEngines` is a Store of several engines, and their EngineFacts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_scope.results.column import Column
 
 
 class Rows(Protocol):
-    """The rows of a context; a ScopeResult is one."""
+    """The rows of a context. A ScopeResult has this protocol."""
 
     @property
     def status(self) -> str: ...
@@ -29,7 +29,7 @@ class Rows(Protocol):
 
 
 class EngineFacts(Protocol):
-    """What prompts are made with, and what rows depend on beside them."""
+    """Facts of an engine: those that make prompts, and settings on which the rows depend."""
 
     @property
     def model(self) -> str: ...
@@ -40,18 +40,18 @@ class EngineFacts(Protocol):
     @property
     def end(self) -> int | None: ...
     def settings(self, reads: Sequence[Read]) -> dict[str, Any]:
-        """What rows depend on beside their prompts, `model` among it."""
+        """The settings on which rows depend beside their prompts; `model` is one of them."""
         ...
 
     def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]: ...
 
 
 class Engine(EngineFacts, Protocol):
-    """What computes rows."""
+    """An engine that computes rows."""
 
     @property
     def num_layers(self) -> int | None:
-        """Of the model; None: not known."""
+        """The number of the model's layers; None if it is not known."""
         ...
 
     def compute(
@@ -61,10 +61,10 @@ class Engine(EngineFacts, Protocol):
 
 
 class Store(Protocol):
-    """What computes contexts and writes their rows to shards.
+    """Computes contexts and writes their rows to shards.
 
     Attributes:
-        found: name -> SHA-256 and size of each file that it has made visible.
+        found: name -> SHA-256 and size of each file that the store has made visible.
         versions: package -> version, where the engines run.
     """
 
@@ -73,10 +73,10 @@ class Store(Protocol):
     @property
     def versions(self) -> Mapping[str, str]: ...
     def compute(self, contexts: Iterable[Context]) -> Generator[Context]:
-        """Each context once its rows are computed, in no certain order. If it ends early, the rows
-        that were computed are written. Raises ScopeError."""
+        """Yield each context once its rows are computed, in any order. If the generator ends early,
+        the rows that were computed are written. Raises ScopeError."""
         ...
 
     def flush(self) -> None:
-        """Return once the rows of all contexts that were computed are visible. Raises FileError."""
+        """Return once the rows of all computed contexts are visible. Raises FileError."""
         ...

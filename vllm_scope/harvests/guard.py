@@ -1,15 +1,15 @@
 """Ends an engine's processes when the process that started them is gone, however it ended.
 
-    python -I guard.py PID            # the process group of the guard
-    python -I guard.py PID CHILD...   # these processes
+    python -I guard.py PID            # ends the process group of the guard
+    python -I guard.py PID CHILD...   # ends these processes
 
-vLLM's EngineCore does not see that its front-end was killed: it would keep the device's memory, and
-an engine in its place could not start.
+vLLM's EngineCore does not notice that its front-end was killed. Without a guard it would keep the
+device's memory, and a new engine could not start.
 
 Owns:  `guard`, for an engine whose process does nothing else; `guarded`, for an engine that the
        caller's process starts.
-Runs:  as a small process beside each engine. It waits for the process with the given id. A pipe
-       would not tell of its end, because forked processes would hold the pipe open.
+Runs:  as a small process beside each engine. The guard waits for the end of process PID. A pipe
+       would not show this end, because forked processes would hold the pipe open.
 """
 
 from __future__ import annotations
@@ -24,20 +24,25 @@ from contextlib import contextmanager, suppress
 
 
 def guard() -> None:
-    """Have processes end with this one: those that it starts from now on, and theirs, are killed
-    when it is gone. It gets a process group of its own, and thus no Ctrl-C of the terminal."""
-    with suppress(PermissionError):  # it leads a group already
+    """Start a guard that kills the processes of this process's group when this process is gone.
+
+    This process gets a group of its own, so the terminal's Ctrl-C does not reach it. The processes
+    that it starts from now on, and their children, are in that group.
+    """
+    with suppress(PermissionError):  # this process leads a group already
         os.setsid()
-    # -I: modules beside this file do not stand for those of the standard library.
+    # -I: a module beside this file must not be imported in place of the standard library's.
     command = [sys.executable, "-I", __file__, str(os.getpid())]
     _guards.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Have the processes that are started in the `with` block killed when this one is gone. This
-    holds once the block has ended. The guard is not killed with this process's group, and it ends
-    when all of them have ended."""
+    """Start a guard that kills the processes started in the `with` block when this process is gone.
+
+    The guard starts when the block ends. It is in a session of its own, so it is not killed with
+    this process's group. It ends when all guarded processes have ended.
+    """
     before = _started()
     yield
     pids = sorted(_started() - before)
@@ -50,8 +55,8 @@ def guarded() -> Iterator[None]:
 
 
 def _started() -> set[int]:
-    """The processes that this one has started, and those that they have. Without Python's trackers
-    of resources, which remove what killed processes leave in shared memory."""
+    """Ids of the processes that this one has started, and of their children. Python's resource
+    trackers are left out: they must remove what killed processes leave in shared memory."""
     import psutil
 
     found = set()
@@ -62,36 +67,36 @@ def _started() -> set[int]:
     return found
 
 
-#: Kept: a Popen that is forgotten warns that its process still runs.
+#: Kept, because Python warns if a Popen is collected while its process runs.
 _guards: list[subprocess.Popen[bytes]] = []
 
 
 def _main() -> None:
     parent, *children = map(int, sys.argv[1:])
     running = []
-    for pid in children or (os.getpid(),):  # this process does not end before the other one
+    for pid in children or (os.getpid(),):  # without children: the guard, which does not end first
         with suppress(ProcessLookupError):
             running.append(os.pidfd_open(pid))
     if not _gone_before(parent, running):
         return
     if not children:
-        os.killpg(os.getpgrp(), signal.SIGKILL)  # this process too
+        os.killpg(os.getpgrp(), signal.SIGKILL)  # kills the guard too
     for fd in running:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(fd, signal.SIGKILL)
 
 
 def _gone_before(parent: int, others: list[int]) -> bool:
-    """Wait until a process is gone. False once all others are gone before it.
+    """Wait until `parent` is gone, and return True. False if all others are gone before it.
 
     Args:
-        others: their pidfds.
+        others: pidfds of the other processes.
     """
     try:
         fd = os.pidfd_open(parent)
     except ProcessLookupError:
         return True
-    if os.getppid() != parent:  # it ended before, and the id may be another's
+    if os.getppid() != parent:  # the parent has ended; another process may have its id now
         return True
     while others:
         ready = select.select([fd, *others], [], [])[0]

@@ -1,4 +1,4 @@
-"""A harvest: documents in, shards of rows out, killed and resumed without a loss.
+"""A harvest: documents in, shards of rows out. It can be killed and resumed without a loss.
 
     documents -> contexts -> store (one engine or several, and shards) -> manifest, page
 
@@ -7,7 +7,7 @@ From:  start.
 Runs:  in the caller's process. Documents are read on a thread.
 
 Promise: a context is computed if no visible shard holds it. A shard is visible whole or not at all.
-So each row is there once, however often the process was killed.
+So each row is in the folder once, however often the process was killed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from vllm_scope.harvests.skipped import Skipped
 from vllm_scope.request.actions import Read
 from vllm_scope.views.harvest import HarvestPage
 
-#: While the job runs, it writes the manifest every so many seconds.
+#: While a job runs, it writes the manifest at this interval.
 MANIFEST_S = 10.0
 
 
@@ -55,8 +55,8 @@ class Harvest:
     """A finished harvest.
 
     Attributes:
-        out: its folder or URL; `vllm_scope.open(out)` reads the rows.
-        computed: contexts that this run computed; the others were there.
+        out: the folder or URL; `vllm_scope.open(out)` reads the rows.
+        computed: contexts that this run computed; shards of earlier runs held the others.
     """
 
     out: str
@@ -66,13 +66,13 @@ class Harvest:
 
 @dataclass(frozen=True)
 class Job:
-    """What is harvested, and where to.
+    """What is harvested, and where the shards go.
 
     Attributes:
-        long: what becomes of documents that are longer than a context.
-        context: the most tokens of a context; None: what the engine takes.
-        files: of the shards.
-        options: digest of those that the engine is started with; None for an engine that runs.
+        long: the rule for documents that are longer than a context.
+        context: the most tokens of a context; None: the engine's maximum.
+        files: options of the shards' files.
+        options: digest of the options with which the engine is started; None if an LLM was given.
     """
 
     documents: Documents
@@ -84,7 +84,7 @@ class Job:
     options: str | None = None
 
     def settings(self) -> dict[str, Any]:
-        """What is known before the engine starts, of what the rows depend on."""
+        """The settings on which the rows depend, as far as they are known without the engine."""
         found: dict[str, Any] = {
             "dataset": self.documents.fingerprint,
             "column": self.documents.column,
@@ -95,20 +95,20 @@ class Job:
         return found | ({} if self.context is None else {"context": self.context})
 
     def settings_with(self, engine: EngineFacts) -> dict[str, Any]:
-        """All that the rows depend on.
+        """All settings on which the rows depend.
 
         Raises:
-            SpecError: the engine cannot read this.
-            ConfigError: a context that is too long for the engine.
+            SpecError: the engine has no tap for one of the reads.
+            ConfigError: `context` is below 1, or too long for the engine.
         """
         size = context_size(engine, self.context)
         return self.settings() | {"context": size} | engine.settings(self.reads)
 
     def earlier(self, settings: Mapping[str, Any]) -> HarvestManifest | None:
-        """The manifest of a folder that has shards; None for another folder.
+        """The manifest of the folder if it has shards, else None.
 
         Raises:
-            ConfigError: a setting is not the folder's.
+            ConfigError: a setting differs from the folder's.
             FileError: the manifest cannot be read.
         """
         root = self.files.root
@@ -119,11 +119,11 @@ class Job:
         return found
 
     def finished(self, model: str | EngineFacts) -> Harvest | None:
-        """The harvest, if it is complete and every shard is there.
+        """The harvest, if it is complete and has every shard; else None.
 
         Args:
-            model: the name of a model. Without the engine only its options are known, so one of
-                the folder's runs must have had the same.
+            model: the engine, or the name of its model. With the name, only the engine's options
+                are known, so one of the folder's runs must have had the same options.
 
         Raises:
             ConfigError, FileError: as `earlier`.
@@ -139,10 +139,10 @@ class Job:
         return Harvest(self.files.root, found, 0) if there else None
 
     def run(self, engine: EngineFacts, store: Store) -> Harvest:
-        """Compute what is missing. The caller holds the folder's lock.
+        """Compute the contexts that no shard holds. The caller holds the folder's lock.
 
         Args:
-            store: computes rows and writes their shards, below the same root.
+            store: computes rows and writes their shards, below the root of `files`.
 
         Raises:
             ScopeError: a wrong setting, a damaged file, or rows that are missing.
@@ -160,7 +160,7 @@ class Job:
 
 
 class _Running:
-    """A job on its way."""
+    """A job while it runs."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class _Running:
         self._publisher, self._manifest = publisher, begun
         self._computed = self._num_contexts = 0
         self._skipped = Skipped(job.reads)
-        self._put(manifests.NAME, begun.encode())  # the root is there from here on
+        self._put(manifests.NAME, begun.encode())  # from here on the root exists
         self._shards = Shards(find_folder(job.files.root), job.long == "truncate")
         self._shards.take({name: (one.sha256, one.num_bytes) for name, one in begun.shards.items()})
 
@@ -209,7 +209,7 @@ class _Running:
         return context.key not in self._shards.done
 
     def _tell(self, complete: bool) -> None:
-        """Write the manifest, of the shards that are visible now; and at the end the page."""
+        """Write the manifest of the visible shards; if complete, also the statistics and page."""
         shards = self._shards
         shards.take(self._store.found)
         if complete and len(shards.done) != self._num_contexts:
@@ -240,7 +240,7 @@ class _Running:
             write = partial(write_tensors, tensors=tensors, metadata={})
             self._publisher.publish({manifests.MEANS: write})
             self._put(manifests.PAGE, HarvestPage(self._manifest).page().encode())
-        self._put(manifests.NAME, self._manifest.encode())  # last: it says that all is there
+        self._put(manifests.NAME, self._manifest.encode())  # last: it says that all files exist
 
     def _put(self, name: str, body: bytes) -> None:
         self._publisher.publish({name: partial(write_bytes, body=body)})

@@ -1,9 +1,10 @@
-"""What a harvest says beside its shards: `harvest.json`.
+"""The manifest that a harvest writes beside its shards: `harvest.json`.
 
 Owns:  HarvestManifest, Run, `check_same`, the lock of a local folder.
 From:  shards.   To: job, views, people.
 
-The settings are written before the first shard. All else is made anew from the shards.
+The settings are written before the first shard. Counts, figures and hashes are computed from the
+shards anew at each run.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Run(msgspec.Struct, frozen=True):
     Attributes:
         started: UTC, ISO 8601.
         versions: package -> version.
-        options: digest of those that its engine was started with; None if it was given an LLM.
+        options: digest of the options with which the engine was started; None if an LLM was given.
     """
 
     started: str
@@ -44,17 +45,17 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class HarvestManifest(msgspec.Struct, frozen=True):
-    """A harvest.
+    """The content of `harvest.json`.
 
     Attributes:
-        settings: what the rows depend on: a run with others is refused.
+        settings: settings on which the rows depend. A run with other settings is refused.
         dataset: where the documents came from.
-        documents: of the data set.
-        complete: True once the shards hold every document that has tokens.
-        totals: documents, contexts, tokens, truncated documents and bytes of all shards, and
-            empty: documents without tokens, and skipped: contexts that were passed over, once
-            complete.
-        skipped: name of a context that was passed over -> why, of the first ones.
+        documents: the number of documents in the data set.
+        complete: True once the shards hold every document that has tokens and was not skipped.
+        totals: documents, contexts, tokens, truncated documents and bytes of all shards. Once
+            complete also `empty`, documents without tokens, and `skipped`, texts and contexts that
+            were passed over.
+        skipped: name of a text or context that was passed over -> why; only the first ones.
         streams: `site.layer` -> figures, see statistics.
     """
 
@@ -74,7 +75,7 @@ class HarvestManifest(msgspec.Struct, frozen=True):
 
 
 def versions() -> dict[str, str]:
-    """Package -> version, of those in this process that rows or shards depend on."""
+    """Package -> version, of the imported packages on which rows or shards depend."""
     found = {"vllm_scope": __version__}
     for name in ("vllm", "torch", "datasets", "pyarrow", "ray"):
         if name in sys.modules:
@@ -97,8 +98,7 @@ def read_manifest(root: str) -> HarvestManifest | None:
 
 
 def check_same(manifest: HarvestManifest, settings: Mapping[str, Any], root: str) -> None:
-    """Raise ConfigError if a setting is not the folder's. Settings that are left out are not
-    compared."""
+    """Raise ConfigError if a setting differs from the folder's. Only `settings` are compared."""
     for name, value in settings.items():
         if manifest.settings.get(name) != value:
             raise ConfigError(
@@ -108,20 +108,20 @@ def check_same(manifest: HarvestManifest, settings: Mapping[str, Any], root: str
 
 
 #: Real paths of the folders that this process has locked, each with its holder. The kernel's lock
-#: belongs to the process: a second thread gets it too, and if any descriptor of the file is closed,
-#: the lock is gone.
+#: belongs to the process: a second thread would get it too, and if any descriptor of the file is
+#: closed, the lock is gone.
 _held: dict[str, object] = {}
 
 
 @contextmanager
 def locked(root: str, fsync: bool = False, mode: int = 0o600) -> Iterator[None]:
-    """Hold a local folder against other harvests. A URL is not locked.
+    """Lock a local folder against other harvests. A URL is not locked.
 
-    The kernel gives the lock back when this process ends. Its children do not have it: vLLM's
-    processes may live on for a moment.
+    The kernel releases the lock when this process ends. Child processes do not hold the lock, so
+    vLLM's processes, which may live on for a moment, do not stop the next harvest.
 
     Args:
-        fsync, mode: of a folder that is missing and is made, as for LocalPublisher.
+        fsync, mode: as for LocalPublisher, which makes the folder if it is missing.
 
     Raises:
         FileError: another harvest writes into the folder, or the folder cannot be written to.

@@ -1,12 +1,12 @@
 """One engine of several, in a process of its own, with shards of its own.
 
-Owns:  Member, and what it is told (Setup) and tells (Facts, News).
+Owns:  Member, what it is started with (Setup), and its answers (Facts, News).
 Runs:  in a process that a pool has started. Calls arrive on several threads; the engine runs on
-       a thread of the member's.
+       one thread of the member.
 From:  several (the calls).   To: storing.
 
-Promise: a file that News names is whole, and so is every file of the place that is not hidden, when
-the process is killed.
+Promise: if the process is killed, each file that a News has named is whole, and so is each file in
+the member's place that is not hidden.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Setup:
     """What a member is started with.
 
     Attributes:
-        make: starts the engine. It travels to the process, so it is a function of a module.
-        files: their root is the member's own place.
-        folder: where relative paths begin, if the host has it.
+        make: starts the engine. It is pickled for the process, so it is a function of a module.
+        files: options of the shards' files; the root is the member's own place.
+        folder: the folder where relative paths begin, if the host has it.
     """
 
     make: Callable[[], Engine]
@@ -50,7 +50,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a member says of its engine; `settings` is what all engines of a harvest share."""
+    """What a member tells about its engine; all engines of a harvest must have equal `settings`."""
 
     host: str
     model: str
@@ -63,10 +63,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class News:
-    """What became of contexts since the last News.
+    """What a member has finished since the last News.
 
     Attributes:
-        computed: their keys.
+        computed: keys of the contexts that were computed.
         files: whole files in the member's place, name -> SHA-256 and size.
     """
 
@@ -75,12 +75,12 @@ class News:
 
 
 class Member:
-    """See the file's head. `start` is called first."""
+    """An engine in a process of its own, and its shards. `start` is called first."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: deque[Context] = deque()
-        #: Contexts that were given and are not computed.
+        #: Number of contexts that were given and are not computed yet.
         self._num_open = 0
         self._computed: list[bytes] = []
         self._told: set[str] = set()
@@ -91,7 +91,7 @@ class Member:
 
         Raises:
             FileError: this host does not see the folder of the harvest.
-            ScopeError: the engine cannot start, or cannot read this.
+            ScopeError: the engine cannot start, or has no tap for one of the reads.
         """
         host, root = socket.gethostname(), setup.files.root
         if "://" not in root and not os.path.isdir(root):
@@ -111,15 +111,15 @@ class Member:
         )  # fmt: skip
 
     def stay(self) -> None:
-        """Never returns: whoever called sees that this process ended."""
+        """Never return: the call ends with this process, so the caller sees when that ends."""
         threading.Event().wait()
 
     def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """See EngineFacts."""
+        """The token ids of each text, by the engine's tokenizer."""
         return self._engine.encode(texts)
 
     def give(self, contexts: Sequence[Context]) -> News:
-        """Take contexts, once fewer than MOST_WAITING wait. Raises what the engine raised."""
+        """Queue contexts, once fewer than MOST_WAITING wait. Raises the error of the engine."""
         with self._changed:
             self._wait_for(lambda: len(self._waiting) < MOST_WAITING)
             self._waiting.extend(contexts)
@@ -128,7 +128,7 @@ class Member:
             return self._news()
 
     def finish(self, drop: bool = False) -> News:
-        """Return once all is computed that was given, and all rows are visible.
+        """Return once all given contexts are computed, and their rows are visible.
 
         Args:
             drop: leave out contexts that are not in the engine yet.
@@ -146,7 +146,7 @@ class Member:
             return self._news()
 
     def close(self) -> None:
-        """End the engine. Nothing is called after it."""
+        """End the engine. No method is called after this one."""
         self._engine.close()
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
@@ -173,15 +173,15 @@ class Member:
                         self._num_open -= 1
                         self._changed.notify_all()
         except BaseException as error:
-            with suppress(Exception):  # what was computed is not computed again
+            with suppress(Exception):  # so that no computed context is computed again
                 self._storing.flush()
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
     def _given(self) -> Iterator[Context]:
-        """What waits. Ends when nothing does: the engine then runs empty, so that the rows of the
-        last contexts do not wait for further ones."""
+        """Yield the contexts that wait, and end when none waits. The engine then finishes the
+        contexts that it has, so that their rows do not wait for further contexts."""
         while True:
             with self._changed:
                 if not self._waiting:

@@ -1,4 +1,4 @@
-"""What starts the processes of several engines.
+"""Protocols of a pool, which starts the processes of several engines.
 
 Owns:  the protocols Pool and Handle, and EngineLostError.
 Runs:  nowhere: only types.
@@ -21,18 +21,18 @@ class Handle(Protocol):
     """A Member in a process of its own. Safe to call from several threads."""
 
     def call(self, method: str, *args: object) -> Future[Any]:
-        """Call a method there. Calls may run at the same time, and begin in any order.
+        """Call a method of the Member. Calls may run at the same time, and begin in any order.
 
         Returns:
             a future. It raises what the method raised, or EngineLostError.
 
         Raises:
-            pickle.PicklingError, AttributeError, TypeError: an argument cannot travel.
+            pickle.PicklingError, AttributeError, TypeError: an argument cannot be pickled.
         """
         ...
 
     def kill(self) -> None:
-        """End the process at once; nothing is raised if it has ended."""
+        """End the process at once. Nothing is raised if the process has ended before."""
         ...
 
 
@@ -40,9 +40,9 @@ class Pool(Protocol):
     """Starts Members."""
 
     def start(self, number: int) -> Handle:
-        """A new process, on the devices of the given number of an engine, from 0.
+        """Start a Member in a new process, on the devices of engine `number`, from 0.
 
-        A process that was lost has the number of the one that takes its place.
+        A process that takes the place of a lost one gets the lost one's number.
         """
         ...
 

@@ -1,7 +1,7 @@
 """Processes of this host, one for each engine.
 
 Owns:  Processes.
-Runs:  in the harvesting process; a thread for each engine takes its answers.
+Runs:  in the harvesting process; a thread for each engine receives the engine's answers.
 To:    several.
 """
 
@@ -36,10 +36,10 @@ class Processes:
 
     Args:
         count: number of engines.
-        gpus: of each engine.
+        gpus: number of GPUs of each engine.
 
     Raises:
-        ConfigError: this host has fewer GPUs.
+        ConfigError: this host has fewer GPUs than the engines need.
     """
 
     def __init__(self, count: int, gpus: int) -> None:
@@ -55,11 +55,11 @@ class Processes:
         return _Process(self._devices[number])
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: the pool holds nothing open."""
 
 
 def _devices() -> list[str]:
-    """Those that CUDA_VISIBLE_DEVICES names, or else all."""
+    """The GPUs that CUDA_VISIBLE_DEVICES names; all GPUs if it is not set."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [name for name in named.split(",") if name]
@@ -72,7 +72,7 @@ class _Process:
     def __init__(self, devices: list[str]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        # Not a daemon: vLLM's processes are its children.
+        # Not a daemon: Python's daemons may not have children, such as vLLM's processes.
         self._process = context.Process(target=_serve, args=(theirs, devices))
         self._process.start()
         assert self._process.pid is not None
@@ -94,23 +94,23 @@ class _Process:
             try:
                 self._pipe.send((number, method, args))
             except OSError:
-                pass  # it ended, as `_take` sees
-            except BaseException:  # an argument cannot travel
+                pass  # the process has ended, which `_take` sees
+            except BaseException:  # an argument cannot be pickled
                 del self._futures[number]
                 raise
         return future
 
     def kill(self) -> None:
         """Return once the process and those that it started have ended."""
-        # On a thread: a Ctrl-C ends the wait for it, but not its work.
+        # On a thread: Ctrl-C ends the wait for the thread, but not the thread.
         thread = threading.Thread(target=self._kill, name="vllm-scope-kill")
         thread.start()
         thread.join()
 
     def _kill(self) -> None:
         if self._process.is_alive():
-            # Its guard ends what it has started, too, but maybe after this process.
-            with suppress(ProcessLookupError):  # it has no group of its own yet
+            # The member's guard kills these processes too, but maybe after this command has ended.
+            with suppress(ProcessLookupError):  # the member has no group of its own yet
                 os.killpg(self._pid, signal.SIGKILL)
             self._process.kill()
         self._process.join()
@@ -131,15 +131,15 @@ class _Process:
 
 
 def _runs(group: int) -> bool:
-    """True if a process of a group runs. One that has ended and that its parent has not waited for
-    does not run; a container's first process may never wait."""
+    """True if a process of a group runs. A zombie does not run: its parent, such as a container's
+    first process, may never wait for it."""
     try:
         os.killpg(group, 0)
-    except OSError:  # there is none
+    except OSError:  # the group has no process
         return False
     for process in psutil.process_iter():
-        with suppress(OSError, psutil.Error):  # it is gone
-            # The first thread of a process may end before the others.
+        with suppress(OSError, psutil.Error):  # the process is gone
+            # If a process's first thread ends before the others, its status is that of a zombie.
             if os.getpgid(process.pid) == group and (
                 process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
             ):
@@ -160,7 +160,7 @@ def _settle(future: Future[Any], answer: bytes) -> None:
 
 def _serve(pipe: Connection, devices: list[str]) -> None:
     """A member's process: it answers calls until the other end of the pipe is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the harvesting process says when it ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the harvesting process ends this one
     if devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     member, lock = Member(), threading.Lock()
@@ -184,4 +184,4 @@ def _serve(pipe: Connection, devices: list[str]) -> None:
     with suppress(EOFError, OSError):
         while True:
             threads.submit(answer, *pipe.recv())
-    os._exit(0)  # whatever the engine does now; its guard ends its processes
+    os._exit(0)  # also if the engine is busy; the guard ends the engine's processes

@@ -1,4 +1,4 @@
-"""What a person sees of a harvest: documents done, their rate, the time left, tokens per second."""
+"""The progress line of a harvest: documents done, their rate, the time left, tokens per second."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Progress(AbstractContextManager["Progress"]):
 
     Args:
         total: number of documents.
-        begun: of those, how many were done before.
-        shown: False for no line.
+        begun: how many of these were done by earlier runs.
+        shown: False: no line is shown.
     """
 
     def __init__(self, total: int, begun: int, shown: bool) -> None:
@@ -28,7 +28,7 @@ class Progress(AbstractContextManager["Progress"]):
         self._started, self._num_tokens = time.monotonic(), 0
 
     def add(self, context: Context, skipped: int) -> None:
-        """Count a context that is computed. A document counts with its first token.
+        """Count a computed context. A document counts as done with its first token's context.
 
         Args:
             skipped: documents that were passed over so far, which count as done.

@@ -24,10 +24,11 @@ class RayPool:
     """A Pool of Ray actors.
 
     Args:
-        address: of a cluster; None for that of RAY_ADDRESS, or else a new one on this host, which
-            ends with the pool. A connection that this process has already is taken as it is.
-        count: number of engines; None: as many as the GPUs allow, or one without GPUs.
-        gpus: of each engine, all on one host.
+        address: of a cluster. None: the cluster of RAY_ADDRESS, or if that is not set a new one on
+            this host, which ends with the pool. If this process is connected to Ray already, that
+            connection is used.
+        count: number of engines; None: as many as the GPUs allow, or one in a cluster without GPUs.
+        gpus: number of GPUs of each engine, all on one host.
 
     Attributes:
         count: number of engines.
@@ -82,7 +83,8 @@ class RayPool:
 
 
 def room(hosts: Sequence[Mapping[str, float]], gpus: int) -> int:
-    """How many engines fit into hosts, by their resources: each takes a CPU and some GPUs."""
+    """How many engines have room on hosts with these resources: each needs a CPU and `gpus` GPUs of
+    one host."""
     return sum(
         int(min(host.get("CPU", 0), host.get("GPU", 0) // gpus if gpus else host.get("CPU", 0)))
         for host in hosts

@@ -3,12 +3,12 @@
     contexts -> chunks -> engines (each writes shards to a hidden place) -> root
 
 Owns:  SeveralEngines.
-Runs:  in the harvesting process, on the job's thread; the next contexts are made on another.
+Runs:  in the harvesting process, on the job's thread; the next contexts are made on another thread.
 From:  job (contexts).   To: members, by a pool.
 
-Promise: a shard is visible if this process has moved it. What a lost engine had finished is moved
-once; the rest of its contexts is given to others, and what it may still write is never visible. So
-each context is in one visible shard, whichever engines are lost.
+Promise: a shard is visible only if this process has moved it to the root. Shards that a lost engine
+had finished are moved once; its other contexts are given to other engines, and shards that it still
+writes never become visible. So each context is in one visible shard, whichever engines are lost.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: Contexts of a call, and calls that an engine has at once.
 CHUNK, MOST_CALLS = 32, 2
-#: If so many engines are lost and no shard became visible meanwhile, the harvest ends.
+#: The harvest ends if more engines than this are lost one after another, without a new shard.
 MOST_LOST = 3
-#: The longest that engines may take to write what they have when the harvest ends early.
+#: The longest that engines may take to write their rows when the harvest ends early, or to close.
 END_S = 60.0
 
 
 @dataclass(eq=False)
 class _Seat:
-    """An engine, and those that take its place.
+    """An engine. If it is lost, a new seat with the same number takes the place of this one.
 
     Attributes:
-        place: where its shards are before they are visible.
-        calls: under way, apart from `stay`.
-        given: by key, what it has that is in no visible shard.
-        facts: None while it starts.
+        place: the hidden folder or URL of its shards, until they become visible.
+        calls: calls that have no answer yet, without `stay`.
+        given: by key, the contexts that the engine was given and that are in no visible shard.
+        facts: None while the engine starts.
     """
 
     number: int
@@ -65,12 +65,12 @@ class SeveralEngines:
     """A Store of several engines, and their EngineFacts.
 
     Args:
-        setup: of each engine. The root of its files is the harvest's, which this process has
-            locked.
+        setup: the setup of each engine, but with the harvest's root, which this process has locked.
+            Each engine gets a place of its own below that root.
 
     Raises:
         ConfigError: the engines' settings differ.
-        SpecError: what the engines are started with cannot travel to a process.
+        SpecError: what the engines are started with cannot be pickled for another process.
         ScopeError: an engine cannot start.
     """
 
@@ -79,7 +79,7 @@ class SeveralEngines:
         files = setup.files
         self._staged = make_staged(files.root, files.fsync, files.file_mode)
         self.found: dict[str, tuple[str, int]] = {}
-        #: Contexts of lost engines.
+        #: Contexts of lost engines, which other engines compute again.
         self._again: list[Context] = []
         #: By key, the contexts that `compute` has taken and has not yielded.
         self._untold: dict[bytes, Context] = {}
@@ -115,7 +115,8 @@ class SeveralEngines:
             raise
 
     def _begin(self, seat: _Seat, facts: Facts) -> None:
-        """Take an engine that has started. Raises ConfigError."""
+        """Note the facts of an engine that has started. Raises ConfigError if its settings differ
+        from the first engine's."""
         seat.calls.clear()
         first = self._facts = self._facts or facts
         for name, value in first.settings.items():
@@ -156,7 +157,7 @@ class SeveralEngines:
         return self._first.settings
 
     def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """Tokenized by the engines in turn. Called on the thread that makes contexts."""
+        """Token ids of texts, by each engine in turn. Called on the thread that makes contexts."""
         while not self._closed:
             ready = [seat for seat in self._seats if seat.facts is not None]
             if ready:
@@ -166,7 +167,7 @@ class SeveralEngines:
                     found: Sequence[Sequence[int]] = member.call("encode", texts).result()
                     return found
                 except EngineLostError:
-                    pass  # the job's thread sees that, too
+                    pass  # the job's thread sees the loss too, and replaces the engine
             time.sleep(0.05)
         raise ScopeError("the engines of this harvest have ended.")
 
@@ -199,7 +200,7 @@ class SeveralEngines:
             chunks.close()
 
     def _feed(self, seat: _Seat, chunks: _Chunks) -> None:
-        """Give an engine what it has room for; ask it to finish if nothing is left."""
+        """Give an engine the contexts that it has room for; ask it to finish if none is left."""
         while seat.facts is not None and len(seat.calls) < MOST_CALLS:
             if some := self._again[:CHUNK] or chunks.pop():
                 del self._again[:CHUNK]
@@ -211,8 +212,8 @@ class SeveralEngines:
             return
 
     def _answered(self, seat: _Seat, future: Future[Any]) -> Iterable[bytes]:
-        """Keys of contexts that are computed, as the answer says or as visible shards show. Some
-        may have been known before: answers come in any order, and engines may be lost."""
+        """Keys of computed contexts, from an answer and from the shards that became visible. Some
+        may have been returned before: answers come in any order, and engines may be lost."""
         seat.calls.discard(future)
         try:
             found = future.result()
@@ -229,7 +230,10 @@ class SeveralEngines:
         return [*found.computed, *self._show(seat, names)]
 
     def _show(self, seat: _Seat, names: Iterable[str] | None = None) -> Set[bytes]:
-        """Make shards of an engine visible; all that are in its place, if none are named.
+        """Make shards of an engine visible.
+
+        Args:
+            names: of the shards; None: all in the engine's place.
 
         Returns:
             the keys of their contexts.
@@ -241,10 +245,10 @@ class SeveralEngines:
         return moved
 
     def _replace(self, seat: _Seat, error: ScopeError) -> Set[bytes]:
-        """Start an engine in the place of one that is lost. Raises its error after several.
+        """Start an engine in the place of a lost one. Raises ScopeError if too many were lost.
 
         Returns:
-            the keys of contexts that it had finished, and that are visible now.
+            the keys of contexts that the lost engine had finished, and that are visible now.
         """
         host = "a host" if seat.facts is None else f"host {seat.facts.host}"
         finished = self._take_over(seat)
@@ -263,7 +267,7 @@ class SeveralEngines:
         return finished
 
     def _take_over(self, seat: _Seat) -> Set[bytes]:
-        """End an engine, and make visible what it had finished. Returns the keys of that."""
+        """End an engine, make its finished shards visible, and return their contexts' keys."""
         seat.member.kill()
         seat.calls.clear()
         finished = self._show(seat)
@@ -271,14 +275,14 @@ class SeveralEngines:
         return finished
 
     def _save(self) -> None:
-        """Have the engines write what they have computed, and make it visible."""
+        """Have the engines write their computed rows, and make these shards visible."""
         ready = [seat for seat in self._seats if seat.facts is not None]
         wait([seat.member.call("finish", True) for seat in ready], END_S)
         for seat in ready:
             self._take_over(seat)
 
     def flush(self) -> None:
-        """See Store: `compute` returns when all rows are visible."""
+        """Do nothing: `compute` ends only when all rows are visible."""
 
     def close(self) -> None:
         """End the engines."""
@@ -293,11 +297,11 @@ class SeveralEngines:
 
 
 class _Chunks:
-    """Contexts, some at a time, the next ones made on a thread.
+    """Contexts in chunks. A thread makes the next chunk.
 
     Attributes:
-        waiting: the future of the next ones, if they are being made.
-        ended: True once all were taken.
+        waiting: a list with the future of the next chunk; empty if none is being made.
+        ended: True once all contexts were taken.
     """
 
     def __init__(self, contexts: Iterable[Context]) -> None:
@@ -311,13 +315,13 @@ class _Chunks:
         return list(islice(self._contexts, CHUNK))
 
     def take(self) -> list[Context]:
-        """Take what was made, for `pop`. Raises what making it raised."""
+        """Take the chunk that was made, for `pop`. Raises the error of the thread."""
         self._next = self.waiting.pop().result()
         self.ended = not self._next
         return self._next
 
     def pop(self) -> list[Context]:
-        """The next contexts; none if they are not made yet, or if there are no more."""
+        """The next chunk; empty if it was not taken yet, or if there are no more contexts."""
         found, self._next = self._next, []
         if found:
             self.waiting.append(self._thread.submit(self._make))

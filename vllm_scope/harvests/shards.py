@@ -4,8 +4,8 @@ Owns:  Shard, Shards, HashingPublisher, `move_shards`, `take_left`.
 Runs:  in the harvesting process. HashingPublisher on the threads that write shards.
 From:  files (writes shards, and reads their indexes).   To: job, manifest.
 
-Promise: what is finished is what the visible shards say. Nothing beside them is trusted, so that a
-process that is killed between a shard and the manifest loses nothing.
+Promise: a context is finished if a visible shard has it. No other file decides this, so a process
+that is killed after a shard was written and before the manifest was written loses nothing.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Shard(msgspec.Struct, frozen=True):
     """One file, as the manifest lists it.
 
     Attributes:
-        sha256: of the file, hexadecimal.
-        num_bytes: of the file.
-        contexts, tokens: prompts that it holds, and their tokens.
-        documents: those whose first token it holds.
-        truncated: documents of which later tokens were left out.
+        sha256: the file's hash, hexadecimal.
+        num_bytes: the file's size.
+        contexts, tokens: number of prompts in the file, and of their tokens.
+        documents: number of documents whose first token is in the file.
+        truncated: number of documents whose later tokens were left out.
     """
 
     sha256: str
@@ -92,12 +92,12 @@ class Shards:
     """The visible shards of one folder.
 
     Args:
-        truncates: the job leaves out what is behind a document's context.
+        truncates: True if the job leaves out the tokens after a document's first context.
 
     Attributes:
-        done: the keys of their contexts, about 100 bytes of memory each.
-        found: by name.
-        statistics: by `site.layer`, of all their rows.
+        done: the keys of the shards' contexts, about 100 bytes of memory each.
+        found: the shards by name.
+        statistics: figures of all rows of the shards, by `site.layer`.
     """
 
     def __init__(self, folder: Folder, truncates: bool) -> None:
@@ -107,10 +107,10 @@ class Shards:
         self.statistics: dict[str, Statistics] = {}
 
     def take(self, hashes: Mapping[str, tuple[str, int]]) -> None:
-        """Take all shards that have become visible.
+        """Add all shards that have become visible.
 
         Args:
-            hashes: name -> SHA-256 and size, of those that are known. Others are read.
+            hashes: name -> SHA-256 and size, as far as they are known. Other files are hashed here.
 
         Raises:
             FileError: a file is damaged, or two shards have a context in common.
@@ -121,7 +121,7 @@ class Shards:
 
     def _take(self, name: str, known: tuple[str, int] | None) -> None:
         index = read_index(self._folder, name)
-        if index is None:  # not ours: the means, or another program's
+        if index is None:  # not a shard: the file of means, or another program's file
             return
         if any(not request.documents for request in index.requests):
             raise FileError(
@@ -170,7 +170,8 @@ class Shards:
 
 
 def take_left(files: FileOptions) -> None:
-    """Make visible what the engines of a killed harvest had finished. The caller holds the lock.
+    """Make visible the shards that a killed harvest's engines had finished. The caller holds the
+    folder's lock.
 
     Raises:
         FileError: a shard is damaged, or cannot be moved.
@@ -194,8 +195,9 @@ def move_shards(
     """Make visible the shards that another process wrote to a place.
 
     Args:
-        wanted: False for the keys of contexts that are elsewhere; their shard stays where it is.
-        names: of the shards; None: all that are there.
+        wanted: called with the keys of a shard's contexts; if it returns False, the shard stays in
+            `place`.
+        names: of the shards; None: all in `place`.
 
     Returns:
         the keys of the contexts that have become visible.
@@ -206,19 +208,19 @@ def move_shards(
     moved: set[bytes] = set()
     try:
         folder = find_folder(place)
-    except FileError:  # a URL below which nothing was written
+    except FileError:  # `place` is a URL below which nothing was written
         return moved
     for name in folder.names() if names is None else names:
         keys = _keys(folder, name)
         if keys and wanted(keys):
             staged.move(place, [name])
-            with suppress(FileError):  # for people: the process may have been killed before it
+            with suppress(FileError):  # the process may have been killed before it wrote the JSON
                 staged.move(place, [f"{name.removesuffix('.safetensors')}.json"])
             moved |= keys
     return moved
 
 
 def _keys(folder: Folder, name: str) -> set[bytes]:
-    """Of the contexts that a shard holds; none for another file."""
+    """The keys of the contexts in a shard; empty for another file."""
     index = read_index(folder, name)
     return set() if index is None else {key_of(one.documents) for one in index.requests}

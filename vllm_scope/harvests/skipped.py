@@ -1,4 +1,4 @@
-"""What a harvest passes over: a document that cannot be read does not end it.
+"""Documents and contexts that cannot be read: a harvest passes them over, and goes on.
 
 Owns:  Skipped.
 Runs:  on the thread that makes contexts ahead of the engine.
@@ -22,12 +22,12 @@ _MOST_NAMES = 20
 
 
 class Skipped:
-    """Texts that are no Unicode, and contexts without a position that a read names.
+    """Texts that are not valid Unicode, and contexts without a position that a read names.
 
     Attributes:
-        count: such texts and contexts.
-        num_documents: documents whose first token is in none of the other contexts.
-        reasons: name of a context -> why, of the first ones.
+        count: number of such texts and contexts.
+        num_documents: number of documents whose first token is in such a text or context.
+        reasons: name of such a text or context -> why; only the first ones.
     """
 
     def __init__(self, reads: Sequence[Read]) -> None:
@@ -36,7 +36,7 @@ class Skipped:
         self.reasons: dict[str, str] = {}
 
     def texts(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """The documents that a tokenizer takes."""
+        """Yield the documents that a tokenizer takes, and count the others."""
         for document in documents:
             if isinstance(document.content, str) and not is_unicode(document.content):
                 self._add(document.id, "its text has half of a surrogate pair", 1)
@@ -44,7 +44,7 @@ class Skipped:
                 yield document
 
     def contexts(self, contexts: Iterable[Context]) -> Iterator[Context]:
-        """The contexts that have all positions of the reads."""
+        """Yield the contexts that have all positions of the reads, and count the others."""
         for context in contexts:
             num_tokens = len(context.token_ids)
             try:

@@ -1,4 +1,4 @@
-"""A harvest's beginning: its arguments, its folder, its engine.
+"""Starts a harvest: checks its arguments, locks its folder, starts its engine.
 
 Owns:  `harvest_with`: what `vllm_scope.harvest` and the command call.
 To:    job.
@@ -57,7 +57,7 @@ def harvest_with(
     engines: int | None,
     ray: bool | str,
 ) -> Harvest:
-    """See `vllm_scope.harvest`, which has the defaults."""
+    """Run a harvest. `vllm_scope.harvest` explains the arguments, and has their defaults."""
     check_reads(reads, long)
     _check_engines(model, engines, ray)
     files = FileOptions.parse({"root": out, "file_mib": file_mib, "fsync": fsync, "mode": mode})
@@ -79,7 +79,7 @@ def harvest_with(
 
 
 def _engine(model: object, options: Mapping[str, Any], reads: Sequence[Read]) -> Engine:
-    # vLLM, which takes seconds to import.
+    # Not at the top: this imports vLLM, which takes seconds.
     from vllm_scope.engine.offline import OfflineEngine
 
     with guarded():
@@ -94,7 +94,7 @@ def _with_several(
     options: Mapping[str, Any],
 ) -> Harvest:
     sizes = [options.get(f"{kind}_parallel_size") for kind in _PARALLEL]
-    gpus = math.prod(size for size in sizes if type(size) is int)  # or vLLM says what is wrong
+    gpus = math.prod(size for size in sizes if type(size) is int)  # vLLM refuses other types
     pool: Pool
     if ray is False:
         count = engines or 1
@@ -109,13 +109,13 @@ def _with_several(
 
 
 def _digest(options: Mapping[str, Any]) -> str:
-    """The SHA-256 of an engine's options. An object that is no JSON may have another each time."""
+    """The SHA-256 of an engine's options. With objects that are no JSON it may differ each time."""
     text = json.dumps(options, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def check_reads(reads: Sequence[Read], long: str) -> None:
-    """Raises SpecError."""
+    """Raise SpecError if a harvest cannot use these reads, or if `long` is unknown."""
     if not reads or not all(isinstance(read, Read) for read in reads):
         raise SpecError(
             f"the reads are {shown(list(reads))}; give one Read or more, each as an argument."
@@ -130,7 +130,7 @@ def check_reads(reads: Sequence[Read], long: str) -> None:
 
 
 def _check_engines(model: object, engines: int | None, ray: bool | str) -> None:
-    """Raises SpecError."""
+    """Raise SpecError if `engines` or `ray` is wrong, or does not fit the model."""
     if engines is not None and (type(engines) is not int or not 1 <= engines <= MOST_ENGINES):
         raise SpecError(f"engines is {shown(engines)}; it is 1 to {MOST_ENGINES}.")
     if not isinstance(ray, bool | str):

@@ -1,11 +1,11 @@
 """Figures of the rows of one stream, which add up over shards.
 
 Owns:  Statistics, `compiled_count`.
-Runs:  `of_rows` on the threads that write shards; the sums wherever shards are read.
+Runs:  `of_rows` on the threads that write shards; additions wherever shards are read.
 To:    shards (each holds the figures of its own rows), manifest, views.
 
-Promise: the figures of some rows do not depend on which shard has them, but for rounding: all sums
-are in float64. They are of decoded rows, which readers get.
+Promise: apart from rounding, the figures of some rows do not depend on which shards have the rows.
+All sums are in float64, and of decoded rows, as readers get them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from vllm_scope.errors import FileError
 
 #: A value is an outlier if it is more than this many times the root mean square of its row.
 OUTLIER = 6.0
-#: Name of the tensor in a shard, behind the stream's.
+#: Name of the tensor in a shard, after the stream's name and a dot.
 KEY = "statistics"
-#: Of the dimensions with the most outliers, how many are listed.
+#: How many of the dimensions with the most outliers are listed.
 _LISTED = 8
 _SCALARS = 7
-#: Numbers that are worked on at once: few enough for a core's cache.
+#: How many numbers are processed at once: few enough for a core's cache.
 _NUMBERS = 1 << 18
-#: Rows of larger squared norms are broken: a model's float32 cannot work on them.
+#: A row with a larger squared norm counts as broken: a model cannot compute with it in float32.
 _MOST_SQUARED = float(np.finfo(np.float32).max)
 
 
@@ -51,7 +51,11 @@ class Statistics:
 
     @staticmethod
     def of_rows(blocks: Iterator[Tensor]) -> Statistics:
-        """Args: blocks: [some, hidden_size] each, bfloat16, float16 or float32; at least one."""
+        """The sums over the rows of all blocks.
+
+        Args:
+            blocks: [some, hidden_size] each, bfloat16, float16 or float32; at least one.
+        """
         sums: _Sums | None = None
         for block in blocks:
             sums = sums or _Sums(block.shape[1])
@@ -66,33 +70,33 @@ class Statistics:
 
     @staticmethod
     def summary(blocks: Iterator[Tensor]) -> dict[str, Tensor]:
-        """What a shard holds of its rows' figures: a `Summary` of files.sharded."""
+        """The tensor that a shard holds for a stream's figures: a `Summary` of files.sharded."""
         found = Statistics.of_rows(blocks)
         return {KEY: torch.from_numpy(np.concatenate([found.counts, found.values.ravel()]))}
 
     @staticmethod
     def parse(numbers: NDArray[np.float64], where: str) -> Statistics:
-        """Of what `summary` made. Raises FileError."""
+        """The Statistics in a tensor that `summary` made. Raises FileError."""
         if numbers.ndim != 1 or (len(numbers) - _SCALARS) % 3 or len(numbers) <= _SCALARS:
             raise FileError(f"{where}: its statistics are {list(numbers.shape)}; it is damaged.")
         return Statistics(numbers[:_SCALARS], numbers[_SCALARS:].reshape(3, -1))
 
     @property
     def mean(self) -> NDArray[np.float64]:
-        """[hidden_size]."""
+        """The mean of each dimension over all finite rows, [hidden_size]."""
         found: NDArray[np.float64] = self.values[0] / max(self.counts[0], 1)
         return found
 
     @property
     def variance(self) -> NDArray[np.float64]:
-        """[hidden_size]: of each dimension, over all rows."""
+        """The variance of each dimension over all finite rows, [hidden_size]."""
         found: NDArray[np.float64] = np.maximum(
             self.values[1] / max(self.counts[0], 1) - self.mean**2, 0
         )
         return found
 
     def to_json(self) -> dict[str, object]:
-        """The figures for people; each dimension's mean and variance are in a file of their own."""
+        """The figures for people. Each dimension's mean and variance are in a separate file."""
         rows, broken, with_outlier, total, squares, least, most = self.counts.tolist()
         count = max(rows, 1)
         mean, variance, outliers = self.mean, self.variance, self.values[2]
@@ -129,7 +133,7 @@ class _Sums:
         self._values = np.zeros((3, width))
 
     def add(self, rows: Tensor) -> None:
-        """Args: rows: [some, width], bfloat16, float16 or float32."""
+        """Add rows, [some, width], bfloat16, float16 or float32."""
         count = compiled_count()
         for some in rows.split(len(self._rows)):
             into = self._rows[: len(some)]
@@ -158,7 +162,7 @@ def _count(
         squared_norm = 0.0
         for j in range(row.shape[0]):
             squared_norm += np.float64(row[j]) * np.float64(row[j])
-        if not squared_norm <= _MOST_SQUARED:  # also if it is not a number
+        if not squared_norm <= _MOST_SQUARED:  # also if the norm is NaN
             counts[1] += 1
             continue
         most, num_outliers = limit * squared_norm, 0
@@ -182,8 +186,8 @@ def _count(
 def compiled_count() -> Callable[..., None]:
     """`_count` as machine code, which numba makes in half a second.
 
-    It runs without the GIL. numpy takes and leaves the GIL for each step of so little work, and
-    two threads were slower with it than one.
+    The function runs without the GIL. numpy takes and releases the GIL for each short step; with
+    numpy, two threads were slower than one.
     """
     import numba  # vLLM installs it
 

@@ -1,4 +1,4 @@
-"""Rows of one engine into shards.
+"""Writes the rows of one engine to shards.
 
 Owns:  Storing.
 Runs:  in the process that has the engine; the shards are written on threads of their own.
@@ -27,15 +27,15 @@ from vllm_scope.harvests.shards import HashingPublisher
 from vllm_scope.harvests.statistics import Statistics, compiled_count
 from vllm_scope.request.actions import Read
 
-#: Bounds of how many threads write shards; between them it is a quarter of the processors.
+#: Bounds of the number of threads that write shards, which is a quarter of the processors.
 _LEAST_WRITERS, _MOST_WRITERS = 2, 8
 
 
 class Storing:
-    """The Store of one engine. `close` writes what was computed, and leaves the engine open.
+    """The Store of one engine. `close` writes the computed rows, and leaves the engine open.
 
     Args:
-        files: of the shards; its root is where they become visible.
+        files: options of the shards' files. Shards become visible below its root.
 
     Raises:
         FileError: the root cannot be written to.
@@ -47,16 +47,16 @@ class Storing:
         reads: Sequence[Read],
         files: FileOptions,
     ) -> None:
-        compiled_count()  # before a thread that writes needs it
+        compiled_count()  # compiled before a writing thread needs it
         self._engine, self._reads = engine, reads
         self._num_layers = engine.num_layers
         self._publisher = HashingPublisher(make_publisher(files.root, files.fsync, files.file_mode))
         layout = ShardedLayout(files, self._publisher, Statistics.summary, _num_writers())
-        # Nothing else has the rows of a request that has ended.
+        # No copies: nothing else uses the rows of a request that has ended.
         self._writer = Writer(files, self._publisher, layout, copies=False)
-        #: Of this run's requests: `uid` is `_run` and the number.
+        #: The `uid` of each request of this run is `_run` and the request's number.
         self._run, self._num_stored = secrets.token_hex(8), 0
-        #: Of the shards that may still fail, in the order in which they were begun.
+        #: Futures of the shards that may still fail, in the order in which they were begun.
         self._unpublished: deque[Future[None]] = deque()
 
     @property
@@ -109,6 +109,6 @@ class Storing:
 
 
 def _num_writers() -> int:
-    """How many threads write shards. Each carries 0.3 to 0.7 GB/s; the hash takes most of its
+    """How many threads write shards. Each writes 0.3 to 0.7 GB/s, and the hash takes most of its
     time."""
     return max(_LEAST_WRITERS, min(_MOST_WRITERS, len(os.sched_getaffinity(0)) // 4))

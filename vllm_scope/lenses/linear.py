@@ -1,4 +1,4 @@
-"""Affine maps from the stream of some layers to the final one, and their files.
+"""Affine maps from the residual stream at some layers to the final one, and their files.
 
 Owns:  LinearLens, LensFile (an operator's entry), `load_lens`, `load_lenses`.
 Runs:  anywhere with torch. On the CPU.
@@ -7,12 +7,13 @@ From:  safetensors files.   To: worker.lens (holds the maps on the device), anal
 Two layouts are read. Nothing is unpickled.
 
 A file has `{layer}.weight` [d, d], and maybe `{layer}.bias` [d]: the map of a row x is weight x +
-bias. Its metadata name the site, `resid_post` if they do not. With `residual` "true" among them the
-map is x + weight x + bias. A J-lens is such a file: its matrix J is the weight at `resid_post`.
+bias. The file's metadata name the site; if they do not, the site is `resid_post`. If the metadata
+have `residual` "true", the map is x + weight x + bias. A J-lens is such a file: its matrix J is the
+weight at `resid_post`.
 
-A folder of tuned-lens has `config.json`, and its `params.pt` saved as `params.safetensors`. Its
-tensors have the same names. The map is x + weight x + bias, and number i is of what enters layer i,
-`resid_pre`.
+A folder of tuned-lens has `config.json`, and its `params.pt` saved as `params.safetensors`. The
+tensors have the same names. The map is x + weight x + bias, and the map with number i is for the
+row that enters layer i, `resid_pre`.
 
 Source: tuned-lens 0.2, TunedLens.transform_hidden and .save; jlens, JacobianLens (`J_l @ h`, where
 h leaves layer l).
@@ -36,13 +37,13 @@ from vllm_scope.errors import ConfigError, SpecError, shown
 from vllm_scope.request.sites import LENS_SITES, MAX_LAYER, Place, SiteLayer
 from vllm_scope.saes.arrays import Tensors, map_safetensors, read_config
 
-#: Of a folder of tuned-lens.
+#: The files in a folder of tuned-lens.
 CONFIG, WEIGHTS = "config.json", "params.safetensors"
 _NAME = re.compile(r"([0-9]{1,5})\.(weight|bias)")
 
 
 class Affine(NamedTuple):
-    """One map: weight [d, d], one row for each number that it makes, and bias [d] or None."""
+    """One map: weight [d, d], one row for each number of its result, and bias [d] or None."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -54,13 +55,13 @@ class LinearLens:
 
     Attributes:
         name: for messages.
-        maps: (site, layer) -> its map; tensors of a float dtype, CPU. They may be views of a mapped
-            file.
+        maps: (site, layer) -> the map of this place. The tensors have a float dtype, are on the
+            CPU, and may be views of a mapped file.
         residual: True: the map is x + weight x + bias. False: weight x + bias.
-        path: of the file with the tensors; None if it is not from a file.
+        path: the file with the tensors; None if the lens is not from a file.
 
     Raises:
-        SpecError: no maps, a site that is not on the stream, or shapes that disagree.
+        SpecError: there are no maps, a site is not on the residual stream, or shapes disagree.
     """
 
     name: str
@@ -91,7 +92,8 @@ class LinearLens:
 
     @property
     def sha256(self) -> str | None:
-        """Of the file, in hexadecimal; it is read each time. Raises OSError."""
+        """The SHA-256 of the file at `path`, in hexadecimal; None if there is no file. The file is
+        read at each call. Raises OSError."""
         return None if self.path is None else sha256_of(self.path)
 
     @property
@@ -100,7 +102,7 @@ class LinearLens:
         return next(iter(self.maps.values())).weight.shape[-1]
 
     def map(self, rows: Tensor, place: SiteLayer) -> Tensor:
-        """The rows that the model's final norm takes.
+        """Map rows of a place to rows that the model's final norm takes.
 
         Args:
             rows: [..., d_model], any float dtype, CPU.
@@ -109,7 +111,8 @@ class LinearLens:
             [..., d_model], float64.
 
         Raises:
-            SpecError: no map for the place.
+            SpecError: the lens has no map of the place, or a number of the map is not finite in
+                float32.
         """
         if place not in self.maps:
             known = ", ".join(f"{site} {layer}" for site, layer in self.maps)
@@ -136,7 +139,7 @@ class LinearLens:
         """Write a file that `load_lens` reads, and return its SHA-256 in hexadecimal.
 
         Raises:
-            SpecError: maps of several sites; a file has one.
+            SpecError: the lens has maps of several sites; a file has one.
         """
         sites = {place.site for place in self.places}
         if len(sites) > 1:
@@ -156,10 +159,10 @@ class LinearLens:
 
 @dataclass(frozen=True)
 class LensFile:
-    """An operator's entry: where a lens is, and what its file must be.
+    """An operator's entry: the path of a lens, and the digest that its file must have.
 
     Attributes:
-        sha256: of the file with the tensors, in hexadecimal; None: any content.
+        sha256: the digest of the file with the tensors, in hexadecimal; None: any content.
     """
 
     path: str
@@ -167,7 +170,7 @@ class LensFile:
 
     @staticmethod
     def parse(value: object, where: str) -> LensFile:
-        """Of a path, or an object with `path` and `sha256`. Raises ConfigError."""
+        """Parse a path, or an object with `path` and `sha256`. Raises ConfigError."""
         body = {"path": value} if isinstance(value, str) else value
         if (
             isinstance(body, Mapping)
@@ -185,7 +188,7 @@ class LensFile:
         )
 
     def load(self, name: str) -> LinearLens:
-        """Raises as `load_lens`."""
+        """Load the lens. Raises as `load_lens`."""
         return load_lens(self.path, name=name, sha256=self.sha256)
 
 
@@ -197,15 +200,15 @@ class _Tuned(msgspec.Struct):
 def load_lens(
     path: str | Path, *, name: str | None = None, sha256: str | None = None
 ) -> LinearLens:
-    """A lens. Its matrices stay in the file until they are used.
+    """Load a lens. Its matrices stay in the file until they are used.
 
     Args:
         path: a safetensors file, or a folder of tuned-lens.
         name: for messages; None: the path.
-        sha256: what the file with the tensors must have, in hexadecimal; None: any.
+        sha256: the digest that the file with the tensors must have, in hexadecimal; None: any.
 
     Raises:
-        SpecError: another layout, a malformed file, or another digest.
+        SpecError: an unknown layout, a malformed file, or another digest.
         OSError: a file cannot be read.
     """
     path = Path(path)
@@ -238,10 +241,11 @@ def load_lens(
 
 
 def load_lenses(entries: Mapping[str, object]) -> dict[str, LinearLens]:
-    """Lenses by name, from the operator's entries {name: path or object}.
+    """Load lenses from the operator's entries {name: path or object}; returns them by name.
 
     Raises:
-        ConfigError: an entry is neither; else as `load_lens`.
+        ConfigError: an entry is neither a path nor such an object. Other errors are as for
+            `load_lens`.
     """
     parsed = {name: LensFile.parse(value, f"lenses.{name}") for name, value in entries.items()}
     return {name: one.load(name) for name, one in parsed.items()}

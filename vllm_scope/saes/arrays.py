@@ -3,8 +3,9 @@
 Owns:  the readers of safetensors and npz files, and of configurations; `Given`.
 To:    the loaders of all formats.
 
-Promise: a tensor is a view of the mapped file, so only what is touched is read. A tensor lies
-within its file: a header cannot claim memory that the file does not fill. No code of a file runs.
+Promise: a tensor is a view of the mapped file, so only the numbers that are used are read. A tensor
+lies within its file: a header cannot claim memory that the file does not fill. No code in a file is
+run.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class Given:
-    """What the caller says about an SAE; None: the files say it."""
+    """What the caller says about an SAE. A field that is None comes from the SAE's files."""
 
     name: str
     place: Place | None = None
@@ -42,11 +43,11 @@ class Given:
 
 
 def read_config(path: Path, kind: type[Config], what: str = "an SAE") -> Config:
-    """A configuration in JSON, of which `kind` has the fields that count.
+    """The configuration in a JSON file, as a `kind`, which has the fields that are used.
 
     Raises:
-        SpecError: too large, not JSON, or a field of the wrong type.
-        OSError: it cannot be read.
+        SpecError: the file is too large or not JSON, or a field has the wrong type.
+        OSError: the file cannot be read.
     """
     try:
         return msgspec.json.decode(read_bytes(path), type=kind)
@@ -55,7 +56,8 @@ def read_config(path: Path, kind: type[Config], what: str = "an SAE") -> Config:
 
 
 def map_safetensors(path: Path) -> Tensors:
-    """Raises SpecError if the file is malformed, OSError if it cannot be read."""
+    """The tensors of a safetensors file, by name. Raises SpecError if the file is malformed,
+    OSError if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}
@@ -64,7 +66,8 @@ def map_safetensors(path: Path) -> Tensors:
 
 
 def map_npz(path: Path) -> Tensors:
-    """Raises SpecError if the file is malformed or compressed, OSError if it cannot be read."""
+    """The tensors of an .npz file, by name. Raises SpecError if the file is malformed or
+    compressed, OSError if it cannot be read."""
     tensors: Tensors = {}
     try:
         with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
@@ -89,7 +92,7 @@ def map_npz(path: Path) -> Tensors:
 
 
 def _data_start(view: mmap.mmap, info: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin: behind its local header, name and extra field."""
+    """The offset of a member's bytes in the file: after its local header, name and extra field."""
     of_name, of_extra = struct.unpack_from("<HH", view, info.header_offset + 26)
     return info.header_offset + 30 + int(of_name) + int(of_extra)
 
@@ -97,8 +100,8 @@ def _data_start(view: mmap.mmap, info: zipfile.ZipInfo) -> int:
 def only(
     tensors: Tensors, needed: Collection[str], path: Path, optional: Collection[str] = ()
 ) -> Tensors:
-    """The tensors. Raises SpecError if one is missing, if there is another one, or if a weight is
-    not a matrix."""
+    """The tensors. Raises SpecError if a needed one is missing, if one is neither needed nor
+    optional, or if a needed weight is not a matrix."""
     for name in needed:
         if name not in tensors:
             raise SpecError(

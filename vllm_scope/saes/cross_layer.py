@@ -6,7 +6,7 @@ Runs:  anywhere with torch. On the CPU.
 From:  the folder that circuit-tracer writes.   To: load (the encoders), analysis (the decoders).
 
 Promise: matrices are views of mapped files. The encoder of a layer is an Sae, which a worker may
-hold as any other; no worker holds a decoder.
+hold like any other Sae. No worker holds a decoder.
 
 | file                   | tensors                                                             |
 |------------------------|---------------------------------------------------------------------|
@@ -15,7 +15,7 @@ hold as any other; no worker holds a decoder.
 | `W_dec_{i}.safetensors`| `W_dec_{i}` [d_sae, number of layers - i, d_out]                     |
 | `config.yaml`          | maybe: `feature_input_hook`, `feature_output_hook`                   |
 
-With f_i as the features of layer i, which its encoder makes of the row x_i:
+With f_i as the features that the encoder of layer i makes of the row x_i:
 
     y_l = sum_{i <= l} f_i . W_dec_i[:, l - i] + b_dec_l + x_l . W_skip_l
 
@@ -47,7 +47,7 @@ _ENCODERS = re.compile(r"W_enc_([0-9]{1,5})\.safetensors")
 
 @dataclass(frozen=True, eq=False)
 class EncoderOfClt(Sae):
-    """The features of one layer; `decoder` is what they write to their own layer."""
+    """The encoder of one layer. `decoder` has what the features write to their own layer."""
 
     def decode(self, features: Tensor, x: Tensor | None = None) -> Tensor:
         raise self._wrong(
@@ -62,8 +62,8 @@ class CrossLayerTranscoder:
 
     Attributes:
         name: for messages.
-        encoders: of the layers from 0.
-        decoders: of each layer i [d_sae, number of layers - i, d_out], CPU.
+        encoders: one for each layer, from layer 0.
+        decoders: for each layer i a tensor [d_sae, number of layers - i, d_out], CPU.
 
     Raises:
         SpecError: shapes disagree.
@@ -88,15 +88,18 @@ class CrossLayerTranscoder:
         """The rows that the CLT makes at the output of a layer.
 
         Args:
-            features: of each layer from 0 to `layer`, [..., d_sae], any float dtype, CPU.
-            x: [..., d_model], the rows that this layer's encoder took; only with a skip.
+            features: for each layer from 0 to `layer` its features, [..., d_sae], any float dtype,
+                CPU.
+            x: [..., d_model], the rows that this layer's encoder took; only if the layer has a
+                skip.
 
         Returns:
             [..., d_out], float32.
 
         Raises:
-            SpecError: a layer that the CLT does not have, features of too few layers or of a wrong
-                shape, weights that are not finite, or no `x` for a skip.
+            SpecError: the CLT does not have the layer, features have a wrong number of layers or a
+                wrong shape, weights are not finite, or `x` is missing for a skip or given without
+                one.
         """
         self._check_layer(layer)
         encoder = self.encoders[layer]
@@ -164,14 +167,14 @@ def layer_in(path: Path) -> int | None:
 
 
 def load_clt(path: str | Path, *, name: str | None = None) -> CrossLayerTranscoder:
-    """A CLT. Its matrices stay in the files until they are used.
+    """Load a CLT. The matrices stay in the files until they are used.
 
     Args:
         path: the folder.
         name: for messages; None: the path.
 
     Raises:
-        SpecError: another format, a malformed file, or layers that are not there.
+        SpecError: another format, a malformed file, or missing layers.
         OSError: a file cannot be read.
     """
     folder = Path(path)
@@ -182,7 +185,7 @@ def load_clt(path: str | Path, *, name: str | None = None) -> CrossLayerTranscod
 
 
 def load_encoders(folder: Path, name: str) -> tuple[EncoderOfClt, ...]:
-    """The encoders of all layers; that of layer i is called NAME.i. Raises as `load_clt`."""
+    """The encoders of all layers; layer i's encoder is called NAME.i. Raises as `load_clt`."""
     layers = sorted(layer for file in folder.iterdir() if (layer := layer_in(file)) is not None)
     if not layers or layers != list(range(len(layers))):
         raise SpecError(
@@ -197,7 +200,7 @@ def load_encoder(path: Path, name: str) -> EncoderOfClt:
     i = layer_in(path)
     assert i is not None
     names = {key: f"{key}_{i}" for key in ("W_enc", "b_enc", "b_dec", "threshold", "W_skip")}
-    # `only` asks for matrices by their names' beginning.
+    # `only` checks that tensors are matrices if their names begin with W_.
     tensors = only(map_safetensors(path), list(names.values())[:3], path, list(names.values())[3:])
     own: Tensors = {key: tensors[named] for key, named in names.items() if named in tensors}
     config = _config(path.parent / CONFIG)

@@ -3,8 +3,8 @@
 Owns:  load_npz, load_safetensors.
 
 Both have `W_enc` [d_model, d_sae], `W_dec` [d_sae, d_model], `b_enc`, `b_dec` and `threshold`;
-version 2 writes `w_enc` and `w_dec`. The encoder does not take `b_dec` from the row. The site and
-the layer are in the names of the folders, as in
+version 2 writes `w_enc` and `w_dec`. The encoder does not subtract `b_dec` from the row. The site
+and the layer are in the names of the folders, as in
 `gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71` and
 `gemma-scope-2-4b-pt/resid_post/layer_12_width_16k_l0_medium`.
 
@@ -26,7 +26,7 @@ from vllm_scope.saes.sae import Sae
 
 NPZ, SAFETENSORS, CONFIG = "params.npz", "params.safetensors", "config.json"
 _NAMES = ("W_enc", "W_dec", "b_enc", "b_dec", "threshold")
-#: A folder's name -> site. Attention SAEs read what the output projection takes.
+#: A folder's name -> site. Attention SAEs read the input of the output projection.
 _SITES = {
     r".*-res|resid_post.*": "resid_post",
     r".*-mlp|mlp_out.*": "mlp_out",
@@ -42,13 +42,13 @@ class _Config(msgspec.Struct):
 
 
 def load_npz(folder: Path, given: Given) -> Sae:
-    """Raises SpecError and OSError."""
+    """The SAE of a folder with `params.npz`. Raises SpecError and OSError."""
     path = folder / NPZ
     return _sae(map_npz(path), path, given.place or _place_in(path), given)
 
 
 def load_safetensors(folder: Path, given: Given) -> Sae:
-    """Raises SpecError and OSError."""
+    """The SAE of a folder with `params.safetensors`. Raises SpecError and OSError."""
     path, place = folder / SAFETENSORS, given.place
     if (folder / CONFIG).exists():
         config = read_config(folder / CONFIG, _Config)

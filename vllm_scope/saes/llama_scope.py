@@ -4,9 +4,9 @@ Owns:  `load`.
 
 The tensors are `encoder.weight` [d_sae, d_model], `encoder.bias`, `decoder.weight`
 [d_model, d_sae] and `decoder.bias`. They were trained on rows scaled to a mean norm of
-sqrt(d_model). The publisher's code takes this out of the biases, so that the weights and the one
-threshold of all features are for raw rows. With `sparsity_include_decoder_norm` the threshold
-counts in units in which each decoder row has norm 1.
+sqrt(d_model). The publisher's code divides the biases by this scale, so that the weights, and the
+one threshold of all features, are for raw rows. With `sparsity_include_decoder_norm` the threshold
+is in units in which each decoder row has norm 1.
 
 Source: OpenMOSS/Language-Model-SAEs, src/lm_saes: standardize_parameters_of_dataset_norm,
 transform_to_unit_decoder_norm, and the Initializer that calls them in this order
@@ -47,7 +47,7 @@ class _Config(msgspec.Struct):
 
 
 def load(folder: Path, given: Given) -> Sae:
-    """Raises SpecError and OSError."""
+    """The SAE of a folder. Raises SpecError and OSError."""
     path = folder / CONFIG
     config = read_config(path, _Config)
     if config.hook_point_out not in (None, config.hook_point_in):
@@ -72,7 +72,7 @@ def load(folder: Path, given: Given) -> Sae:
 
 
 def _scale(config: _Config, d_model: int, path: Path) -> float:
-    """What raw rows were multiplied by in training."""
+    """The factor by which raw rows were multiplied in training. Raises SpecError."""
     if config.norm_activation == "inference":
         return 1.0
     norm = config.dataset_average_activation_norm

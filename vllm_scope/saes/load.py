@@ -1,4 +1,4 @@
-"""SAEs from paths: finds the format by the files.
+"""Loads SAEs from paths. The names of the files tell the format.
 
 Owns:  load_sae, load_saes, and the table of formats.
 From:  the loaders, one file for each family of formats.   To: Sae.
@@ -24,7 +24,7 @@ from vllm_scope.saes.arrays import Given
 from vllm_scope.saes.places import place_of
 from vllm_scope.saes.sae import Sae
 
-#: The files that a folder of a format has -> its loader.
+#: The files that a folder of a format has -> the format's loader.
 _FORMATS: dict[tuple[str, ...], Callable[[Path, Given], Sae]] = {
     (saelens.CONFIG, saelens.WEIGHTS): saelens.load,
     (sparsify.CONFIG, sparsify.WEIGHTS): sparsify.load,
@@ -42,7 +42,7 @@ def load_sae(
     k: int | None = None,
     norm_scaling_factor: float | None = None,
 ) -> Sae:
-    """A sparse autoencoder. Its matrices stay in the file until they are used.
+    """Load a sparse autoencoder. Its matrices stay in the file until they are used.
 
     Args:
         path: a folder of SAELens, sparsify, Gemma Scope or Llama Scope, Qwen-Scope's
@@ -51,13 +51,13 @@ def load_sae(
         name: for messages; None: the path.
         place: (site, layer), or the name of a hook such as `blocks.12.hook_resid_post`. None: the
             place that the files, or the names of their folders, give.
-        k: of a TopK SAE whose files and folders do not say it.
-        norm_scaling_factor: what rows are multiplied by first, for SAELens's
+        k: the k of a TopK SAE, if its files and folders do not tell it.
+        norm_scaling_factor: the factor by which rows are multiplied first, for SAELens's
             `expected_average_only_in`.
 
     Raises:
-        SpecError: another format, a malformed file, or an SAE that is not read; the message names
-            the file.
+        SpecError: another format, a malformed file, or a kind of SAE that is not supported; the
+            message names the file.
         OSError: a file cannot be read.
     """
     path = Path(path)
@@ -76,11 +76,12 @@ def load_sae(
 
 
 def load_saes(paths: Mapping[str, str | Path]) -> dict[str, Sae]:
-    """SAEs by name, from {name: path}. The folder of a cross-layer transcoder stands for the
-    encoders of all its layers: NAME.0, NAME.1 and so on.
+    """Load SAEs from {name: path}; returns them by name. The folder of a cross-layer transcoder
+    stands for the encoders of all its layers: NAME.0, NAME.1 and so on.
 
     Raises:
-        SpecError: two have one name, or one cannot be loaded; the message names it.
+        SpecError: two SAEs have the same name, or an SAE cannot be loaded; the message has its
+            name.
     """
     found: list[Sae] = []
     for name, path in paths.items():

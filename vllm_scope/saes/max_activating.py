@@ -1,14 +1,14 @@
 """The strongest tokens of each feature of an SAE, with their context.
 
 Owns:  MaxActivating (the table), Strong (one token of it).
-Runs:  on a sink's thread; anywhere else with numpy. No torch, no engine.
+Runs:  on a sink's thread, or anywhere with numpy. Needs no torch, no engine.
 From:  sinks.max_activating, or a caller's own loop.   To: max_activating_files, neuronpedia,
        views.feature_page.
 
-Promise: the table is that of all tokens that were added, whatever their order. Of equal values the
-first by label comes first, then by position, then by the context's token ids. The table's memory is
-fixed when the table is made. A call also takes about four times BLOCK_BYTES, and 20 bytes for each
-place of its document.
+Promise: the table depends on the tokens that were added, and not on their order. Entries of equal
+value are in the order of their labels, then of their positions, then of their contexts' token ids.
+The table's memory is fixed when the table is made. A call also takes about four times BLOCK_BYTES,
+and 20 bytes for each place of its document.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from vllm_scope.saes.strongest import (
     widened,
 )
 
-#: The features of a document are taken in blocks whose entries have about so many bytes.
+#: Features of a document are processed in blocks, each with about this many bytes of entries.
 BLOCK_BYTES: Final = 1 << 24
-#: Entries are written in parts of so many bytes.
+#: Entries are written in parts of about this many bytes.
 _PART_BYTES: Final = 1 << 21
 SIZES: Final = ("num_features", "k", "before", "after")
 COUNTS: Final = ("num_documents", "num_tokens", "num_full")
@@ -50,12 +50,12 @@ class Strong:
     """One of the strongest tokens of a feature.
 
     Attributes:
-        value: of the feature at this token.
-        label: of its document; in tables of the sink the request's id.
-        position: of the token in its document.
+        value: the feature's value at this token.
+        label: the label of the token's document; in a sink's tables the request's id.
+        position: the token's position in its document.
         at: the token's index in `tokens`.
-        tokens: int32 [n], the ids of the context; it ends where the document ends.
-        values: float32 [n], the feature at each of them. NaN: it was not computed there.
+        tokens: int32 [n], the token ids of the context, which does not go beyond the document.
+        values: float32 [n], the feature's value at each of `tokens`; NaN: it was not computed.
     """
 
     value: float
@@ -76,25 +76,25 @@ class MaxActivating:
     """For each feature of an SAE its k strongest tokens, how often it is active, and a histogram.
 
     Args:
-        num_features: of the SAE.
-        k: tokens that are kept of each feature.
-        before, after: tokens of the context on either side.
+        num_features: number of the SAE's features.
+        k: number of tokens that are kept for each feature.
+        before, after: number of context tokens before and after the token.
         sae: the SAE's name, for files.
 
     Attributes:
-        num_documents, num_tokens: that were added.
-        num_full: tokens all of whose places had a feature. More features may have been active
-            there, unless the SAE is a TopK SAE.
+        num_documents, num_tokens: number of documents and tokens that were added.
+        num_full: number of tokens whose places all had a feature. Unless the SAE is a TopK SAE,
+            more features may have been active at these tokens.
         num_active: int64 [num_features]: tokens at which each feature is active.
         entries: the strongest tokens, in no order: `value`, 0 in an empty entry, `position` and
             `label`, each [num_features, k]; `tokens` and `values`, [num_features, k,
             before + 1 + after], with -1 and NaN outside of the document.
-        bars: int64 [num_features, NUM_BARS]: of each feature, its active tokens by value, in equal
-            steps from 0 to 2 ** exponents.
+        bars: int64 [num_features, NUM_BARS]: for each feature the number of active tokens by value,
+            in equal steps from 0 to 2 ** exponents.
         exponents: int16 [num_features].
 
     Raises:
-        ConfigError: a size that is not a whole number in its range.
+        ConfigError: a size is not a whole number in its range.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class MaxActivating:
         self.exponents = np.zeros(num_features, np.int16)
 
     def set_least(self) -> None:
-        """Note the least value among the entries of each feature, after they have changed."""
+        """Update the least value of each feature's entries. Call it when entries were changed."""
         self._least[:] = self.entries["value"].min(1)
 
     @property
@@ -157,17 +157,17 @@ class MaxActivating:
         indices: NDArray[np.int32],
         values: Floats,
     ) -> None:
-        """Take the features of one document. Values that are not finite are left out.
+        """Add the features of one document. Values that are not finite or not above 0 are left out.
 
         Args:
             token_ids: all tokens of the document.
             positions: int64 [n], ascending: the tokens that were encoded.
-            indices: [n, places], -1 in a place without a feature; a feature once in a token.
+            indices: [n, places]: features, each at most once for a token; -1 in an empty place.
             values: [n, places].
 
         Raises:
-            ConfigError: shapes that do not fit, or a position or a feature that is not there. The
-                table is as it was.
+            ConfigError: shapes do not fit, a position is not in the document, or a feature is not
+                in the table. The table is then unchanged.
         """
         positions, document = np.asarray(positions, np.int64), np.asarray(token_ids, np.int64)
         self._check(len(document), positions, indices, values)
@@ -181,8 +181,8 @@ class MaxActivating:
         counts = np.bincount(feature[used.ravel()], minlength=self.num_features)
         for first, last in self._blocks(counts):
             at = np.flatnonzero((feature >= first) & (feature < last))
-            # Stable, so that the positions of a feature keep their order. numpy sorts 16 bits in
-            # linear time.
+            # Stable, so that the positions of a feature keep their order. numpy sorts numbers of 16
+            # bits in linear time.
             at = at[np.argsort((feature[at] - first).astype(np.uint16), kind="stable")]
             found = Found(
                 feature[at].astype(np.int64), positions[at // indices.shape[1]],
@@ -215,10 +215,10 @@ class MaxActivating:
             )
 
     def _blocks(self, counts: Ints) -> Iterator[tuple[int, int]]:
-        """(first feature, one after the last) of each block, of at most 2**16 features.
+        """Yield (first feature, last feature + 1) of each block of at most 2**16 features.
 
         Args:
-            counts: [num_features], how often each feature comes.
+            counts: [num_features], how often each feature occurs.
         """
         size = table_bytes(1, self.k, self.before, self.after)
         ends = np.cumsum(np.where(counts > 0, size + 64 * counts, 0)) // BLOCK_BYTES
@@ -228,10 +228,10 @@ class MaxActivating:
                 yield int(first), int(last)
 
     def merge(self, other: MaxActivating) -> None:
-        """Take all that another table of this size has.
+        """Add the content of another table.
 
         Raises:
-            ConfigError: its sizes differ.
+            ConfigError: the tables differ in num_features, k, before or after.
         """
         for name in SIZES:
             ours, theirs = getattr(self, name), getattr(other, name)
@@ -256,7 +256,7 @@ class MaxActivating:
             self._merge(feature + first, value[feature, place], made)
 
     def _count(self, found: Found) -> None:
-        """Add to the counts and the histograms."""
+        """Add active features to the counts and the histograms."""
         starts, counts = runs(found.feature)
         features = found.feature[starts]
         self.num_active[features] += counts
@@ -265,17 +265,17 @@ class MaxActivating:
         new = np.where(bars.any(1), np.maximum(old, needed), needed)
         bars = widened(bars, new.astype(np.int64) - old)
         where = np.repeat(np.arange(len(features)), counts)
-        # A power of two: the product is exact.
+        # NUM_BARS is a power of two, so the product is exact.
         scaled = np.ldexp(found.value.astype(np.float64), -new[where].astype(np.int32)) * NUM_BARS
         bar = where * NUM_BARS + scaled.astype(np.int64)
         bars += np.bincount(bar, minlength=bars.size).reshape(bars.shape)
         self.bars[features], self.exponents[features] = bars, new
 
     def _candidates(self, found: Found) -> Ints:
-        """Which of `found` may be among the k strongest, by feature."""
+        """Indices into `found` of tokens that may be among a feature's k strongest, by feature."""
         some = np.flatnonzero(found.value >= self._least[found.feature])
         feature = found.feature[some]
-        order = np.lexsort((-found.value[some], feature))  # stable: then by position
+        order = np.lexsort((-found.value[some], feature))  # stable: equal values stay by position
         best: Ints = some[order[ranks(feature) < self.k]]
         return best
 
@@ -295,8 +295,8 @@ class MaxActivating:
         encoded = np.zeros(len(token_ids), bool)
         encoded[positions] = True
         made["values"][:] = np.where(inside & encoded[where], 0, np.nan)
-        # `found` has a feature once at each position, in order, so that the context's values are
-        # at most `before` places before the entry and `after` places behind it.
+        # `found` is sorted by feature, then by position, without repeats. So the context's values
+        # lie at most `before` places before the entry and `after` places behind it.
         near = np.clip(at[:, None] + context, 0, len(found.feature) - 1)
         column = found.position[near] - position + self.before
         there = (found.feature[near] == feature) & (column >= 0) & (column < len(context))
@@ -304,11 +304,12 @@ class MaxActivating:
         return made
 
     def _merge(self, feature: Ints, value: Floats, made: Callable[[Ints], Entries]) -> None:
-        """Keep the k first of the table's entries and some others, of each feature.
+        """For each feature keep the first k of its entries in the table and of the new entries.
 
         Args:
-            feature: of each of the others, ascending.
-            made: makes the entries of some of the others, by their indices.
+            feature: the feature of each new entry, ascending.
+            value: the value of each new entry.
+            made: makes some of the new entries, by their indices.
         """
         starts, counts = runs(feature)
         features = feature[starts]
@@ -319,8 +320,8 @@ class MaxActivating:
         order = np.lexsort((-value, owner))
         by = owner[order]
         rank = ranks(by)
-        # Only among the entries that equal both the last one that is kept and the first one that
-        # is left out, the other keys decide.
+        # If the last value that is kept equals the first one that is left out, the other keys
+        # decide which entries of this value are kept.
         last, out = value[order[rank == self.k - 1]], np.zeros(len(features), np.float32)
         out[by[rank == self.k]] = value[order[rank == self.k]]
         tied = np.flatnonzero((value[order] == out[by]) & (last == out)[by] & (out > 0)[by])
@@ -328,7 +329,7 @@ class MaxActivating:
             order[tied] = self._settled(order[tied], owner, features, made)
         kept = np.zeros(len(owner), bool)
         kept[order[rank < self.k]] = True
-        # As many entries of each feature are free as are new.
+        # Each feature has as many free entries as new ones.
         free, new = np.flatnonzero(~kept[: len(held)]), np.flatnonzero(kept[len(held) :])
         step = max(1, _PART_BYTES // table_bytes(1, 1, self.before, self.after))
         for i in range(0, len(new), step):
@@ -340,7 +341,13 @@ class MaxActivating:
     def _settled(
         self, tied: Ints, owner: Ints, features: Ints, made: Callable[[Ints], Entries]
     ) -> Ints:
-        """Entries of equal value in a table's order; numbers and owners as in `_merge`."""
+        """Sort entries of equal value in the table's order.
+
+        Args:
+            tied: indices of the entries: below len(features) * k of the table's, then of new ones.
+            owner: each entry's index into `features`.
+            made: as for `_merge`.
+        """
         num_held = len(features) * self.k
         held, others = tied[tied < num_held], tied[tied >= num_held]
         ours = entries_at(

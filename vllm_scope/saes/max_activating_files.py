@@ -1,7 +1,7 @@
 """Tables of strongest tokens in files: safetensors.
 
 Owns:  `encode_table`, `load_max_activating`.
-From:  max_activating.   To: sinks.max_activating; whoever looks at a table.
+From:  max_activating.   To: sinks.max_activating; callers that read a table.
 
 Promise: a table takes no more memory than its file, whatever sizes the file claims.
 """
@@ -20,12 +20,12 @@ from vllm_scope.saes.max_activating import COUNTS, SIZES, MaxActivating
 from vllm_scope.saes.strongest import LABEL_BYTES, NUM_BARS
 
 _FORMAT = "vllm_scope.max_activating.1"
-#: Beside the entries.
+#: The table's arrays beside its entries.
 _ARRAYS = ("num_active", "bars", "exponents")
 
 
 def encode_table(table: MaxActivating) -> bytes:
-    """A safetensors file of a table. Its tensors are the table's arrays; `label` is uint8
+    """A table as a safetensors file. The file's tensors are the table's arrays; `label` is uint8
     [num_features, k, LABEL_BYTES]."""
     shape = (table.num_features, table.k, LABEL_BYTES)
     tensors = table.entries | {name: getattr(table, name) for name in _ARRAYS}
@@ -35,14 +35,15 @@ def encode_table(table: MaxActivating) -> bytes:
 
 
 def load_max_activating(path: str | Path, sae: str | None = None) -> MaxActivating:
-    """The table of a file; or, of a folder, of all its files of one SAE together.
+    """The table in a file; or the merged tables of one SAE in the files of a folder.
 
     Args:
-        sae: the SAE's name. None: that of the only SAE in the folder.
+        sae: the SAE's name. None: the only SAE in the folder.
 
     Raises:
-        FileError: there is no such file, it is damaged, or the folder has several SAEs.
-        ConfigError: the sizes of the files differ.
+        FileError: there is no such file, a file is damaged, there is no table of the SAE, or `sae`
+            is None and the folder has tables of several SAEs.
+        ConfigError: the files' tables differ in num_features, k, before or after.
     """
     path = Path(path)
     if not path.exists():

@@ -1,4 +1,4 @@
-"""A table of strongest tokens as Neuronpedia's JSON of features.
+"""Converts a table of strongest tokens to Neuronpedia's JSON of features.
 
 Owns:  `neuronpedia_features`.
 From:  max_activating.   To: a file in JSON; views.feature_page shows the same facts.
@@ -14,9 +14,9 @@ import numpy as np
 
 from vllm_scope.saes.max_activating import MaxActivating, Strong
 
-#: The text of a token id, such as `lambda i: tokenizer.decode([i])`.
+#: A token id -> its text, such as `lambda i: tokenizer.decode([i])`.
 Decode = Callable[[int], str]
-#: Digits behind the point of a value.
+#: Digits of a value after the decimal point.
 _DIGITS = 4
 
 
@@ -29,12 +29,12 @@ def neuronpedia_features(
     features: Sequence[int] | None = None,
     labels: Mapping[int, str] | None = None,
 ) -> Iterator[dict[str, object]]:
-    """The features as plain JSON values, one after another.
+    """Yield each feature as plain JSON values.
 
     Args:
-        decode: the text of a token id.
+        decode: returns the text of a token id.
         model, source: Neuronpedia's names of the model and of the SAE (`modelId`, `layer`).
-        features: their numbers; None: all that are active at some token.
+        features: numbers of the wanted features; None: all that are active at some token.
         labels: explanations of features, by number.
 
     Yields:
@@ -42,9 +42,9 @@ def neuronpedia_features(
         the share of tokens at which the feature is active; `freq_hist_data_bar_values` and
         `freq_hist_data_bar_heights`, of equal length: the middles of the histogram's bars and how
         many tokens each has; `explanations`, a list of `{"description"}`; and `activations`, the
-        strongest tokens: of each `tokens` and `values` (0 where it was not computed), `maxValue`,
-        `maxValueTokenIndex` and `minValue` of these values, and `qualifyingTokenIndex`, the token
-        for which the context was kept.
+        strongest tokens: for each one the `tokens` and `values` of its context (0 where the feature
+        was not computed), `maxValue`, `maxValueTokenIndex` and `minValue` of these values, and
+        `qualifyingTokenIndex`, the index of the token for which the context was kept.
     """
     if features is None:
         features = np.flatnonzero(found.num_active).tolist()

@@ -13,8 +13,8 @@ from vllm_scope.analysis.hook_names import stream_of_hook
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import MAX_LAYER, Place, canonical_site
 
-#: A module of Hugging Face's: what follows the layer's number -> site. What `post_attention` and
-#: other norms give is not listed: in some models it is a row of the stream, in others not.
+#: A Hugging Face module's name after the layer's number -> site. `post_attention` and other norms
+#: are not listed: in some models their output is a row of the stream, in others it is not.
 _MODULES = {
     "": "resid_post",
     ".output": "resid_post",
@@ -25,7 +25,7 @@ _MODULES = {
     ".self_attn.input": "attn_in",
     ".post_feedforward_layernorm.output": "mlp_out",
 }
-#: Before the norm of the MLP it is the stream. `hook_normalized` is inside the norm.
+#: `hook_mlp_in` is the stream before the MLP's norm. `hook_normalized` is inside a norm.
 _BEFORE_NORM = re.compile(r"blocks\.([0-9]{1,5})\.hook_mlp_in")
 _INSIDE_NORM = re.compile(r"blocks\.[0-9]+\.ln[12]\.hook_normalized")
 _MODULE = re.compile(r"(?:[a-z_]+\.)*(?:layers|h)\.([0-9]{1,5})([a-z_.]*)")
@@ -36,7 +36,7 @@ def place_of(hook: object, where: str) -> Place:
     `model.layers.12`, or a pair (site, layer).
 
     Raises:
-        SpecError: it means no site that can be read.
+        SpecError: the name means no site that can be read.
     """
     if isinstance(hook, tuple | list) and len(hook) == 2:
         site, layer = canonical_site(hook[0], f"{where}[0]"), hook[1]
@@ -63,8 +63,8 @@ def place_of(hook: object, where: str) -> Place:
 
 
 def number_in(path: Path, pattern: str) -> int | None:
-    """The number that a pattern's only group finds in a path, in the last of its parts that has
-    one."""
+    """The number that the pattern's only group finds in the last part of a path that matches; None
+    if no part matches."""
     for part in reversed(path.absolute().parts):
         if match := re.search(pattern, part):
             return int(match[1])

@@ -3,7 +3,7 @@
 Owns:  `load`.
 
 The file has `W_enc` [d_sae, d_model], `W_dec` [d_model, d_sae], `b_enc` and `b_dec` of a TopK SAE
-of layer n's `resid_post`. The encoder does not take `b_dec` from the row. k is in the folder's
+of layer n's `resid_post`. The encoder does not subtract `b_dec` from the row. k is in the folder's
 name, as in `SAE-Res-Qwen3-8B-Base-W64K-L0_50`.
 
 Source: sae_lens 6.54, loading/pretrained_sae_loaders.py; the model cards of Qwen/SAE-Res-*
@@ -27,7 +27,7 @@ _NAMES = ("W_enc", "W_dec", "b_enc", "b_dec")
 
 
 def load(path: Path, given: Given) -> Sae:
-    """Raises SpecError and OSError."""
+    """The SAE in a file `layer{n}.sae.pt`. Raises SpecError and OSError."""
     layer = number_in(Path(path.name), r"layer([0-9]{1,5})\.sae\.pt")
     k = given.k or number_in(path, r"L0_([0-9]{1,6})$")
     if given.place is None and layer is None:
@@ -55,11 +55,11 @@ def load(path: Path, given: Given) -> Sae:
 
 
 def _map_pt(path: Path) -> Tensors:
-    """Tensors by name, of a file that torch.save wrote.
+    """The tensors, by name, of a file that torch.save wrote.
 
     Raises:
-        SpecError: malformed, or with anything else than plain tensors.
-        OSError: it cannot be read.
+        SpecError: the file is malformed, or has anything but plain tensors.
+        OSError: the file cannot be read.
     """
     try:
         # With weights_only torch builds tensors and nothing else.
@@ -80,7 +80,7 @@ def _map_pt(path: Path) -> Tensors:
             or type(tensor) is not Tensor
             or tensor.layout != torch.strided
             or tensor.device.type != "cpu"
-            # A repeated stride makes a large tensor of a few bytes.
+            # Strides that overlap make a large tensor out of a few bytes.
             or tensor.nbytes > tensor.untyped_storage().nbytes()
         ):
             raise SpecError(f"{path}: {shown(name)} is not a plain tensor.")

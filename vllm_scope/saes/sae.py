@@ -11,11 +11,11 @@ What an SAE makes of a row x, with W_j as the row j of `encoder` and D_j as the 
 
     pre_j     = (input_scale x - b_dec) . W_j + b_j      without b_dec if not apply_b_dec_to_input
     standard    relu(pre_j)
-    jumprelu    pre_j if pre_j > threshold_j, and if it is positive; else 0
-    batchtopk   as jumprelu: its choice among a whole batch became a threshold after training
-    topk        relu(pre_j) for the k largest pre of the row; else 0
+    jumprelu    pre_j if pre_j > threshold_j and pre_j > 0; else 0
+    batchtopk   as jumprelu: after training, a threshold takes the place of the choice in a batch
+    topk        relu(pre_j) if pre_j is among the k largest of the row; else 0
     gated       relu(exp(gain_j) (pre_j - b_j) + b_j) if pre_j - b_j + gate_bias_j > 0; else 0
-    x again   = (sum_j feature_j D_j + b_dec) / input_scale
+    decoded x = (sum_j feature_j D_j + b_dec) / input_scale
 
 With `unit_decoder`, pre_j is multiplied by the norm of D_j, and D_j divided by it.
 
@@ -37,12 +37,12 @@ from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import Place
 
 Architecture = Literal["standard", "jumprelu", "topk", "batchtopk", "gated"]
-#: What makes a feature of its pre-activation s. "relu": max(s, 0). "jumprelu": s if s is above the
-#: threshold, else 0. "topk": max(s, 0) if s is among the row's k largest, which one feature alone
-#: cannot tell.
+#: How a feature follows from its pre-activation s. "relu": max(s, 0). "jumprelu": s if s is above
+#: the threshold, else 0. "topk": max(s, 0) if s is among the row's k largest, else 0; this needs
+#: the pre-activations of all features.
 Kind = Literal["relu", "jumprelu", "topk"]
 
-#: The fields that an architecture needs; it must not have the others.
+#: The fields that an architecture needs. An SAE must not have those of other architectures.
 _NEEDS: Final[dict[str, set[str]]] = {
     "standard": set(),
     "jumprelu": {"threshold"},
@@ -52,7 +52,7 @@ _NEEDS: Final[dict[str, set[str]]] = {
 }
 #: Numbers of a matrix that are in memory as float32 at a time.
 _NUMBERS_AT_ONCE: Final = 1 << 24
-#: Norm of a decoder row that is zero, as SAELens has it.
+#: The least norm of a decoder row, as in SAELens; it is used for a row that is zero.
 _LEAST_NORM: Final = 1e-8
 
 _CPU: Final = torch.device("cpu")
@@ -68,8 +68,8 @@ class Feature:
 
     Attributes:
         encoder, decoder: float32 [d_model], CPU.
-        encoder_bias: with all constants folded in, `b_dec` too.
-        threshold: of kind "jumprelu", at least 0; None of the others.
+        encoder_bias: the bias with all constants folded in, also `b_dec`.
+        threshold: at least 0 if `kind` is "jumprelu"; else None.
     """
 
     encoder: Tensor
@@ -84,7 +84,8 @@ class Folded(NamedTuple):
 
     Attributes:
         encoder: [n, d_model].
-        bias, threshold: [n]; no threshold if the kind is not "jumprelu".
+        bias: [n].
+        threshold: [n]; None if the kind is not "jumprelu".
     """
 
     encoder: Tensor
@@ -98,21 +99,22 @@ class Sae:
 
     Attributes:
         name: for messages.
-        place: where its rows come from. Rows of `z` are flattened: d_model is heads * size.
-        encoder: [d_sae, d_model] of a float dtype, CPU; it may be a view.
-        decoder: [d_sae, d_out], likewise; d_out is d_model, unless it is a transcoder.
+        place: the place whose rows the SAE encodes. Rows of `z` are flattened: d_model is the
+            number of heads times the size of each.
+        encoder: [d_sae, d_model] of a float dtype, CPU; it may be a view of a mapped file.
+        decoder: [d_sae, d_out], likewise; d_out is d_model, unless the SAE is a transcoder.
         encoder_bias: [d_sae]; of a gated SAE the bias of the magnitude.
         decoder_bias: [d_out], `b_dec`.
-        apply_b_dec_to_input: `b_dec` is taken from the row before the encoder.
-        threshold: [d_sae], of jumprelu and batchtopk.
-        k: of topk.
-        gate_bias, gain: [d_sae], of gated; the magnitude's weights are exp(gain) times the gate's.
+        apply_b_dec_to_input: True: `b_dec` is subtracted from the row before the encoder.
+        threshold: [d_sae], for jumprelu and batchtopk.
+        k: for topk, the number of features of a row that are kept.
+        gate_bias, gain: [d_sae], for gated; the magnitude's weights are exp(gain) times the gate's.
         input_scale: rows are multiplied by it first. In SAELens it is the norm scaling factor.
-        unit_decoder: pre-activations count in units in which each decoder row has norm 1.
-        output: of a transcoder, the place of the rows that it decodes to; None of an SAE.
-        skip: [d_out, d_model], of a transcoder that has it.
+        unit_decoder: True: pre-activations are in units in which each decoder row has norm 1.
+        output: the place of the rows to which a transcoder decodes; None for other SAEs.
+        skip: [d_out, d_model], the matrix of a transcoder with a skip; else None.
 
-    All but `encoder`, `decoder` and `skip` are kept as float32.
+    All tensors but `encoder`, `decoder` and `skip` are kept as float32.
 
     Raises:
         SpecError: shapes do not agree; a number of the vectors is not finite; or the fields are not
@@ -185,7 +187,7 @@ class Sae:
             [..., d_sae] or [..., len(indices)], float32.
 
         Raises:
-            SpecError: a wrong shape, an index out of range, or weights that are not finite.
+            SpecError: a shape is wrong, an index is out of range, or weights are not finite.
         """
         x = self._checked(x, self.d_model, "x")
         if self.input_scale != 1:
@@ -203,7 +205,7 @@ class Sae:
 
     @torch.no_grad()
     def decode(self, features: Tensor, x: Tensor | None = None) -> Tensor:
-        """The rows that features stand for, with `b_dec`; of a transcoder, the rows of its output.
+        """Decode features to rows, with `b_dec`. A transcoder decodes to rows of its output.
 
         Args:
             features: [..., d_sae], any float dtype, CPU.
@@ -213,7 +215,8 @@ class Sae:
             [..., d_out], float32.
 
         Raises:
-            SpecError: a wrong shape, weights that are not finite, or no `x` for a `skip`.
+            SpecError: a shape is wrong, weights are not finite, or `x` is missing for a skip or
+                given without one.
         """
         features = self._checked(features, self.d_sae, "features")
         if (x is None) != (self.skip is None):
@@ -233,10 +236,11 @@ class Sae:
 
     @torch.no_grad()
     def feature(self, index: int) -> Feature:
-        """One feature. Reads one row of each matrix.
+        """The feature with this index. Reads one row of each matrix.
 
         Raises:
-            SpecError: an index out of range, weights that are not finite, or a transcoder.
+            SpecError: the index is out of range, weights are not finite, or the SAE is a
+                transcoder.
         """
         if self.output is not None:
             raise self._wrong(
@@ -258,19 +262,19 @@ class Sae:
 
     @torch.no_grad()
     def folded(self, device: torch.device = _CPU) -> Iterator[Folded]:
-        """All features in their order, in parts that fit in memory.
+        """Yield all features in their order, in parts that fit in memory.
 
         Raises:
-            SpecError: weights that are not finite.
+            SpecError: weights are not finite.
         """
         return (self._folded(pick, device) for pick in self._picks(None))
 
     @torch.no_grad()
     def fold(self, indices: Sequence[int]) -> Folded:
-        """Some features. Reads their rows alone.
+        """The features with these indices. Reads only their rows.
 
         Raises:
-            SpecError: an index out of range, or weights that are not finite.
+            SpecError: an index is out of range, or weights are not finite.
         """
         return self._folded(self._indices(indices))
 
@@ -278,13 +282,13 @@ class Sae:
         def exact(vector: Tensor) -> Tensor:
             return vector[pick].to(device).double()
 
-        # In float64, so that folding costs no more than the rounding of the result.
+        # In float64, so that the rounding of the result is the only error of folding.
         encoder, bias = self._read("encoder", pick, device).double(), exact(self.encoder_bias)
         threshold = None if self.threshold is None else exact(self.threshold)
         factor = torch.ones_like(bias)
         if self.gate_bias is not None and self.gain is not None:
             factor = exact(self.gain).exp()
-            # pre - b + gate_bias > 0, in terms of the magnitude exp(gain) (pre - b) + b.
+            # pre - b + gate_bias > 0 as a bound on the magnitude exp(gain) (pre - b) + b.
             threshold = bias - factor * exact(self.gate_bias)
         elif self.unit_decoder:
             factor = _norms(self._read("decoder", pick, device).double())
@@ -296,7 +300,7 @@ class Sae:
         return Folded(encoder * (factor * self.input_scale)[:, None], bias, threshold)
 
     def _active(self, x: Tensor, pick: Pick) -> Tensor:
-        """The features of all architectures but topk; x is what the encoder takes."""
+        """The features `pick` of all architectures but topk; x is the encoder's input."""
         pre = self._pre(x, pick)
         if self.gate_bias is not None and self.gain is not None:
             magnitude = pre * self.gain[pick].exp() + self.encoder_bias[pick]
@@ -305,7 +309,7 @@ class Sae:
         return active if self.threshold is None else active * (pre > self.threshold[pick])
 
     def _pre(self, x: Tensor, pick: Pick) -> Tensor:
-        """Pre-activations; of a gated SAE without a bias."""
+        """Pre-activations of the features `pick`; those of a gated SAE have no bias."""
         pre = x @ self._read("encoder", pick).T
         if self.architecture == "gated":
             return pre
@@ -385,7 +389,7 @@ class Sae:
             raise self._wrong(
                 f"its {name} is {vector.dtype} {list(vector.shape)}; it is of floats, [{size}]"
             )
-        # A copy: the file may be closed.
+        # A copy, because the file may be closed later.
         vector = vector.to(torch.float32, copy=True)
         if not vector.isfinite().all():
             raise self._wrong(f"its {name} has a number that is not finite in float32")

@@ -4,7 +4,8 @@ Owns:  `load`, and the configuration of all versions of SAELens.
 
 | tensor                    | shape                     | of                      |
 |---------------------------|---------------------------|-------------------------|
-| `W_enc`, `W_dec`          | [d_in, d_sae] and back    | all                     |
+| `W_enc`                   | [d_in, d_sae]             | all                     |
+| `W_dec`                   | [d_sae, d_in]             | all                     |
 | `b_dec`                   | [d_in]                    | all                     |
 | `b_enc`                   | [d_sae]                   | all but gated           |
 | `threshold`               | [d_sae]                   | jumprelu, batchtopk     |
@@ -14,10 +15,10 @@ Owns:  `load`, and the configuration of all versions of SAELens.
 | `W_skip`                  | [d_out, d_in]             | skip transcoders        |
 
 A transcoder's W_dec is [d_sae, d_out] and its b_dec [d_out]; `hook_name_out` names its output, in
-`metadata` or, in older files, at the top. Its b_dec is never taken from its input.
+`metadata` or, in older files, at the top level. Its b_dec is never subtracted from its input.
 
-Before version 6 the fields of `metadata` were at the top, `architecture` may be missing, and topk
-was an activation function.
+In files before version 6 the fields of `metadata` are at the top level, `architecture` may be
+missing, and topk is an activation function.
 
 Source: sae_lens 6.54, loading/pretrained_sae_loaders.py, saes/sae.py, saes/transcoder.py
 """
@@ -37,7 +38,7 @@ from vllm_scope.saes.places import place_of
 from vllm_scope.saes.sae import Sae
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
-#: SAELens's names of tensors -> ours, of each architecture, besides W_enc, W_dec and b_dec.
+#: For each architecture: SAELens's name of a tensor -> ours, besides W_enc, W_dec and b_dec.
 _VECTORS = {
     "standard": {"b_enc": "encoder_bias"},
     "topk": {"b_enc": "encoder_bias"},
@@ -79,7 +80,7 @@ class _Config(msgspec.Struct):
 
 
 def load(folder: Path, given: Given) -> Sae:
-    """Raises SpecError and OSError."""
+    """The SAE of a folder. Raises SpecError and OSError."""
     path = folder / CONFIG
     config = read_config(path, _Config)
     transcodes = _TRANSCODERS.get(config.architecture)

@@ -3,8 +3,8 @@
 Owns:  `load`.
 
 The tensors are `encoder.weight` [d_sae, d_in], `encoder.bias`, `W_dec` [d_sae, d_in] and `b_dec`
-of a TopK SAE, which takes `b_dec` from the row first. The folder `layers.5` is the output of
-layer 5.
+of a TopK SAE, which subtracts `b_dec` from the row first. The folder `layers.5` has the SAE of the
+output of layer 5.
 
 Source: eai-sparsify 1.3.3, sparse_coder.py, fused_encoder.py
 """
@@ -34,7 +34,7 @@ class _Config(msgspec.Struct):
 
 
 def load(folder: Path, given: Given) -> Sae:
-    """Raises SpecError and OSError."""
+    """The SAE of a folder. Raises SpecError and OSError."""
     path = folder / CONFIG
     config = read_config(path, _Config)
     if config.activation != "topk" or config.signed:

@@ -1,6 +1,6 @@
-"""Arrays of features that are active, of a table's entries, and of its histograms.
+"""Arrays of active features, of a table's entries, and of a table's histograms.
 
-Owns:  Found, Entries, and how entries are ordered and histograms grow.
+Owns:  Found, Entries, the order of entries, and the widening of histograms.
 Runs:  as max_activating.   To: max_activating.
 """
 
@@ -26,8 +26,8 @@ Entries = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Found:
-    """Active features, by feature and then by position: of each its number, its position and its
-    value."""
+    """Active features, sorted by feature and then by position: the number, position and value of
+    each."""
 
     feature: Ints
     position: Ints
@@ -35,10 +35,10 @@ class Found:
 
 
 def empty(shape: tuple[int, ...], context: int) -> Entries:
-    """Entries of value 0.
+    """Empty entries: their value is 0.
 
     Args:
-        context: tokens of each.
+        context: number of tokens of each entry's context.
     """
     return {
         "value": np.zeros(shape, np.float32), "position": np.zeros(shape, np.int32),
@@ -49,7 +49,7 @@ def empty(shape: tuple[int, ...], context: int) -> Entries:
 
 
 def runs(ascending: Ints) -> tuple[Ints, Ints]:
-    """Where the runs of equal items start, and how long they are."""
+    """The start and the length of each run of equal items."""
     starts = np.flatnonzero(np.diff(ascending, prepend=-1))
     return starts, np.diff(starts, append=len(ascending))
 
@@ -66,7 +66,7 @@ def entries_at(entries: Entries, feature: Ints, place: Ints, some: Ints) -> Entr
 
 
 def order_of(every: Entries, owner: Ints) -> Ints:
-    """The order of entries by owner, then as in a table."""
+    """Indices that sort entries by owner, then as in a table: by value, label, position, tokens."""
     tokens = np.ascontiguousarray(every["tokens"])
     as_text = tokens.view(f"S{tokens.shape[1] * tokens.itemsize}")[:, 0]
     keys = (as_text, every["position"], every["label"], -every["value"], owner)
@@ -75,7 +75,7 @@ def order_of(every: Entries, owner: Ints) -> Ints:
 
 
 def widened(bars: Ints, doublings: NDArray[np.integer]) -> Ints:
-    """Histograms [n, NUM_BARS] whose ranges grow by so many doublings, where they have counts."""
+    """Histograms [n, NUM_BARS], each with its range doubled `doublings` times if it has counts."""
     bars = bars.copy()
     left = np.where(bars.any(1), np.minimum(doublings, NUM_BARS.bit_length()), 0)
     while (grow := left > 0).any():

@@ -1,15 +1,16 @@
 """Sweeps: one edit at every place of a grid, and what each does to the next token.
 
-metrics.py  what a cell's value is: Metric, and LogitDifference, Logprob, KL
-sweep.py    what a caller asks for, and its prompts as token ids
-source.py   the rows that edits take their vectors from
-paths.py    path patching: the further requests of a cell that acts along direct paths alone
-plan.py     which requests a sweep is made of, and in which order
-yielding.py when they are sent while others have requests in the engine
+metrics.py  the value of a cell: Metric, and LogitDifference, Logprob, KL
+sweep.py    the caller's sweep, and its prompts as token ids
+source.py   the rows from which edits take their vectors
+paths.py    path patching: the further requests of a cell whose edit acts only along direct paths
+plan.py     the requests of a sweep, and their order
+yielding.py when cells are sent while the engine has other requests
 table.py    the values with their names, as files and as a picture
 wire.py     a sweep and its table as JSON, for HTTP
 
-Here is no engine: engine/frontend/sweep_runs.py sends the requests of a plan. numpy, no torch.
+No file here has an engine: engine/frontend/sweep_runs.py sends the requests of a plan. Needs numpy;
+torch only where rows are read.
 """
 
 from vllm_scope.sweeps.metrics import KL, LogitDifference, Logprob, Metric

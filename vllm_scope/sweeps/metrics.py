@@ -1,10 +1,10 @@
-"""What a cell's value is: a number of the log-probabilities of the next token.
+"""The value of a cell: a number made of the log-probabilities of the next token.
 
 Owns:  Metric, and the metrics LogitDifference, Logprob and KL.
 From:  the log-probabilities that vLLM returns for the last token of a prompt.   To: plan.
 
-Promise: a metric needs no logits. Logits and log-probabilities of a token differ by the same number
-for all tokens of a vocabulary, so a difference of two is the same.
+Promise: a metric needs no logits. A token's logit and its log-probability differ by the same number
+for all tokens of the vocabulary, so the difference of two logits is that of the log-probabilities.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: Tokens that a metric may name: vLLM's MAX_LOGPROB_TOKEN_IDS.
 MOST_TOKENS = 128
-#: Texts of several tokens that a warning names.
+#: How many texts of several tokens a warning names.
 _MOST_TOLD = 3
 #: Log-probabilities of the next token, float64: of a metric's tokens in their order, or of all
 #: tokens by their ids.
@@ -37,22 +37,22 @@ Encode = Callable[[str], list[int]]
 
 
 class Metric(ABC):
-    """A number of the next token's distribution. One of your own has these two methods; a server
-    takes LogitDifference, Logprob and KL alone."""
+    """A number made of the next token's distribution. A metric of your own has these two methods. A
+    server takes only LogitDifference, Logprob and KL."""
 
     #: A few words, for the table and the picture.
     name: ClassVar[str] = "metric"
 
     @abstractmethod
     def token_ids(self, encode: Encode, num_prompts: int) -> list[tuple[int, ...]]:
-        """The tokens whose log-probabilities it takes, for each prompt: at most 128, which differ;
-        empty for all tokens (the engine then needs max_logprobs=-1).
+        """For each prompt, the tokens whose log-probabilities the metric takes: at most 128, all
+        different, or an empty tuple for all tokens (the engine then needs max_logprobs=-1).
 
         Args:
             encode: a text -> the list of its token ids, without special tokens.
 
         Raises:
-            SpecError: no token, or not one for each prompt.
+            SpecError: a text has no token, or there is not one token for each prompt.
         """
 
     @abstractmethod
@@ -60,15 +60,15 @@ class Metric(ABC):
         """The value of one cell.
 
         Args:
-            found: float64 [number of the prompt's token_ids], in their order; of all tokens, by
-                their ids. With the edit.
+            found: log-probabilities with the edit, float64 [number of the prompt's token_ids], in
+                the order of token_ids; if that is empty, of all tokens, by id.
             clean: the same without the edit.
         """
 
 
 @dataclass(frozen=True)
 class LogitDifference(Metric):
-    """The logit of token `a` less the logit of token `b`.
+    """The logit of token `a` minus the logit of token `b`.
 
     Args:
         a, b: a token's id, or a text, which stands for its first token (" Paris", with the space
@@ -102,7 +102,7 @@ class Logprob(Metric):
     """The log-probability of a token.
 
     Args:
-        token: as `LogitDifference.a`.
+        token: as `a` of LogitDifference.
     """
 
     token: Any
@@ -119,7 +119,7 @@ class Logprob(Metric):
 class KL(Metric):
     """KL(clean || edited) of the next token, in nats, over the whole vocabulary.
 
-    vLLM returns every log-probability for it, so the engine must allow them:
+    vLLM returns the log-probabilities of all tokens for this metric, so the engine must allow them:
     `LLM(..., max_logprobs=-1)`. A cell then costs time in proportion to the vocabulary.
     """
 
@@ -135,10 +135,10 @@ class KL(Metric):
 
 
 def token_ids_of(metric: Metric, encode: Encode, num_prompts: int) -> list[tuple[int, ...]]:
-    """`Metric.token_ids`, checked.
+    """What `metric.token_ids` returns, after a check.
 
     Raises:
-        SpecError: it does not return tuples of token ids, one for each prompt.
+        SpecError: the metric does not return tuples of token ids, one for each prompt.
     """
     found = metric.token_ids(encode, num_prompts)
     name = f"{type(metric).__name__}.token_ids"
@@ -162,10 +162,10 @@ def token_ids_of(metric: Metric, encode: Encode, num_prompts: int) -> list[tuple
 
 
 def value_of(metric: Metric, found: Logprobs, clean: Logprobs, where: str) -> float:
-    """`Metric.value`.
+    """What `metric.value` returns, as a float.
 
     Raises:
-        ScopeError: it fails, or returns no number.
+        ScopeError: the metric fails, or returns no number.
     """
     try:
         return float(metric.value(found, clean))
@@ -177,7 +177,7 @@ def value_of(metric: Metric, found: Logprobs, clean: Logprobs, where: str) -> fl
 
 
 def encode_text(text: str, encode: Encode, where: str) -> list[int]:
-    """Its token ids. Raises SpecError, which begins with `where`."""
+    """The token ids of a text. Raises SpecError, whose sentence begins with `where`."""
     if not is_unicode(text):
         raise SpecError(
             f"{where} is {shown(text)}, which has half of a surrogate pair; give whole characters."
@@ -187,13 +187,13 @@ def encode_text(text: str, encode: Encode, where: str) -> list[int]:
 
 
 def _at(value: Any, i: int) -> object:
-    """Of a prompt, what stands for its token."""
+    """The token id or text that a metric's argument has for prompt i."""
     several = isinstance(value, Sequence) and not isinstance(value, str)
     return value[i] if several else value
 
 
 def _tokens(value: Any, encode: Encode, num_prompts: int, where: str) -> list[int]:
-    """One token id for each prompt. A text of several tokens is told in the log."""
+    """One token id for each prompt. The log names texts of several tokens."""
     value = as_numbers(value)
     several = isinstance(value, Sequence) and not isinstance(value, str)
     each = list(value) if several else [value]
@@ -215,7 +215,7 @@ def _tokens(value: Any, encode: Encode, num_prompts: int, where: str) -> list[in
 
 @lru_cache(maxsize=256)
 def _warn(where: str, texts: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
-    """Say, once for the same texts, that texts have several tokens."""
+    """Log, once for the same texts, that these texts have several tokens."""
     some = [f"{shown(text)} ({', '.join(map(str, ids))})" for text, ids in texts[:_MOST_TOLD]]
     if len(texts) > _MOST_TOLD:
         some.append(f"{len(texts) - _MOST_TOLD} more")
@@ -227,7 +227,7 @@ def _warn(where: str, texts: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
 
 
 def _token_ids(value: object, encode: Encode, where: str) -> tuple[int, ...]:
-    """The tokens of a text, or the one of an id."""
+    """The token ids of a text, or the tuple of one id."""
     if isinstance(value, str):
         ids = encode_text(value, encode, where)
         if not ids:

@@ -1,15 +1,16 @@
 """Path patching: the effect of an edit along the direct paths from its place to chosen receivers.
 
-Owns:  `parse_receivers`, and Paths, which makes the requests of a cell behind its first one.
+Owns:  `parse_receivers`, and Paths, which makes the requests of a cell.
 From:  sweep (the receivers), plan (the edit, and the rows of the prompt's own run).   To: plan.
 
-All other attention and MLP outputs are held at those of the prompt's own run. Then the stream
-between the edited part and a receiver is the prompt's own stream plus what the edit changed behind
-its part. So nothing is held layer by layer: a cell is
+All other attention and MLP outputs must be those of the prompt's own run, without an edit. Between
+the edited part of a layer and a receiver, the stream is then the prompt's own stream plus the
+change that the edit makes directly after that part. So no output has to be held layer by layer. A
+cell is
 
-1. a request with the edit, which reads the stream behind the edited part;
+1. a request with the edit, which reads the stream after the edited part;
 2. a request that sets the streams before the receivers, each to the prompt's own plus that change,
-   and reads the receivers (not if all receivers are on the stream);
+   and reads the receivers (left out if all receivers are on the stream);
 3. a request that sets the receivers to these rows. Its answer is the cell's. If receivers are heads
    of several layers, there is one more request for each further layer.
 
@@ -41,22 +42,23 @@ from vllm_scope.request.spec import MAX_EDITS, MAX_SPEC_BYTES
 from vllm_scope.sweeps.source import Floats, ReadRows, of_head
 
 LOGITS: Final = "logits"
-#: Numbers of the rows in one request of a cell. A number takes 16/3 characters of base64; the rest
-#: of six is for the positions of the rows and the names of the sites.
+#: The most numbers in the rows of one request of a cell. A number takes 16/3 characters in base64;
+#: six are reserved, so that the positions of the rows and the names of the sites also have room.
 MAX_NUMBERS: Final = MAX_SPEC_BYTES // 6
 #: (site, layer, head) of each receiver; the head is None for the whole row.
 Receivers = tuple[tuple[str, int, int | None], ...]
 #: Called with the rows that a cell's request read, and with those of the prompt's own run. Returns
-#: the actions of the cell's next request, and the step behind it; None if its answer is the cell's.
+#: the actions of the cell's next request, and the step after that request: None if the request's
+#: answer is the cell's.
 Step = Callable[[ReadRows, ReadRows], tuple[tuple[Action, ...], "Step | None"]]
-#: Sites whose edit at a position changes what their layer's attention gives at later positions.
+#: Sites where an edit at a position changes their layer's attention output at later positions.
 _SEEN_LATER: Final = ("attn_in", "k", "v")
-#: Sites whose row has what the attention takes from earlier positions.
+#: Sites whose row depends on earlier positions through their layer's attention.
 _SEES_EARLIER: Final = ("z", "attn_out")
 
 
 def parse_receivers(value: Any) -> Receivers | None:
-    """What `Sweep.receivers` means; None for the logits.
+    """The receivers that `Sweep.receivers` names; None for the logits.
 
     Raises:
         SpecError: neither "logits" nor a list of (site, layer) or (site, layer, head).
@@ -124,14 +126,14 @@ class Paths:
         return place
 
     def senders(self, places: Sequence[Place], named: bool) -> tuple[Place, ...]:
-        """The places from which a path leads to a receiver.
+        """Those of `places` from which a path leads to a receiver.
 
         Args:
-            named: the caller chose the layers.
+            named: True if the caller named the layers.
 
         Raises:
-            SpecError: no path leads from a layer that was named, or from any; or the stream behind
-                a place is not tapped.
+            SpecError: no path leads from a layer that was named, or from any place; or the stream
+                after a place is not tapped.
         """
         found = tuple(place for place in places if self._reached(_exit(place)))
         for place in places:
@@ -148,7 +150,7 @@ class Paths:
         return [to for to, entry in self._entries.items() if exit_.boundary <= entry.boundary]
 
     def reads(self, senders: Iterable[Place], first: int, length: int) -> tuple[Read, ...]:
-        """What is read of the prompt's own run, from position `first` on."""
+        """The reads of the prompt's own run, from position `first` on."""
         places = [*map(_exit, senders), *self._entries.values()]
         places += [place for place, heads in self._heads.items() if heads is not None]
         return _reads(places, list(range(first, length)))
@@ -161,7 +163,7 @@ class Paths:
 
         Args:
             at, length: as for `begin`.
-            num_edited: the rows that the cell's edits have.
+            num_edited: number of rows in the cell's edits.
             where: the prompt's name.
         """
         reached = self._reached(_exit(sender))
@@ -187,11 +189,11 @@ class Paths:
     def begin(
         self, sender: Place, edits: tuple[Action, ...], at: list[int], length: int
     ) -> tuple[tuple[Action, ...], Step]:
-        """The actions of a cell's first request, and what comes after it.
+        """The actions of a cell's first request, and the step after that request.
 
         Args:
             at: the positions that are edited, ascending.
-            length: tokens of the prompt.
+            length: number of the prompt's tokens.
         """
         changed, exit_ = _changed(sender, at, length), _exit(sender)
         return (*edits, *_reads([exit_], changed)), partial(self._enter, exit_, changed, length)
@@ -199,8 +201,9 @@ class Paths:
     def _positions(self, reached: list[Place], changed: list[int], length: int) -> list[int]:
         """The positions at which receivers are set.
 
-        Behind a receiver's own attention, and before a second receiver, later positions may differ
-        from the prompt's own.
+        Rows at later positions may also differ from the prompt's own, if a receiver lies after its
+        layer's attention (`z`, `attn_out`), or if the receivers do not all follow the same place of
+        the stream.
         """
         alone = len({self._entries[place] for place in reached}) == 1
         if alone and not any(place.site in _SEES_EARLIER for place in reached):
@@ -229,7 +232,7 @@ class Paths:
         self, at: list[int], inner: list[Place], found: dict[Place, Floats], rows: ReadRows,
         plain: ReadRows,
     ) -> tuple[tuple[Action, ...], Step | None]:  # fmt: skip
-        """Receivers that were read."""
+        """The step after the request that read the receivers inside of the layers."""
         found = {**found, **{place: rows.at(place, at) for place in inner}}
         depths: dict[tuple[int, int], list[Place]] = {}
         for place in found:
@@ -242,14 +245,14 @@ class Paths:
     ) -> tuple[tuple[Action, ...], Step | None]:  # fmt: skip
         """Set receivers, from the first depth on.
 
-        The heads beside a receiver's are free to follow the receivers at earlier depths. So they
-        are read before the row is set.
+        Heads that are no receivers follow the receivers at earlier depths. So if a receiver is a
+        head, its row is read with these receivers set, before the row is set itself.
 
         Args:
-            depths: the receivers that are not set yet, the earliest first.
+            depths: the receivers that are not set yet, by depth, the earliest first.
             found: the row of each receiver.
-            done: what is set already.
-            rows: of the receivers of the first depth, while those in `done` were set.
+            done: the rows that are set already.
+            rows: rows of the receivers of the first depth, read while those in `done` were set.
         """
         done = dict(done)
         for i, places in enumerate(depths):
@@ -262,7 +265,7 @@ class Paths:
         return _sets(done, at), None
 
     def _joined(self, place: Place, found: Floats, rows: ReadRows, at: list[int]) -> Floats:
-        """A receiver's row: of its heads as found, of others as in `rows`."""
+        """A receiver's row: the heads that are receivers from `found`, the others from `rows`."""
         heads = self._heads[place]
         if heads is None:
             return found
@@ -273,12 +276,12 @@ class Paths:
 
 
 def _changed(sender: Place, at: list[int], length: int) -> list[int]:
-    """The positions at which the stream behind an edited part may change."""
+    """The positions at which the stream after an edited part may change."""
     return list(range(at[0], length)) if sender.site in _SEEN_LATER else at
 
 
 def _exit(sender: Place) -> Place:
-    """The place on the stream behind the part of the layer that a site belongs to."""
+    """The place on the stream after the part of the layer (attention or MLP) that has the site."""
     if sender.site in MODEL_SITES:
         return Place("resid_pre", 0)
     if sender.site in STREAM_SITES:
@@ -287,7 +290,7 @@ def _exit(sender: Place) -> Place:
 
 
 def _entry(receiver: Place) -> Place:
-    """The place on the stream before the part of the layer that a site belongs to."""
+    """The place on the stream before the part of the layer (attention or MLP) that has the site."""
     if receiver.site in STREAM_SITES:
         return receiver
     return Place("resid_pre" if _of_attention(receiver) else "resid_mid", receiver.layer)
@@ -298,7 +301,8 @@ def _of_attention(place: Place) -> bool:
 
 
 def _depth(receiver: Place) -> int:
-    """How many steps of the attention lie before a receiver's row. Heads follow each of them."""
+    """How many steps of the attention lie before a receiver's row: 1 for `q`, `k` and `v`, 2 for
+    `z` and `attn_out`, else 0."""
     if receiver.site in _SEES_EARLIER:
         return 2
     return 1 if receiver.site in ATTENTION_SITES else 0

@@ -1,11 +1,11 @@
-"""Which requests a sweep is made of, and what their answers are in its table.
+"""The requests of a sweep, and the places of their answers in its table.
 
 Owns:  Job (one request), Cell, and Plan.
 From:  sweep, source.   To: engine.frontend.sweeping, which makes requests of the jobs; table.
 
-Order: the reads of a prompt, then its cells. The request without an edit comes first, so the blocks
-of KV before an edited position are there for all cells of the prompt. The reads of the next prompt
-run beside the cells of this one.
+Order: the reads of a prompt, then its cells. The request without an edit comes first, so the cache
+has the KV blocks before an edited position for all cells of the prompt. The reads of the next
+prompt run beside the cells of this one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vllm_scope.sweeps.table import SweepTable
 
 
 class Tokenizer(Protocol):
-    """Part of Hugging Face's."""
+    """The part of a Hugging Face tokenizer that a sweep uses."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, token_ids: list[int], /) -> str: ...
@@ -43,8 +43,8 @@ class Cell(NamedTuple):
 
     Attributes:
         prompt: index among the prompts.
-        layer, position, head: as the table names them; None where it has no such dimension.
-        value: of the metric; NaN if the cell failed (`SweepTable.errors`).
+        layer, position, head: as the table names them; None if the table has no such dimension.
+        value: the metric's value; NaN if the cell failed (`SweepTable.errors`).
     """
 
     prompt: int
@@ -60,12 +60,13 @@ class Job:
 
     Attributes:
         prompt: index among the prompts.
-        ids: the prompt, or its source.
+        ids: token ids of the prompt, or of its source.
         place: index into the table's values of this prompt; None for a read.
         actions: empty for a request that is neither edited nor read.
-        of_source: for a read, True if it is of the source.
-        error: why there can be no such edit; it is not sent, and goes to `take` at once.
-        then: of a path, what makes the cell's next request; None if the answer is the cell's.
+        of_source: for a read, True if the source is read.
+        error: why the edit is impossible. The job is then not sent, but given to `take` at once.
+        then: for path patching, the step that makes the cell's next request; None if the answer to
+            this job is the cell's.
     """
 
     prompt: int
@@ -78,7 +79,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Of the prompt, for errors."""
+        """The name of the prompt or source, for errors."""
         return f"{'Sweep.source' if self.of_source else 'prompts'}[{self.prompt}]"
 
     @property
@@ -87,7 +88,7 @@ class Job:
 
     @property
     def num_bytes(self) -> int:
-        """Of the rows and vectors of its edits."""
+        """Bytes of the rows and vectors in the job's edits."""
         vectors = (getattr(one, one.fields[0]) for one in self.actions)
         return sum(len(one.data) for one in vectors if isinstance(one, Array))
 
@@ -121,10 +122,10 @@ class Plan:
 
     Args:
         tokenizer: for prompts and tokens that are texts, and for the texts of tokens.
-        most_cells: of the sweep; None: as many as there are. It is checked before the table is
-            made.
-        check: called with the tokens and the name of each prompt and source, before anything is
-            made of them. Raises SpecError for tokens that the engine does not take.
+        most_cells: the most cells that the sweep may have; None: any number. This is checked before
+            the table is made.
+        check: called with the tokens and the name of each prompt and source, before these are used.
+            It raises SpecError for tokens that the engine does not take.
 
     Raises:
         SpecError: something in the sweep is not possible on this engine, with these prompts.
@@ -167,15 +168,15 @@ class Plan:
             [place.layer for place in self.places], None if sweep.together else positions,
             self.heads, sweep.metric.name, sweep.site, sweep.told_mode,
         )  # fmt: skip
-        #: Cells of each prompt that have not come yet.
+        #: Number of cells of each prompt that have not arrived yet.
         self._left = [len(self._cells_of(i)) for i in range(len(self.ids))]
         #: The next requests of cells that have begun.
         self._next: list[Job] = []
         self.num_cells = sum(self._left)
 
     def _check_size(self, lengths: list[int], most: int) -> None:
-        """Raises SpecError if there are more prompts, times layers, positions and heads, than this.
-        A cell that edits several positions counts as so many."""
+        """Raises SpecError if prompts times layers, positions and heads are more than `most`. A
+        cell that edits several positions counts once for each of them."""
         named = self.sweep.chosen_positions
         num_positions = max(lengths) if named is None else len(named)
         num_heads = 1 if self.heads is None else len(self.heads)
@@ -191,7 +192,7 @@ class Plan:
         """Raises SpecError if a cell's request would exceed the limits of a request."""
         for i, ids in enumerate(self.ids):
             every = sorted(p for p in self.at[i] if p is not None)
-            # Of a cell with one position the earliest has the most behind it.
+            # If a cell has one position, the earliest one has the most positions after it.
             at = every if self.sweep.together else every[:1]
             self._check_positions(i, every, at)
             num_edits = self._num_edits(i, len(at))
@@ -213,15 +214,15 @@ class Plan:
         """Raises SpecError if a request of a prompt would name too many positions.
 
         Args:
-            every: those of its cells, ascending.
-            at: those of one cell.
+            every: the positions of all cells of the prompt, ascending.
+            at: the positions of one cell.
         """
         length = len(self.ids[i])
         reads = self.sources is not None or self._keeps_heads
         num_read = len(every) if reads and len(every) < length else 0
         num_named = max(len(at), num_read)
         if self._paths is not None:
-            num_named = length - every[0]  # of the prompt's own run
+            num_named = length - every[0]  # the read of the prompt's own run
         if num_named > MAX_ITEMS:
             raise SpecError(
                 f"a request of the sweep names {num_named:,} positions of prompts[{i}]; at most "
@@ -231,12 +232,12 @@ class Plan:
 
     @property
     def _keeps_heads(self) -> bool:
-        """True if a cell sets one head of the prompt's own row, which is then read."""
+        """True if a cell replaces one head in the prompt's own row, which must then be read."""
         return self.heads is not None and self.sweep.mode == "patch"
 
     def _num_edits(self, i: int, num_positions: int) -> int:
-        """Edits of a cell of a prompt, at most: one for each different row. Rows that a request
-        will read count as different."""
+        """The most edits of a cell of prompt i: one for each different row. Rows that a request is
+        still to read count as different."""
         if num_positions == 1 or self.sweep.mode == "patch" or self.sweep.module is not None:
             return 1
         if self._given is None:
@@ -256,9 +257,9 @@ class Plan:
         )  # fmt: skip
 
     def _check_numbers(self, i: int, num_rows: int) -> None:
-        """Raises SpecError if the rows that a cell's edits have are too large for a request."""
+        """Raises SpecError if the rows in a cell's edits are too large for a request."""
         numbers, most = num_rows * self.sites.row_size(self.sweep.site), MAX_SPEC_BYTES * 3 // 16
-        if numbers >= most:  # in base64 the rows alone take all of its characters
+        if numbers >= most:  # in base64 the rows alone would fill the request
             raise SpecError(
                 f"a cell of the sweep has {numbers:,} numbers in its edits of prompts[{i}]; fewer "
                 f"than {most:,} are allowed, so name fewer positions, or leave out `together`."
@@ -282,7 +283,7 @@ class Plan:
         return found
 
     def jobs(self) -> Iterator[Job | None]:
-        """The requests in their order; None: wait for an answer, and then ask again."""
+        """Yield the requests in order, or None: then wait for an answer, and take the next item."""
         yield from self._reads(0)
         for i in range(len(self.ids)):
             if i + 1 < len(self.ids):
@@ -368,7 +369,7 @@ class Plan:
     def _along(
         self, groups: Sequence[tuple[Floats | Module, list[int]]], where: dict[str, Any]
     ) -> tuple[Action, ...]:
-        """The edits by vectors at their positions."""
+        """One edit for each vector, at its positions."""
         scale = self.sweep.scale
         if self.sweep.mode == "add":
             return tuple(Add(vector, scale=scale, tokens=p, **where) for vector, p in groups)
@@ -388,15 +389,15 @@ class Plan:
     def take(
         self, job: Job, found: Logprobs | None, rows: ReadRows | None, error: str | None
     ) -> Cell | None:
-        """Take the answer to a job; the cell, if it is one.
+        """Take the answer to a job. Returns the cell, if the answer completes one.
 
         Args:
-            found: of the sampled token; None if the request failed.
-            rows: of a job that reads.
+            found: log-probabilities of the next token; None if the request failed.
+            rows: the rows that the job read, if it reads.
             error: why the request failed.
 
         Raises:
-            ScopeError: a read failed, without which its cells cannot be.
+            ScopeError: a read failed, and cells need its rows or log-probabilities.
         """
         i, metric = job.prompt, self.sweep.metric
         known = self._of[i]
@@ -413,7 +414,7 @@ class Plan:
                 self.table.values[i, *job.place] = value
             self._left[i] -= 1
             if not self._left[i]:
-                self._of[i] = _Of()  # the log-probabilities may be many
+                self._of[i] = _Of()  # frees the log-probabilities, which may be many
             return self._cell(i, job.place, value)
         if found is None:
             raise ScopeError(f"{job.name} could not be read: {error}")

@@ -1,4 +1,4 @@
-"""The rows that the edits of a sweep take their vectors from.
+"""The rows from which the edits of a sweep take their vectors.
 
 Owns:  `given_rows`, ReadRows, and `of_head`.
 From:  sweep (given rows), results (rows that were read).   To: plan.
@@ -19,15 +19,16 @@ Floats = NDArray[np.float32]
 
 
 def given_rows(value: Any, shape: tuple[int, int, int], row_shape: tuple[int, ...]) -> Floats:
-    """Rows of a caller, as [num_prompts, num_layers, num_positions, width] or with 1 in place of a
-    number, where one row is for all.
+    """The caller's rows as [num_prompts, num_layers, num_positions, width]. A dimension has length
+    1 if one row is for all.
 
     Args:
         shape: (num_prompts, num_layers, num_positions) of the sweep.
         row_shape: [width], or [num_heads, size of each].
 
     Raises:
-        SpecError: not numbers, not finite, or of another shape.
+        SpecError: `value` has something other than numbers, numbers that are not finite, or a
+            wrong shape.
     """
     if hasattr(value, "detach"):
         value = value.detach().to("cpu").float().numpy()
@@ -59,11 +60,12 @@ def given_rows(value: Any, shape: tuple[int, int, int], row_shape: tuple[int, ..
 
 
 class ReadRows:
-    """Rows of a prompt, as they were read; a cell's become float32 when it is made.
+    """Rows of a prompt, in the dtype in which they were read. `at` converts a cell's rows to
+    float32.
 
     Args:
-        result: ScopeResult of the request that read them.
-        share: what counts their bytes while they are here, or None.
+        result: ScopeResult of the request that read the rows.
+        share: holds room in the budget for the rows, as long as this object exists; or None.
     """
 
     def __init__(self, result: Any, share: object = None) -> None:
@@ -76,16 +78,16 @@ class ReadRows:
             raise ScopeError(f"rows of {where} are missing: {self._result.error}")
 
     def at(self, place: Place, positions: list[int]) -> Floats:
-        """[num_positions, width]; the positions were read there."""
+        """Rows of a place, [num_positions, width]. They must have been read at these positions."""
         known, rows = self._of(place)
         found = rows[np.searchsorted(known, positions)]
         return of_bfloat16(found) if found.dtype == np.uint16 else found.astype(np.float32)
 
     def _of(self, place: Place) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        """The positions, and a view of the rows [n, width]; bfloat16 as its bits. numpy picks rows
-        on this thread. Torch wakes a thread for each core, which took ten times as long as a cell
-        with 16 cores."""
-        import torch  # not above: clients of a server have a Sweep without torch
+        """The positions of a place's rows, and a view of the rows [n, width]; bfloat16 as uint16
+        bits. The arrays are numpy's: numpy picks rows on this thread. Torch wakes a thread for each
+        core, and with 16 cores this took ten times as long as a cell."""
+        import torch  # not at the top: a client of a server uses Sweep without torch
 
         if place not in self._known:
             rows = self._result[place].flatten(1)
@@ -98,7 +100,7 @@ def of_head(rows: Floats, head: int, sites: Sites, site: str, other: Floats | No
     """Rows [..., width] in which only one head's numbers are kept.
 
     Args:
-        other: [..., width], in place of the numbers of the other heads; None for zeros.
+        other: [..., width], has the numbers of the other heads; None for zeros.
     """
     _, size = sites.row_shape(site)
     found = np.zeros_like(rows) if other is None else other.copy()

@@ -1,6 +1,6 @@
-"""What a caller asks a sweep for.
+"""The sweep that a caller asks for.
 
-Owns:  Sweep, and `as_prompts`, which makes token ids of what a caller calls prompts.
+Owns:  Sweep, and `as_prompts`, which turns a caller's prompts into token ids.
 To:    plan.
 """
 
@@ -34,32 +34,32 @@ class Sweep:
     Args:
         source: where the vectors of the edits come from. Prompts (a text, {"prompt_token_ids":
             [...]}, or a list of these, one for each prompt): their rows at the same layer and
-            position; such a prompt has as many tokens as the prompt that it goes to. Or given
+            position; each has as many tokens as the prompt that gets its rows. Or given
             rows (a tensor, an array, numbers): [width] for all cells, [num_layers, width],
             [num_layers, num_positions, width] or [num_prompts, num_layers, num_positions, width];
             inside the attention the width may be two dimensions, heads and the size of each.
             Or {"module": name}, a steering module that the engine holds, for modes "ablate" and
             "add": its vectors for the site.
-        metric: what a cell's value is: `LogitDifference`, `Logprob` or `KL`.
-        site: of the edits.
+        metric: makes a cell's value: `LogitDifference`, `Logprob`, `KL` or another `Metric`.
+        site: the site of the edits.
         layers: "all" that the engine taps, a layer, or a list.
         positions: "all" tokens of the prompt, a position, or a list. Negative ones count from the
             prompt's end.
-        mode: "patch": the row becomes the source's row (`Replace`). "ablate": the row loses what it
-            has along the source's row (`Ablate`). "add": `scale` times the source's row is added
-            (`Add`).
+        mode: "patch": the row becomes the source's row (`Replace`). "ablate": the component along
+            the source's row is removed from the row (`Ablate`). "add": `scale` times the source's
+            row is added (`Add`).
         heads: at `z`, `q`, `k` and `v`: "all", a head, or a list. Each cell then edits one head,
             and the table has a fourth dimension. None: a cell edits the whole row.
-        scale: for mode "add"; another mode takes none.
+        scale: for mode "add"; other modes have no scale.
         together: True: a cell edits all chosen positions at once, and the table has no dimension
             of positions.
         receivers: path patching. "logits", or a list of (site, layer) and (site, layer, head): the
-            edit acts along the direct paths to these places alone, while all other attention and
+            edit acts only along the direct paths to these places, while all other attention and
             MLP outputs are those of the prompt's own run. Then "all" layers are those from which
-            such a path leads. None: the edit acts on all that comes after it.
+            such a path leads. None: the edit acts on everything after it.
 
     Raises:
-        SpecError: a mode, metric, site, layer, position, head or receiver that cannot be.
+        SpecError: a mode, metric, site, layer, position, head or receiver is not possible.
     """
 
     source: Any
@@ -111,7 +111,7 @@ class Sweep:
 
     @cached_property
     def module(self) -> Module | None:
-        """The module that the vectors are from; None if the source is another."""
+        """The steering module that is the source; None if the source is prompts or rows."""
         source = self.source
         if isinstance(source, Module) or (isinstance(source, Mapping) and "module" in source):
             found = vector_or_module(source, "Sweep.source")
@@ -129,7 +129,7 @@ class Sweep:
 
     @property
     def chosen_positions(self) -> list[int] | None:
-        """As they were given; None for all."""
+        """The positions as they were given; None for all."""
         value = as_numbers(self.positions)
         if isinstance(value, str) and value == "all":
             return None
@@ -209,10 +209,10 @@ def as_prompts(value: object, encode: Encode, where: str) -> list[list[int]]:
 
     Args:
         value: a text, {"prompt_token_ids": [...]}, or a list of these.
-        encode: of a prompt's text, with special tokens.
+        encode: a prompt's text -> its token ids, with special tokens.
 
     Raises:
-        SpecError: no prompt, or no token.
+        SpecError: there is no prompt, or a prompt has no token.
     """
     each: Sequence[object] = value if isinstance(value, list | tuple) else [value]
     if not each:

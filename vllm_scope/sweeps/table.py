@@ -1,4 +1,4 @@
-"""The values of a sweep with their names.
+"""The values of a sweep, with the names along their dimensions.
 
 Owns:  SweepTable, and its two files: Parquet (a row for each cell) and safetensors.
 From:  plan, which fills it.   To: the caller; views.heatmap.
@@ -29,13 +29,13 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SweepTable:
-    """The values of a sweep. As the last expression of a notebook's cell it is a picture.
+    """The values of a sweep. As the last expression of a notebook's cell, the table is a picture.
 
     Attributes:
         values: float64 [num_prompts, num_layers, num_positions, num_heads], without the last
             dimension if the sweep has no heads, and without that of positions if its cells edit
-            all positions at once. NaN: the prompt has no such token, the cell has not come yet, or
-            it failed (`errors`).
+            all positions at once. NaN: the prompt has no such token, the cell has not arrived yet,
+            or the cell failed (`errors`).
         plain: float64 [num_prompts], the metric of each prompt without an edit.
         source: float64 [num_prompts], the metric of each source; NaN where rows were given.
         tokens: the texts of each prompt's tokens.
@@ -82,7 +82,7 @@ class SweepTable:
         return found | ({} if self.heads is None else {"head": self.heads})
 
     def index_of(self, cell: Cell) -> tuple[int, ...]:
-        """Where a cell's value is in `values`. Raises KeyError if it is no cell of this table."""
+        """The index of a cell in `values`. Raises KeyError if the table has no such cell."""
         names = (cell.prompt, cell.layer, cell.position, cell.head)
         return tuple(index[name] for index, name in zip(self._indices, names, strict=True) if index)
 
@@ -93,7 +93,8 @@ class SweepTable:
         return tuple({name: i for i, name in enumerate(names)} for names in named)
 
     def normalised(self) -> SweepTable:
-        """The values as (value - plain) / (source - plain): 0 is the prompt's own, 1 the source's.
+        """The table with (value - plain) / (source - plain) as values: 0 is the prompt's own value,
+        1 the source's.
 
         Raises:
             SpecError: the sweep has given rows, so there is no metric of a source.
@@ -112,7 +113,7 @@ class SweepTable:
         )
 
     def to_xarray(self) -> Any:
-        """An xarray.DataArray with the same names.
+        """The values as an xarray.DataArray with the same names.
 
         Raises:
             ConfigError: xarray is not installed.
@@ -129,8 +130,8 @@ class SweepTable:
         return DataArray(self.values, coords, list(coords), self.metric, attributes)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it as Parquet (".parquet", needs pyarrow), safetensors (".safetensors") or a page
-        with the picture (".html"), by the path's ending. A file that is there is replaced.
+        """Write the table as Parquet (".parquet", needs pyarrow), as safetensors (".safetensors")
+        or as a page with the picture (".html"), by the path's ending. An existing file is replaced.
 
         Raises:
             FileError: another ending, or no such folder.
@@ -182,8 +183,8 @@ class SweepTable:
         return tokens[position] if -len(tokens) <= position < len(tokens) else None
 
     def picture(self) -> HeatMap:
-        """Layers by positions (or by heads), the mean over prompts. With both positions and heads
-        there is a row for each layer and head."""
+        """A heat map of layers by positions (or by heads): the mean over prompts. With both
+        positions and heads there is a row for each layer and head."""
         counts = np.maximum((~np.isnan(self.values)).sum(0), 1)
         mean = np.nansum(self.values, 0) / counts
         mean[np.isnan(self.values).all(0)] = np.nan
@@ -207,7 +208,7 @@ class SweepTable:
         return HeatMap(mean, tuple(rows), tuple(columns), titles, middle, caption)
 
     def _column(self, position: int) -> str:
-        """The position's token, where all prompts have the same."""
+        """The name of a column: the position, and its token if all prompts have the same one."""
         found = {self._token(i, position) for i in range(len(self.tokens))} - {None}
         (token,) = found if len(found) == 1 else (None,)
         return f"{position}" if token is None else f"{position} {token}"

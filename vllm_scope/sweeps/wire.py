@@ -1,7 +1,7 @@
 """A sweep and its table as JSON, as they travel over HTTP.
 
-Owns:  AskedSweep (a request's body), `head`, `cell`, `end` and `whole` (what the server sends), and
-       TableReader (which makes the table of it again).
+Owns:  AskedSweep (a request's body), `head`, `cell`, `end` and `whole` (the server's answers), and
+       TableReader (which makes a table of these answers).
 To:    server.sweeps, client. docs/http.md shows the forms.
 """
 
@@ -28,7 +28,7 @@ Json = dict[str, Any]
 METRICS: Final[dict[str, type[Any]]] = {
     "logit_difference": LogitDifference, "logprob": Logprob, "kl": KL,
 }  # fmt: skip
-#: Of given rows: prompts, layers, positions, heads, and the numbers of a head.
+#: The most dimensions of given rows: prompts, layers, positions, heads, and the numbers of a head.
 MOST_DIMENSIONS: Final = 5
 #: Fields of a Sweep that are JSON as they are.
 _PLAIN: Final = ("site", "layers", "positions", "heads", "mode", "scale", "together", "receivers")
@@ -36,11 +36,11 @@ _PLAIN: Final = ("site", "layers", "positions", "heads", "mode", "scale", "toget
 
 @dataclass(frozen=True)
 class AskedSweep:
-    """What POST /v1/scope/sweeps is asked.
+    """The request of POST /v1/scope/sweeps.
 
     Attributes:
         prompts: as `vllm_scope.sweep` takes them.
-        stream: whether cells are sent as they arrive.
+        stream: True if cells are sent as they arrive.
     """
 
     prompts: list[object]
@@ -49,7 +49,7 @@ class AskedSweep:
 
     @staticmethod
     def from_json(body: object) -> AskedSweep:
-        """Raises SpecError: a field is missing, unknown or wrong."""
+        """Parse a request's body. Raises SpecError if a field is missing, unknown or wrong."""
         known = ("prompts", "source", "metric", "stream", *_PLAIN)
         given = _object(body, "the body", known, ("prompts", "source", "metric"))
         stream = given.get("stream", False)
@@ -61,7 +61,7 @@ class AskedSweep:
         return AskedSweep(_prompts(given["prompts"], "prompts"), sweep, stream)
 
     def to_json(self) -> Json:
-        """The body. Raises SpecError for a metric or rows that cannot travel."""
+        """The request's body. Raises SpecError if prompts, metric or rows cannot be sent."""
         sweep = self.sweep
         given = {name: as_numbers(getattr(sweep, name)) for name in _PLAIN}
         return given | {
@@ -128,7 +128,7 @@ def _metric(value: object) -> Metric:
 
 
 def _told(value: object) -> object:
-    """Prompts as a body has them."""
+    """Prompts in the form of a request's body."""
     each = value if isinstance(value, list | tuple) else [value]
     return [_told_one(one) for one in each]
 
@@ -165,7 +165,7 @@ def _told_metric(metric: Metric) -> Json:
 
 
 def head(table: SweepTable) -> Json:
-    """The names of a table without its values."""
+    """A table's shape and names, without its values."""
     return {
         "shape": list(table.values.shape), "tokens": table.tokens, "layers": table.layers,
         "positions": table.positions, "heads": table.heads, "metric": table.metric,
@@ -174,20 +174,20 @@ def head(table: SweepTable) -> Json:
 
 
 def cell(table: SweepTable, one: Cell) -> Json:
-    """One value. A cell that failed has null, and says why."""
+    """One cell. A cell that failed has the value null, and an `error`."""
     error = table.errors.get(table.index_of(one))
     return {**one._asdict(), "value": _number(one.value)} | ({"error": error} if error else {})
 
 
 def end(table: SweepTable, num_cells: int) -> Json:
-    """What is known when all cells have come."""
+    """The part of the answer that is known when all cells have arrived."""
     numbers = {name: [_number(x) for x in getattr(table, name).tolist()]
                for name in ("plain", "source")}  # fmt: skip
     return numbers | {"counts": {"cells": num_cells, "failed": len(table.errors)}}
 
 
 def whole(table: SweepTable, num_cells: int) -> Json:
-    """All of it in one answer: `values` in C order."""
+    """The whole table in one answer, with `values` in C order."""
     errors = [{"at": list(at), "error": why} for at, why in table.errors.items()]
     values = [_number(x) for x in table.values.ravel().tolist()]
     return head(table) | {"values": values, "errors": errors} | end(table, num_cells)
@@ -228,7 +228,7 @@ class _Event(msgspec.Struct):
 
 
 class TableReader:
-    """The table of a stream of events.
+    """Makes the table of a stream of events.
 
     Attributes:
         table: None before the first event.
@@ -238,10 +238,10 @@ class TableReader:
         self.table: SweepTable | None = None
 
     def take(self, body: object) -> list[Cell]:
-        """The cells of an event.
+        """Put an event's cells into the table, and return them.
 
         Raises:
-            ScopeError: a server of this version does not send that.
+            ScopeError: the event has a form that a server of this version does not send.
         """
         try:
             found = msgspec.convert(body, _Event)
@@ -275,7 +275,7 @@ def _floats(values: list[float | None]) -> NDArray[np.float64]:
 
 
 def _empty(told: _Head) -> SweepTable:
-    """Raises ScopeError if the names are not those of the shape."""
+    """A table without values. Raises ScopeError if the names do not fit the shape."""
     names = (told.layers, told.positions, told.heads)
     lengths = [len(told.tokens), *(len(each) for each in names if each is not None)]
     if lengths != told.shape:

@@ -3,11 +3,11 @@
 Owns:  Yielding.
 Runs:  where the sweep runs: on the caller's event loop or in an API server process.
 From:  engine.frontend.sweeping, which looks for other requests; engine.core.variants, which sees
-       those of other front-ends.
+       requests of other front-ends.
 
-A step with cells in it takes several times as long as a step that only decodes. Few cells in every
-step would delay others in every step. So a sweep sends some cells at once, waits until they have
-ended, and pauses.
+A step with cells in it takes several times as long as a step that only decodes. A few cells in
+every step would delay other requests in every step. So a sweep sends some cells at once, waits
+until they have ended, and pauses.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Final
 SWEPT: Final = "sweep-"
 #: While there are other requests, cells are in the engine for `TIME * share` of the time.
 TIME: Final = 0.2
-#: Tokens of the cells that are sent at once.
+#: The most tokens of the cells that are sent at once.
 TOKENS: Final = 256
-#: For so long after the last of them, other requests count as there: a client that sends one
-#: request after another has none in the engine between two of them.
+#: Other requests count as present for this long after the last one was seen, because a client that
+#: sends one request after another has none in the engine between two of them.
 LINGER_S: Final = 1.0
-#: A pause takes at most so long, also if the cells before it had to wait in the engine.
+#: The longest pause, also if the cells before it had to wait in the engine.
 LONGEST_PAUSE_S: Final = 10.0
 
 
 class Yielding:
-    """Of one sweep.
+    """Decides when one sweep waits for other requests.
 
     Attributes:
         share: the part of a step that the sweep's cells take while there are no other requests.
@@ -38,18 +38,18 @@ class Yielding:
 
     def __init__(self, share: float) -> None:
         self.share, self.elsewhere = share, False
-        #: Until when others count as there.
+        #: The time until which other requests count as present.
         self._until = 0.0
-        #: When cells were sent that have not ended; when the last ones ended, and how long they
+        #: When the running cells were sent, or None; when the last cells ended, and how long these
         #: took.
         self._sent: float | None = None
         self._ended, self._took = 0.0, 0.0
 
     def look(self, others: bool) -> bool:
-        """Whether to yield.
+        """True if the sweep must yield to other requests.
 
         Args:
-            others: there are other requests now.
+            others: True if there are other requests now.
         """
         now = time.monotonic()
         if others:
@@ -57,8 +57,8 @@ class Yielding:
         return self.elsewhere or now < self._until
 
     def waits(self, num_running: int, others: bool) -> bool:
-        """True if no cells may be sent now, while `num_running` of the sweep's are in the engine.
-        Call it before the first of some cells that are sent at once."""
+        """True if no cells may be sent now, while `num_running` of the sweep's cells are in the
+        engine. Call it once before each group of cells that are sent at once."""
         now = time.monotonic()
         if self._sent is not None and not num_running:
             self._ended, self._took = now, now - self._sent
@@ -69,14 +69,14 @@ class Yielding:
         return num_running > 0 or now < self._resumes
 
     def send(self) -> None:
-        """Cells are sent while the sweep yields."""
+        """Note that cells are sent now, while the sweep yields."""
         if self._sent is None:
             self._sent = time.monotonic()
 
     @property
     def pause(self) -> float:
         """Seconds for which `waits` stays True, if none of the sweep's cells is in the engine and
-        no others come."""
+        no other requests come."""
         ends = self._resumes if self.elsewhere else min(self._resumes, self._until)
         return max(0.0, ends - time.monotonic())
 

@@ -6,23 +6,24 @@ side.py          two answers side by side
 heatmap.py       a grid of numbers, such as the table of a sweep
 sparse.py        likeliest tokens by layer and position; strongest features of each token
 attention.py     attention patterns of heads
-result.py        a result at a glance
+result.py        an overview of a result
 feature_page.py  features: their strongest tokens, histograms and densities
 monitors.py      what a server's monitors find, and what the plugin holds
 harvest.py       counts and figures of a harvest
 parts.py         the JSON of which every view is made
 scope.js         draws the JSON, in a notebook and in a file; scope.css is its style
-live.js          a page that its server fills, again and again
-static.py        draws it without a script
-checks.py        what the functions refuse
-document.py      what all share: the notebook's output, the widget, the file
+live.js          draws what a server sends, again and again
+static.py        draws the JSON as HTML without a script
+checks.py        checks of the functions' arguments
+document.py      what all views share: the notebook's output, the widget, the file
 widget.py        the view in a notebook, drawn by scope.js
 
     from vllm_scope.views import token_strip
     strip = token_strip(texts, out.scope.scores["risk"], threshold=0.5)  # a notebook shows it
-    strip.widget()  # with keys, and `.show(another)`; strip.save("strip.html") is a page
+    strip.widget()  # with movement by keyboard; `.show(another)` draws another view in it
+    strip.save("strip.html")  # writes a page
 
-Nothing is loaded from elsewhere, and no text of a model or of a user becomes markup.
+A view loads nothing from elsewhere, and no text of a model or of a user becomes markup.
 """
 
 from vllm_scope.views.attention import attention_map

@@ -1,4 +1,5 @@
-"""The attention pattern: with what weight each token looks at each token before it, head by head.
+"""The attention pattern: for each head, the weight with which a token attends to itself and to each
+token before it.
 
 Owns:  `attention_map`.
 From:  rows of q and k in a result, or weights.   To: a notebook, a file.
@@ -20,7 +21,7 @@ from vllm_scope.views.parts import Part, cell, choice, colour, grid, legend
 if TYPE_CHECKING:
     from vllm_scope.results.result import ScopeResult
 
-#: Cells of a view, so that its page has about 10 MB at most.
+#: The most cells of a view, so that its page has at most about 10 MB.
 MOST_CELLS = 262_144
 
 
@@ -31,22 +32,22 @@ def attention_map(
     heads: Iterable[int] | None = None,
     tokens: Sequence[str] | None = None,
 ) -> Picture:
-    """The attention pattern of some heads; the reader chooses one.
+    """A picture of the attention patterns of some heads; the reader chooses one head.
 
     Args:
         found: a result that has the rows of `q` and `k` of a layer, as `attention_pattern` of
-            `vllm_scope.analysis.attention` needs them; only the queries that it has are shown. Or
-            weights, [num_heads, num_queries, num_keys] on the CPU, whose queries are the last of
-            the positions.
-        layer: of the result; weights have none.
-        heads: which are shown; None: all.
+            `vllm_scope.analysis.attention` needs them; only the result's queries are shown. Or
+            weights, [num_heads, num_queries, num_keys] on the CPU, whose queries are the last
+            num_queries positions.
+        layer: a layer of the result; None for weights.
+        heads: the heads that are shown; None: all.
         tokens: the text of each token of prompt and answer, from position 0.
 
     Raises:
         KeyError: the result has no rows of q and k of this layer.
         ScopeError: rows are missing, or the pattern does not follow from q and k.
-        SpecError: no layer is named, weights that are no numbers of this shape, a head that is
-            not there, tokens that are no texts, or too many cells.
+        SpecError: `layer` is None for a result, the weights are no numbers of this shape, there is
+            no such head, a token is no text, or there are too many cells.
     """
     of_result = hasattr(found, "keys") and hasattr(found, "positions")
     if of_result and layer is None:

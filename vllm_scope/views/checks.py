@@ -1,4 +1,4 @@
-"""What the functions of views refuse, each time in one sentence.
+"""Checks of the arguments of views. Each error is one sentence.
 
 Owns:  `expect`, `words_of`, `whole_of`, `texts_of`, `labels_of`, `numbers_of`, `decoder_of`.
 To:    attention, feature_page, monitors, page, result, side, sparse, strip; analysis.
@@ -14,19 +14,19 @@ from vllm_scope.errors import SpecError, shown
 
 
 def expect(is_so: bool, name: str, value: object, allowed: str) -> None:
-    """Raises SpecError, with what came and what is allowed, if it is not so."""
+    """Raise SpecError, with the value that came and what is allowed, unless `is_so`."""
     if not is_so:
         raise SpecError(f"{name} is {shown(value)}; it is {allowed}.")
 
 
 def words_of(value: str, name: str) -> str:
-    """Plain text, such as a title."""
+    """The value, if it is plain text, such as a title. Raises SpecError."""
     expect(isinstance(value, str), name, value, "a text")
     return value
 
 
 def whole_of(value: SupportsIndex, name: str) -> int:
-    """A whole number."""
+    """The value as an int, if it is a whole number. Raises SpecError."""
     try:
         found = None if isinstance(value, bool) else index(value)
     except TypeError:
@@ -37,7 +37,7 @@ def whole_of(value: SupportsIndex, name: str) -> int:
 
 
 def decoder_of(tokenizer: Any) -> Callable[[int], str] | None:
-    """The text of a token; None for None."""
+    """A function from a token id to its text; None if there is no tokenizer. Raises SpecError."""
     if tokenizer is None:
         return None
     decode = getattr(tokenizer, "decode", None)
@@ -48,7 +48,7 @@ def decoder_of(tokenizer: Any) -> Callable[[int], str] | None:
 
 
 def texts_of(value: Sequence[str] | None, name: str) -> tuple[str, ...]:
-    """A list of texts; empty for None."""
+    """The texts of a list; empty for None. Raises SpecError."""
     given = () if value is None else _items(value)
     found = () if given is None else tuple(given)
     is_so = given is not None and all(isinstance(one, str) for one in found)
@@ -67,7 +67,7 @@ def _items(value: object) -> list[Any] | None:
 
 
 def labels_of(value: Mapping[int, str] | None) -> Mapping[int, str]:
-    """A word or two about a feature, by its number; empty for None."""
+    """The labels, a text by a feature's number; empty for None. Raises SpecError."""
     is_so = value is None or (
         isinstance(value, Mapping)
         and all(isinstance(i, int) and isinstance(label, str) for i, label in value.items())
@@ -79,11 +79,11 @@ def labels_of(value: Mapping[int, str] | None) -> Mapping[int, str]:
 def numbers_of(
     value: object, name: str, there: Container[int] | None = None, of: str = ""
 ) -> list[int]:
-    """A list of whole numbers.
+    """The whole numbers of a list. Raises SpecError.
 
     Args:
-        there: what each of them is in; None: anything.
-        of: what is there, for the message: "the layer has heads 0 to 3".
+        there: the numbers that are allowed; None: any.
+        of: which these are, for the message: "the layer has heads 0 to 3".
     """
     given = _items(value)
     wrong = f"{name} is {shown(value)}; it is a list of whole numbers."

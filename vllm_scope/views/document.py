@@ -1,10 +1,12 @@
 """What all views share: how a notebook and a file show the parts.
 
-Owns:  View; Picture, a view that is no more than its parts; `live_page`, which a server fills.
+Owns:  View; Picture, a view that is no more than its parts; `live_page`, which draws a server's
+       data.
 To:    every view; server.pages.
 
-Promise: no address, and no script but scope.js. A saved page forbids every other script by the hash
-of this one, and every load. A live page has live.js too, and may ask its own server alone.
+Promise: a saved page has no address, and no script but scope.js. Its policy allows this script, by
+hash, and no other script and no load. A live page has live.js too, and may send requests only to
+its own server.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from vllm_scope.views.static import html_of
 if TYPE_CHECKING:
     from vllm_scope.views.widget import ScopeWidget
 
-#: The module and the style of all views; what a live page has beside the module.
+#: The module and the style of all views; the script that a live page has beside the module.
 MODULE, STYLE, LIVE = map(Path(__file__).with_name, ("scope.js", "scope.css", "live.js"))
 
 _PAGE: Final = """<!doctype html>
@@ -61,7 +63,7 @@ def _script(live: bool) -> tuple[str, str]:
 
 def _page(title: str, data: Mapping[str, object], live: bool = False) -> str:
     """The HTML of a whole page that draws the data."""
-    # No "<" in the data: nothing in it ends the script element.
+    # The data have no "<", so that nothing in them ends the script element.
     text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     return _PAGE.format(
         title=escape(visible(title)), style=STYLE.read_text(encoding="utf-8"), data=text,
@@ -70,7 +72,7 @@ def _page(title: str, data: Mapping[str, object], live: bool = False) -> str:
 
 
 def _policy(live: bool) -> str:
-    """A page's content security policy. A live page may ask the server that it came from."""
+    """A page's content security policy. A live page may send requests to its own server."""
     own = "; connect-src 'self'; form-action 'none'; base-uri 'none'" if live else ""
     digest = _script(live)[1]
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'{own}"
@@ -79,16 +81,16 @@ def _policy(live: bool) -> str:
 def live_page(
     title: str, address: str, every_s: float, timeout_s: float
 ) -> tuple[str, dict[str, str]]:
-    """A page that asks its reader for keys and its server for a view's data, and draws them again
-    and again. It has no data of its own.
+    """A page that asks its reader for the API key and the operator's key, and then gets a view's
+    data from its server and draws them, again and again. The page itself has no data.
 
     Args:
         address: of the data, relative to the page.
-        every_s: seconds from an answer to the next question.
+        every_s: seconds from an answer to the next request.
         timeout_s: seconds that an answer may take.
 
     Returns:
-        The HTML, and the headers that it is sent with.
+        The HTML, and the HTTP headers with which it is sent.
     """
     headers = {
         "Content-Security-Policy": f"{_policy(live=True)}; frame-ancestors 'none'",
@@ -104,14 +106,14 @@ class View(ABC):
 
     @abstractmethod
     def parts(self) -> list[Part]:
-        """What is shown, from top to bottom."""
+        """The parts of the view, from top to bottom."""
 
     @abstractmethod
     def heading(self) -> str:
-        """The title of its file, as plain text."""
+        """The title of the view's page, as plain text."""
 
     def data(self) -> dict[str, Any]:
-        """The JSON from which scope.js draws it."""
+        """The JSON from which scope.js draws the view."""
         return {"parts": self.parts()}
 
     def __repr__(self) -> str:
@@ -122,8 +124,8 @@ class View(ABC):
         return f'<div class="vllm-scope"><style>{style}</style>\n{html_of(self.parts())}\n</div>'
 
     def widget(self) -> ScopeWidget:
-        """The view with its keys and lists, in a notebook; `.show(view)` draws another in its
-        place, such as the same answer with more tokens.
+        """The view in a notebook, with movement by keyboard and with lists to choose from;
+        `.show(view)` draws another view in its place, such as the same answer with more tokens.
 
         Raises:
             ConfigError: anywidget is not installed.
@@ -137,10 +139,11 @@ class View(ABC):
         return _page(self.heading(), self.data())
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it as a whole page, in UTF-8. A file that is there is replaced.
+        """Write the view as a whole page, in UTF-8. An existing file is replaced.
 
         Raises:
-            SpecError: the path does not end in .html. OSError: the file cannot be written.
+            SpecError: the path does not end in .html or .htm.
+            OSError: the file cannot be written.
         """
         if Path(path).suffix not in (".html", ".htm"):
             raise SpecError(f"the path is {shown(str(path))}; a page's name ends in .html.")

@@ -1,9 +1,9 @@
-"""A page of features: of each its strongest tokens in context, a histogram and its density.
+"""A page of features: the strongest tokens in context, a histogram and the density of each.
 
 Owns:  FeaturePage, `feature_page`.
 From:  saes.max_activating (a table), strip.   To: a file, a notebook.
 
-A feature opens and closes by mouse or keyboard; the first is open.
+The reader opens and closes a feature by mouse or keyboard. At first the first one is open.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from vllm_scope.views.document import View
 from vllm_scope.views.parts import Part, bar, bars, legend, section, text
 from vllm_scope.views.strip import TokenStrip
 
-#: Features of a page whose reader names none, and tokens of each that are shown.
+#: If the caller names no features, the most that are shown beside those with a label; and tokens
+#: that are shown for each feature.
 MOST_FEATURES, MOST_TOKENS = 100, 8
 _LEGEND = legend(
     "0", "the feature's largest value", "the middle of the colours is 0",
@@ -35,7 +36,7 @@ _LEGEND = legend(
 @dataclass(frozen=True, eq=False)
 class _Feature:
     """What a page shows of one feature. `strips` show the strongest tokens in context. `usual` is
-    the commonest of the strongest tokens, and how many of them are this token."""
+    the commonest text of the strongest tokens, how many of these have it, and their number."""
 
     index: int
     label: str
@@ -50,7 +51,7 @@ class _Feature:
 
 @dataclass(frozen=True, repr=False)
 class FeaturePage(View):
-    """Features under each other; the first is open."""
+    """A page of features, one below the other. At first the first one is open."""
 
     title: str
     intro: Sequence[str]
@@ -77,15 +78,15 @@ def feature_page(
     """A page of features; `.save(path)` writes it.
 
     Args:
-        decode: the text of a token id, such as `lambda i: tokenizer.decode([i])`.
-        features: their numbers, in the order of the page. None: those with a label, then the 100
-            that are active most often.
+        decode: returns the text of a token id, such as `lambda i: tokenizer.decode([i])`.
+        features: numbers of the features, in the order of the page. None: those with a label, then
+            the 100 that are active most often.
         labels: a word or two about a feature, by its number.
-        strongest: how many tokens of each are shown.
+        strongest: how many tokens of each feature are shown.
         title, intro: plain text; `intro` is a list of paragraphs.
 
     Raises:
-        SpecError: `found` is no table, a number that is not of a feature, or no feature is active.
+        SpecError: `found` is no table, a number is not of a feature, or no feature is active.
     """
     expect(
         isinstance(found, MaxActivating), "found", found,
@@ -157,7 +158,7 @@ def _section(one: _Feature, is_open: bool) -> Part:
 
 
 def _histogram(one: _Feature) -> Part:
-    """Bars from 0 to the largest value; each says its range and count."""
+    """A histogram from 0 to the largest value. Each bar says its range and count."""
     num_bars = int(np.flatnonzero(one.counts).max(initial=0)) + 1
     most = int(one.counts.max())
     each = [

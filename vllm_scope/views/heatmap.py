@@ -24,10 +24,10 @@ class HeatMap(View):
 
     Attributes:
         values: float64 [num_rows, num_columns]; NaN: the cell is empty.
-        rows, columns: a name for each.
-        titles: of the rows, of the columns.
-        middle: the number that has no colour.
-        caption: above the grid.
+        rows, columns: the name of each row and of each column.
+        titles: the title of the rows, and that of the columns.
+        middle: the number at the middle of the colours.
+        caption: the text above the grid.
     """
 
     values: NDArray[np.float64]
@@ -39,7 +39,7 @@ class HeatMap(View):
 
     @property
     def spread(self) -> float:
-        """Distance from the middle at which a colour is strongest: that of the farthest number."""
+        """The largest distance of a number from the middle, at which a colour is strongest."""
         finite = self.values[np.isfinite(self.values)]
         return float(np.abs(finite - self.middle).max(initial=0)) or 1.0
 

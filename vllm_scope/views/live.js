@@ -1,17 +1,17 @@
-/* A page that its server fills: it asks its reader for the keys, and its server for a view's JSON,
-   again and again. In the page it stands behind scope.js, which has `element` and `draw`; saved
-   pages do not have it. */
+/* The script of a live page: it asks the reader for the keys, and then gets a view's JSON from the
+   server and draws it, again and again. In the page this script follows scope.js, which defines
+   `element` and `draw`. Saved pages do not have this script. */
 
-/** Draw what a server tells, again and again. The reader types the keys. They stay in this
-    function, are sent as headers, and are gone when the page is left.
-    @param live where the view's JSON is, relative to the page.
-    @param every_s seconds from an answer to the next question.
+/** Draw the view that a server sends, again and again. The reader types the keys. They stay in this
+    function, are sent as headers, and are gone when the reader leaves the page.
+    @param live the address of the view's JSON, relative to the page.
+    @param every_s seconds from an answer to the next request.
     @param timeout_s seconds that an answer may take. */
 function drawLive(root, { live, every_s, timeout_s }) {
   const field = (name, made) => element("label", {}, name, made);
   const [api, admin] = [0, 1].map(() =>
     element("input", { type: "password", autocomplete: "off", spellcheck: "false" }));
-  // Without names and with "post": whatever happens, no key becomes a part of an address.
+  // The inputs have no names, and the method is "post", so that a key never gets into an address.
   const form = element("form", { class: "keys", method: "post" }, field("API key", api),
     field("Operator's key", admin), element("button", {}, "Show"));
   const pause = element("button", { type: "button", "aria-pressed": "false" }, "Pause");
@@ -23,7 +23,7 @@ function drawLive(root, { live, every_s, timeout_s }) {
   bar.hidden = true;
   root.before(form, failed, bar);
 
-  // A key or a button that is down acts on what is there: nothing is drawn until it is up.
+  // While a key or a button is down, nothing is drawn: it must act on the elements that are there.
   const hold = down => () => {
     held = down;
     if (!down && later) setTimeout(() => show(later));
@@ -36,7 +36,7 @@ function drawLive(root, { live, every_s, timeout_s }) {
     if (!held && view && headers) draw(root, view, state);
   };
 
-  /** Ask for the keys again; what they have shown is not shown any more. */
+  /** Ask for the keys again, and remove what was drawn with the old keys. */
   const refuse = why => {
     headers = later = null;
     turn++;
@@ -95,7 +95,7 @@ function drawLive(root, { live, every_s, timeout_s }) {
   });
 }
 
-/** In the place where the page has the address of its data. */
+/** Draw a live page, after the element that has the address of the page's data. */
 function drawLivePage() {
   const data = document.querySelector("script.vllm-scope-data");
   const root = element("main");

@@ -1,5 +1,5 @@
-"""The operator's page: of each monitor its rates, its scores with the threshold, and its last
-verdicts; and what the plugin holds.
+"""The operator's page: the rates, the scores with the threshold, and the last verdicts of each
+monitor; and what the plugin holds.
 
 Owns:  `monitor_page`.
 From:  control.activity.   To: server.pages (live), cli.monitor (a file), a notebook.
@@ -16,9 +16,9 @@ from vllm_scope.views.checks import expect, words_of
 from vllm_scope.views.document import Picture
 from vllm_scope.views.parts import Part, bar, bars, cell, grid, heading, section, text
 
-#: Monitors that are open at first.
+#: The most monitors that are open at first.
 _MOST_OPEN = 4
-#: Seconds of a bar, and bars, of the requests of the last ten minutes.
+#: Seconds of a bar, and number of bars, in the histogram of the last ten minutes' requests.
 _BAR_S, _NUM_BARS = 2 * SLICE_S, 60
 _COUNTERS = {
     "rows": "rows", "bytes": "bytes", "drops": "rows dropped", "errors": "errors",
@@ -28,13 +28,14 @@ _COUNTERS = {
 
 
 def monitor_page(activity: Activity, title: str = "Monitors") -> Picture:
-    """What a server's monitors do, such as `ScopeClient.activity()` returns it.
+    """A page of a server's monitors.
 
     Args:
-        title: of the page, as plain text.
+        activity: what the monitors have found, as `ScopeClient.activity()` returns it.
+        title: the title of the page, as plain text.
 
     Raises:
-        SpecError: another object than an Activity, or a title that is no text.
+        SpecError: `activity` is no Activity, or the title is no text.
     """
     is_activity = isinstance(activity, Activity)
     expect(is_activity, "activity", activity, "an Activity, such as ScopeClient.activity() returns")
@@ -79,12 +80,12 @@ def _overview(activity: Activity) -> Part:
 
 
 def share(one: Found) -> str:
-    """The part of its requests that have a verdict."""
+    """The share of a monitor's requests that have a verdict, as text."""
     return f"{one.verdicts / one.requests:.1%}" if one.requests else "-"
 
 
 def place(one: Found) -> str:
-    """Where a monitor reads, and after which other one."""
+    """The site and the layers of a monitor, and the monitor that its `after` names, as text."""
     told = " ".join([one.site, ", ".join(map(str, one.layers))]).strip()
     return told if one.after is None else f"{told}, after {one.after}"
 
@@ -102,13 +103,14 @@ def _monitor(name: str, one: Found, now_s: float, index: int) -> Part:
     facts = f"{one.requests:,} requests, {one.verdicts:,} verdicts since {since}"
     shown = [text(f"{place(one)}, above {one.threshold:g}: {one.action}."), _scores(one)]
     shown += [_requests(one, now_s), _recent(one)]
-    # Of the monitor, not of its place: a page that is open keeps what its reader has opened.
+    # The id has the monitor's name, not its place in the page: so what the reader has opened stays
+    # open if other monitors come or go.
     id = f"monitor-{quote(name, safe='', errors='replace')}"
     return section(name, one.action, facts, shown, id, index < _MOST_OPEN)
 
 
 def _scores(one: Found) -> Part:
-    """A bar for each range of scores. There is one on each side of the threshold."""
+    """A histogram of scores. It has at least one bar on each side of the threshold."""
     histogram = one.histogram
     if not histogram.counts:
         return text("No score yet.")
@@ -133,7 +135,7 @@ def _scores(one: Found) -> Part:
 
 
 def _requests(one: Found, now_s: float) -> Part:
-    """A bar for each _BAR_S of the last ten minutes."""
+    """A histogram of requests: a bar for each _BAR_S seconds of the last ten minutes."""
     end = (int(now_s) // _BAR_S + 1) * _BAR_S
     start = end - _NUM_BARS * _BAR_S
     counts = [[0, 0] for _ in range(_NUM_BARS)]
@@ -171,13 +173,13 @@ def _recent(one: Found) -> Part:
 
 
 def mib(num_bytes: float, most: float | None = None) -> str:
-    """Bytes, and of how many, in MiB."""
+    """A number of bytes in MiB, and the bound `most` if there is one, as text."""
     told = f"{num_bytes / 2**20:,.1f}"
     return f"{told} MiB" if most is None else f"{told} of {most / 2**20:,.1f} MiB"
 
 
 def fill(ring: Ring) -> str:
-    """How much of a ring is in use."""
+    """How much of a ring is in use, in percent, as text."""
     return f"{ring.used_bytes / ring.num_bytes:.1%}" if ring.num_bytes else "-"
 
 

@@ -19,7 +19,7 @@ from vllm_scope.views.strip import TokenStrip, score_legend
 
 @dataclass(frozen=True, repr=False)
 class TokenPage(View):
-    """Strips under headings. `intro`: paragraphs above them."""
+    """Strips under headings. `intro` has the paragraphs above them."""
 
     title: str
     groups: Mapping[str, Sequence[TokenStrip]]
@@ -48,11 +48,11 @@ def token_page(
 
     Args:
         title, intro: plain text; `intro` is a list of paragraphs.
-        strips: in their order; or heading -> the strips below it.
+        strips: the strips in their order; or heading -> the strips below that heading.
 
     Raises:
-        SpecError: there is no strip, something that is no strip, or their thresholds differ;
-            or the title is no text.
+        SpecError: there is no strip, an item is no strip, the strips' thresholds differ, or the
+            title is no text.
     """
     words_of(title, "title")
     groups = strips if isinstance(strips, Mapping) else {"": strips}

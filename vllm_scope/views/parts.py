@@ -1,10 +1,10 @@
-"""The parts of which every view is made, as JSON: what the module and the static HTML draw.
+"""The parts of which every view is made, as JSON: scope.js and static.py draw them.
 
 Owns:  the fields of each kind of part, and `visible`.
 To:    every view, which makes parts; static and scope.js, which draw them.
 
-Promise: a part has no number that JSON lacks and no control character but the end of a line. All
-words and numbers that are shown are made on this side, so both drawings say the same.
+Promise: a part has no number that JSON lacks (NaN, infinity) and no control character but the end
+of a line. All words and numbers that are shown are made in Python, so both drawings say the same.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Part = dict[str, Any]
 def visible(text: str) -> str:
     """The text with a sign for each character that is not printed, such as `⏎` or `\\u202e`.
 
-    A line still ends behind its `⏎`. An empty text is `∅`.
+    A new line still begins after each `⏎`. An empty text becomes `∅`.
     """
     shown = (c if c.isprintable() else "⏎\n" if c == "\n" else _escaped(c) for c in text)
     return "".join(shown) or "∅"
 
 
 def line(text: str) -> str:
-    """As `visible`, in one line."""
+    """The text as `visible` makes it, but in one line."""
     return visible(text).replace("\n", "")
 
 
@@ -36,7 +36,7 @@ def _escaped(character: str) -> str:
 
 
 def colour(value: float, middle: float, spread: float) -> float | None:
-    """Where a value's colour is, -1 (low) to 1 (high); None for NaN.
+    """The place of a value on the scale of colours, -1 (low) to 1 (high); None for NaN.
 
     Args:
         spread: distance from the middle at which a colour is strongest.
@@ -57,12 +57,12 @@ def legend(
     low: str, high: str, note: str, marks: Iterable[tuple[str, tuple[str, ...]]] = (),
     up: bool = False,
 ) -> Part:  # fmt: skip
-    """What colours and marks mean.
+    """A legend: what colours and marks mean.
 
     Args:
         low, high: the ends of the scale.
-        marks: a text, and the marks of an item that it shows.
-        up: the scale has no low side: it begins at the colour of the middle.
+        marks: texts, each with the marks of an item that it explains.
+        up: True: the scale has no low side, so it begins at the colour of the middle.
     """
     shown = [{"text": line(words), "marks": list(names)} for words, names in marks]
     return {"kind": "legend", "low": low, "high": high, "note": note, "marks": shown, "up": up}
@@ -72,9 +72,9 @@ def item(words: str, part: float | None, said: str, marks: Iterable[str] = ()) -
     """A token of a strip.
 
     Args:
-        part: its colour, -1 to 1; None: it has none.
-        said: its numbers, as text.
-        marks: names of how it is marked: "above", "unscored", "verdict", "differs".
+        part: the token's colour, -1 to 1; None: no colour.
+        said: the token's numbers, as text.
+        marks: names of the token's marks: "above", "unscored", "verdict", "differs".
     """
     return {"text": visible(words), "part": part, "said": line(said), "marks": list(marks)}
 
@@ -87,7 +87,7 @@ def cell(words: str, part: float | None = None, more: Iterable[tuple[str, float]
     """A cell of a grid.
 
     Args:
-        more: lines that it tells when it is chosen, each with the length of its bar, 0 to 1.
+        more: lines that are shown when the cell is chosen, each with the length of its bar, 0 to 1.
     """
     lines = [{"text": line(told), "part": round(length, 3)} for told, length in more]
     return {"text": line(words), "part": part} | ({"more": lines} if lines else {})
@@ -101,7 +101,7 @@ def grid(
 
     Args:
         cells: by row; None is an empty cell.
-        titles: of the rows, of the columns; may be empty.
+        titles: the title of the rows, and that of the columns; each may be empty.
         style: "words" for cells of text, "tight" for small cells that show colour alone.
     """
     return {
@@ -113,7 +113,7 @@ def grid(
 
 
 def section(title: str, name: str, facts: str, parts: Sequence[Part], id: str, open: bool) -> Part:
-    """Parts that open and close below a line of facts."""
+    """A section that the reader opens and closes: parts below a line of facts."""
     return {
         "kind": "section", "title": line(title), "name": line(name) if name else "",
         "facts": line(facts), "parts": list(parts), "id": id, "open": open,
@@ -124,9 +124,9 @@ def bar(height: float, said: str, above: float = 1.0) -> Part:
     """A bar of a histogram.
 
     Args:
-        height: 0 to 1. What is not 0 is seen, however small it is.
-        said: what it counts, as text.
-        above: the part of it, 0 to 1, that has the colour of what is above a threshold.
+        height: 0 to 1. Any height above 0 is visible, however small it is.
+        said: what the bar counts, as text.
+        above: the part of the bar, 0 to 1, that has the colour of values above a threshold.
     """
     part = max(round(height, 4), 1e-4) if height > 0 else 0
     return {"part": part, "said": line(said), "above": round(above, 3)}
@@ -138,8 +138,8 @@ def bars(
     """A histogram.
 
     Args:
-        said: what it is, for a screen reader.
-        mark: the index of a bar before which a line is drawn, and what the line is.
+        said: what the histogram shows, for a screen reader.
+        mark: the index of a bar before which a line is drawn, and what the line means.
     """
     shown = {"at": mark[0], "said": line(mark[1])} if mark is not None else None
     return {

@@ -1,4 +1,4 @@
-"""A result at a glance: its status, what arrived, and its scores token by token.
+"""An overview of a result: its status, what arrived, and its scores token by token.
 
 Owns:  `result_picture`.
 From:  results.result.   To: a notebook, a file.
@@ -19,7 +19,7 @@ from vllm_scope.views.strip import token_strip
 if TYPE_CHECKING:
     from vllm_scope.results.result import ScopeResult
 
-#: Probes that have a strip, and tokens of each.
+#: The most probes that have a strip, and the most tokens of each strip.
 MOST_STRIPS, MOST_TOKENS = 4, 512
 
 
@@ -27,7 +27,7 @@ def result_picture(result: ScopeResult, tokenizer: Any = None) -> Picture:
     """Status, counts, a table of what arrived, and a strip for each of the first probes.
 
     Args:
-        tokenizer: with `decode`; None shows token ids.
+        tokenizer: an object with `decode`; if None, token ids are shown.
 
     Raises:
         SpecError: the tokenizer has no `decode`.
@@ -76,7 +76,7 @@ def _strips(result: ScopeResult, decode: Callable[[int], str] | None) -> list[Pa
     tokens = [f"{i} " if decode is None else decode(i) for i in ids]
     for probe in result.probes[:MOST_STRIPS]:
         scores = np.full(len(result.transcript), np.nan, np.float32)
-        # A threshold and a verdict are of the aggregate, if the probe has one.
+        # If the probe has an aggregate, its threshold and its verdict are of the aggregate.
         told = "Scores" if probe.aggregate is None else "Aggregates"
         values = result.scores if probe.aggregate is None else result.aggregates
         scores[result.scores.positions(probe.name).numpy()] = values[probe.name].numpy()

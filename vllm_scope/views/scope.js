@@ -1,16 +1,19 @@
 /* Draws views from JSON: in a notebook (anywidget calls `render`), and in a saved page, which has
    this module, its data, and a call of `drawPage`.
 
-   A view is {parts: [...]}; each part has a `kind`, which is a function of DRAW, and the fields that
-   vllm_scope/views/parts.py lists. Every text becomes a text node or an attribute, never markup.
+   A view is {parts: [...]}; each part has a `kind`, the name of a function in DRAW, and the fields
+   that vllm_scope/views/parts.py lists. Every text becomes a text node or an attribute, never
+   markup.
 
-   Keys: Tab goes from one strip or grid to the next, the arrow keys, Home and End go from item to
-   item in it. The item with the focus, or under the pointer, tells its numbers below. */
+   Keys: Tab goes from one strip or grid to the next; the arrow keys, Home and End go from item to
+   item within a strip or grid. The numbers of the item that has the focus, or is under the pointer,
+   are shown below. */
 
 const DRAW = { text, heading, legend, strip, grid, section, bars, choice, side };
 
-/** Draw a view into an element, whose children go. `state` keeps from one drawing to the next which
-    item has the focus and what is open; it begins as an empty Map. */
+/** Draw a view into an element, in place of the element's children. `state` is a Map, empty before
+    the first drawing. It keeps, from one drawing to the next, which item of a part has the focus
+    and what is open. */
 function draw(root, view, state) {
   const active = root.getRootNode().activeElement;
   const focused = active && root.contains(active) ? active.closest("[data-key]")?.dataset.key : null;
@@ -23,9 +26,10 @@ function draw(root, view, state) {
   if (there) (there.querySelector('[tabindex="0"]') ?? there).focus({ preventScroll: true });
 }
 
-/** The elements of some parts. A part's key is its kind and place: "side0.strip2" is the third part
-    of the first. So what is kept of a strip is no grid's in the same place. A section has its id as
-    its place: others may come and go before it. */
+/** The elements of some parts. A part's key is its kind and place: "side0.1.strip2" is the third
+    part of the second option of the first part. Because a key has the kind, the state of a strip is
+    never used for a grid in the same place. A section has its id as its place, because other
+    sections may come and go before it. */
 function drawn(parts, { key, state }) {
   return parts.map((part, i) => {
     const place = part.kind === "section" ? `[${part.id}]` : i;
@@ -74,9 +78,10 @@ function label(said, more = []) {
 }
 
 /** Let the keyboard and the pointer move over items.
-    @param figure gets a line below, in which the item tells its numbers.
+    @param figure the element of the items; gets a line below, which shows an item's numbers.
     @param rows [[{item, said, more}]], in the order of reading.
-    @param beside (row, column, step) -> where the arrow up (-1) or down (1) leads from there. */
+    @param beside (row, column, step) -> the [row, column] to which the key arrow up (step -1) or
+    arrow down (1) leads; null if it leads nowhere. */
 function navigable(figure, rows, { key, state }, beside) {
   const told = element("div", { class: "told", "aria-hidden": "true" });
   const places = new Map();
@@ -144,7 +149,7 @@ function strip(part, at) {
     { class: "tokens", role: "listbox", dir: "auto", "aria-label": part.caption || "Tokens",
       "aria-orientation": "horizontal" });
   const row = part.items.map(({ text, part: p, said, marks = [] }) => {
-    // A line ends behind the frame of its last token.
+    // The line break comes after the frame of the line's last token.
     const end = text.endsWith("\n") ? "\n" : "";
     const seen = end ? text.slice(0, -1) : text;
     const item = element("span", { class: ["t", ...marks].join(" "), role: "option",
@@ -161,7 +166,7 @@ function strip(part, at) {
   return figure;
 }
 
-/** Index of the token that is nearest on the next line (step 1) or on the one before (-1). */
+/** Index of the token that is nearest on the next line (step 1) or on the line before (-1). */
 function lineBeside(row, from, step) {
   const box = i => row[i].item.getClientRects()[0] ?? row[i].item.getBoundingClientRect();
   const start = box(from);
@@ -208,14 +213,14 @@ function grid(part, at) {
   return figure;
 }
 
-/* --- What holds other parts --- */
+/* --- Parts that hold other parts --- */
 
 function section(part, at) {
   const name = [element("b", {}, part.title), part.name ? ` ${part.name}` : "",
     element("span", { class: "facts" }, ` ${part.facts}`)];
   const made = element("details", { class: "feature", id: part.id },
     element("summary", { "data-key": at.key }, ...name));
-  // What is closed is drawn when it opens.
+  // The parts of a closed section are drawn when it opens.
   const fill = () => {
     if (made.open && made.children.length === 1) made.append(...drawn(part.parts, at));
   };
@@ -246,7 +251,7 @@ function bars(part, at) {
   return figure;
 }
 
-/** One of several, of which a list is chosen from. */
+/** One of several options, which the reader chooses from a list. */
 function choice(part, at) {
   const options = part.options.map((option, i) => element("option", { value: i }, option.name));
   const select = element("select", { "data-key": at.key }, ...options);
@@ -271,9 +276,9 @@ function side(part, at) {
   return element("div", { class: "side" }, ...each);
 }
 
-/* --- The places --- */
+/* --- Where views are drawn --- */
 
-/** Draw the data that a page has, in the place where they are. */
+/** Draw the views of a saved page, each after the element that has its data. */
 function drawPage() {
   for (const data of document.querySelectorAll("script.vllm-scope-data")) {
     const root = element("main");
@@ -284,7 +289,7 @@ function drawPage() {
 
 /** For anywidget: draw the model's `view`, and again whenever it changes. */
 function render({ model, el }) {
-  // JupyterLab leaves the keys of this element to it.
+  // With this, JupyterLab does not use the keys of this element for its shortcuts.
   el.dataset.lmSuppressShortcuts = "true";
   const state = new Map();
   const redraw = () => draw(el, model.get("view"), state);

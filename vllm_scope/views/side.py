@@ -29,11 +29,11 @@ def side_by_side(
 
     Args:
         plain, other: strips of one threshold; or the texts of tokens, which then have no scores.
-        names: of the two.
+        names: the names of the two answers.
 
     Raises:
-        SpecError: a list that has not texts alone, the thresholds differ, or not two names; or
-            the title is no text.
+        SpecError: a token, a name or the title is no text, the thresholds differ, or there are not
+            two names.
     """
     words_of(title, "title")
     expect(len(texts_of(names, "names")) == 2, "names", names, "a name for each of the two")

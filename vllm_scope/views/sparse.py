@@ -1,7 +1,7 @@
-"""Grids of each token's short lists: likeliest next tokens by layer, strongest features.
+"""Grids with a short list for each token: likeliest next tokens by layer, or strongest features.
 
 Owns:  `lens_grid`, `feature_list`.
-From:  results.lens, results.features, and the same of a client.   To: a notebook, a file.
+From:  results.lens and results.features, also of a client's answer.   To: a notebook, a file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm_scope.views.checks import decoder_of, expect, labels_of, numbers_of, t
 from vllm_scope.views.document import Picture
 from vllm_scope.views.parts import Part, cell, grid, legend, text
 
-#: Positions that are shown if the reader names none; features of each.
+#: The most positions that are shown if the caller names none; features that are shown at each.
 MOST_POSITIONS, MOST_FEATURES = 64, 8
 
 
@@ -26,17 +26,18 @@ def lens_grid(
     tokens: Sequence[str] | None = None,
     positions: Sequence[int] | None = None,
 ) -> Picture:
-    """The likeliest next token by position and layer; each cell tells all that the lens has.
+    """A picture of the likeliest next token by position and layer. A cell that is chosen lists all
+    tokens that the lens has for it.
 
     Args:
         found: layer -> its tokens, such as `out.scope.lens["lens"]`.
-        tokenizer: with `decode`, such as `llm.get_tokenizer()`; None shows token ids.
+        tokenizer: has `decode`, such as `llm.get_tokenizer()`; if None, token ids are shown.
         tokens: the text of each token of prompt and answer, from position 0.
-        positions: which are shown, of those that are there; None: the first 64.
+        positions: the positions that are shown, as far as the lens has them; None: the first 64.
 
     Raises:
-        SpecError: `found` is no lens, tokens are no texts, the tokenizer is none, or the lens has
-            none of the positions.
+        SpecError: `found` is no lens, a token is no text, the tokenizer has no `decode`, or the
+            lens has none of the positions.
     """
     is_lens = isinstance(found, Mapping) and all(
         hasattr(one, "top") and hasattr(one, "positions") for one in found.values()
@@ -75,18 +76,18 @@ def feature_list(
     positions: Sequence[int] | None = None,
     strongest: int = MOST_FEATURES,
 ) -> Picture:
-    """The strongest features of each token, with their values.
+    """A picture of the strongest features of each token, with their values.
 
     Args:
         found: `SparseFeatures`, such as `out.scope.features["toy"]`.
         tokens: the text of each token of prompt and answer, from position 0.
         labels: a word or two about a feature, by its number.
-        positions: which are shown, of those that are there; None: the first 64.
-        strongest: how many features of each.
+        positions: the positions that are shown, as far as `found` has them; None: the first 64.
+        strongest: how many features of each token are shown.
 
     Raises:
-        SpecError: `found` has no features, tokens are no texts, it has none of the positions, or
-            `strongest` is below 1.
+        SpecError: `found` is no SparseFeatures, a token is no text, `found` has none of the
+            positions, or `strongest` is below 1.
     """
     is_sparse = hasattr(found, "tokens") and hasattr(found, "top")
     expect(is_sparse, "found", found, "SparseFeatures, such as out.scope.features['toy']")

@@ -3,9 +3,9 @@
 Owns:  `html_of`.
 From:  parts.   To: View._repr_html_.
 
-It shows what scope.js shows, without keys that move and lists that are chosen from. Each token has
-its numbers as a title and as text, which screen readers read, and which is seen while the token has
-the keyboard's focus.
+The HTML shows what scope.js shows, without movement by keyboard and lists to choose from. Each
+token has its numbers as a title and as text, which screen readers read, and which is visible while
+the token has the keyboard's focus.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _token(item: Part) -> str:
     if item["part"] is not None:
         marks, style = ["scored", *marks], f' style="--p:{item["part"]:.3f}"'
     flag = '<span class="flag" aria-hidden="true">⚑</span>' if "verdict" in marks else ""
-    # A line ends behind the frame of its last token.
+    # The line break comes after the frame of the line's last token.
     end = "\n" if text.endswith("\n") else ""
     return (
         f'<span class="{" ".join(["t", *marks])}" role="listitem" tabindex="0" title="{said}"'
@@ -107,7 +107,8 @@ def _bars(part: Part) -> str:
 
 
 def _options(part: Part) -> str:
-    """Under each other, each with its name; of those to choose from, the first is open."""
+    """Options, one below the other, each with its name. Those of a choice open and close; at first
+    the first one is open."""
     if part["kind"] == "side":
         return "\n".join(
             f"<h3>{escape(one['name'])}</h3>\n{html_of(one['parts'])}" for one in part["options"]

@@ -4,7 +4,7 @@ Owns:  TokenStrip, its part and its legend.
 From:  texts of tokens, and their scores.   To: a notebook, a file, page.
 
 Colour is never the only sign. A token above the threshold is underlined; the verdict's token has a
-flag and a frame. Each token says its value as text.
+flag and a frame. Each token has its value as text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_scope.views.parts import Part, colour, item, legend, strip
 
 
 class HasPosition(Protocol):
-    """A `Verdict`, of a result or of a client's answer."""
+    """A `Verdict` of a result or of a client's answer."""
 
     @property
     def position(self) -> int: ...
@@ -36,11 +36,11 @@ class TokenStrip(View):
     """The tokens of an answer with a score each; a notebook shows them in colour.
 
     Attributes:
-        scores: float32 [num_tokens]; NaN: the token has none.
-        threshold: the middle of the colours; None: their middle is 0, and no token is above.
+        scores: float32 [num_tokens]; NaN: the token has no score.
+        threshold: the middle of the colours; None: the middle is 0, and no token counts as above.
         verdict: index of the token that has the verdict, or None.
         first_position: position of `tokens[0]`.
-        caption: above the tokens; may be empty.
+        caption: the text above the tokens; may be empty.
         mark: what the flag means.
     """
 
@@ -54,7 +54,7 @@ class TokenStrip(View):
 
     @property
     def spread(self) -> float:
-        """Distance from the middle at which a colour is strongest: that of the farthest score."""
+        """The largest distance of a score from the middle, at which a colour is strongest."""
         finite = self.scores[np.isfinite(self.scores)].astype(np.float64)
         return float(np.abs(finite - (self.threshold or 0)).max(initial=0)) or 1.0
 
@@ -68,7 +68,7 @@ class TokenStrip(View):
         """The tokens, without the legend.
 
         Args:
-            spread: as the property; of all strips that share a legend.
+            spread: as the property `spread`; the same for all strips that share a legend.
             differs: indices of tokens that are marked as different.
         """
         items = [self._token(i, spread, i in differs) for i in range(len(self.tokens))]
@@ -84,7 +84,7 @@ class TokenStrip(View):
         return item(self.tokens[i], part, self._said(i, differs), marks)
 
     def _is_above(self, i: int) -> bool:
-        # In float32, as the engine judges.
+        # In float32, as the engine compares.
         return self.threshold is not None and bool(self.scores[i] > self.threshold)
 
     def _said(self, i: int, differs: bool) -> str:
@@ -112,22 +112,23 @@ def token_strip(
     first_position: int = 0,
     caption: str = "",
 ) -> TokenStrip:
-    """The tokens coloured by score: the last expression of a notebook's cell, or `.save(path)`.
+    """A strip of tokens coloured by score. A notebook shows it; `.save(path)` writes a page.
 
     Args:
         tokens: the text of each token, such as `tokenizer.decode([i])`.
         scores: [num_tokens] numbers on the CPU: scores, or aggregates. NaN or None: the token has
-            none. One less than tokens: the last one, sampled but not processed, has none.
-        threshold: the probe's; None: the middle of the colours is 0, and no token is above.
+            no score. There may be one score less than tokens: the last token, sampled but not
+            processed, then has none.
+        threshold: the probe's; None: the middle of the colours is 0, and no token counts as above.
         verdict: the position that has the verdict, or the `Verdict`.
         first_position: the position of `tokens[0]`: the number of prompt tokens, if the tokens are
             the generated ones.
         caption: plain text above the tokens.
 
     Raises:
-        SpecError: tokens and scores do not fit each other, or one of them is no text or number; the
-            verdict is at none of the tokens; the threshold is no finite number, the first position
-            no whole number, or the caption no text.
+        SpecError: tokens and scores do not fit each other; a token is no text, or a score no
+            number; the verdict is at none of the tokens; the threshold is no finite number, the
+            first position no whole number, or the caption no text.
     """
     expect(tokens is not None, "tokens", tokens, "a list of texts")
     texts = texts_of(tokens, "tokens")
@@ -170,7 +171,7 @@ def _as_index(
 
 
 def score_legend(threshold: float | None, spread: float, mark: str = "verdict") -> Part:
-    """What colours and marks mean."""
+    """The legend of strips: what colours and marks mean."""
     middle = threshold or 0.0
     low, high = f"{middle - spread:.3g}", f"{middle + spread:.3g}"
     marks = [(mark, ("verdict",)), ("no score", ("unscored",))]

@@ -1,4 +1,4 @@
-"""The view in a notebook, drawn by scope.js; it may change while it is shown.
+"""A view in a notebook, drawn by scope.js. The view may change while it is shown.
 
 Owns:  ScopeWidget, and `shown_live`.
 Runs:  in the process of a notebook. Importing it needs anywidget: pip install vllm-scope[notebook].
@@ -27,8 +27,8 @@ except ImportError as error:
         "notebook show the view itself."
     ) from error
 
-#: Seconds from one drawing of a changing view to the next, at least; and how many times as long as
-#: the drawing took.
+#: The least time from one drawing of a changing view to the next: in seconds, and as a multiple of
+#: the time that the drawing took.
 _EVERY_S, _REST = 0.25, 10
 
 
@@ -43,14 +43,14 @@ class ScopeWidget(anywidget.AnyWidget):
         super().__init__(view=view.data())
 
     def show(self, view: View) -> None:
-        """Draw another view in the place of this one; the item that has the focus keeps it."""
+        """Draw another view in the place of this one. The item with the focus keeps the focus."""
         self.view = view.data()
 
 
 @contextmanager
 def shown_live(make: Callable[[], View]) -> Iterator[Callable[[], None]]:
-    """Show a view that changes in the output of the running cell; yields what is called after a
-    change. It draws at most four times a second, and once more at the end.
+    """Show a changing view in the output of the running cell. Yields a function that is called
+    after each change. The view is drawn at most four times a second, and once more at the end.
 
     Args:
         make: returns the view as it is now.
