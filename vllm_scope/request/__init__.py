@@ -7,8 +7,11 @@ read_features.py which features of an SAE were read
 streams.py       iteration over the streams of a result
 spec.py          all actions of one request, as JSON on the wire
 schema.py        the JSON Schema of a spec
-resolve.py       what the actions mean on one engine
+resolve.py       what the actions mean on one engine; resolve_edits.py does that of edits
+resolved.py      the result: a spec as one engine understands it
+ticket.py        what travels with a request from its front-end to EngineCore
 packed.py        actions as bytes between the processes of one engine
+answers.py       the answer to one request that stands for several
 outline.py       specs that differ only in the layers, vectors and numbers of their edits
 arrays.py        vectors and rows: float32 with a shape and a digest
 nets.py          what a probe computes from a row, and its aggregates
