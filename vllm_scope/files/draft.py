@@ -51,9 +51,9 @@ def export_speculators(
 
     Raises:
         FileError: the folder is not empty, a request has rows of some tokens only, a loss mask has
-            another length, the rows' widths differ, or the last of `streams` is not that place.
-            The last of `streams` is not checked for files of earlier versions, which do not tell
-            the model's number of layers.
+            another length, the rows' widths or dtypes differ, or the last of `streams` is not that
+            place. The last of `streams` is not checked for files of earlier versions, which do
+            not tell the model's number of layers.
         KeyError: a place was not captured.
         ConfigError: pyarrow is missing.
     """
@@ -72,7 +72,7 @@ def export_speculators(
         with closing(LocalPublisher(root / "hidden_states")) as publisher:
             for number, request in enumerate(requests):
                 tokens = _tokens(request, streams)
-                rows = torch.stack([request[stream] for stream in streams], dim=1)
+                rows = _stacked(request, streams)
                 tensors = {"hidden_states": [rows], "token_ids": [tokens]}
                 write = partial(write_tensors, tensors=tensors, metadata={})
                 publisher.publish({f"hs_{number}.safetensors": write})
@@ -98,6 +98,19 @@ def _check_last(requests: Sequence[CapturedRequest], stream: SiteLayer) -> None:
                 f"the last place is {stream_name(stream)}, and the model has {num_layers} layers; "
                 f"a draft model learns from {stream_name(last)}, so read it and name it last."
             )
+
+
+def _stacked(request: CapturedRequest, streams: Sequence[SiteLayer]) -> torch.Tensor:
+    """[rows, places, width]. Raises FileError for rows of several dtypes, which torch would make
+    rows of one."""
+    rows = [request[stream] for stream in streams]
+    dtypes = dict.fromkeys(str(some.dtype).removeprefix("torch.") for some in rows)
+    if len(dtypes) != 1:
+        raise FileError(
+            f"{request!r}: its rows are in {' and '.join(dtypes)}; they are in one dtype, so read "
+            "all places with the same codec."
+        )
+    return torch.stack(rows, dim=1)
 
 
 def _tokens(request: CapturedRequest, streams: Sequence[SiteLayer]) -> torch.Tensor:

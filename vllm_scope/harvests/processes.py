@@ -176,7 +176,8 @@ def _serve(pipe: Connection, devices: list[str]) -> None:
         try:
             body = pickle.dumps((value, error))
         except Exception as raised:
-            body = pickle.dumps((None, ScopeError(f"{error or value!r} cannot travel: {raised}")))
+            what = f"{error or value!r} cannot be sent to another process: {raised}"
+            body = pickle.dumps((None, ScopeError(what)))
         with lock, suppress(OSError):
             pipe.send((number, body))
 

@@ -109,7 +109,7 @@ class SeveralEngines:
             self._staged.remove(place)
             if isinstance(error, (pickle.PicklingError, AttributeError, TypeError)):
                 raise SpecError(
-                    "what the engines are started with cannot travel to another process "
+                    "the options of the engines cannot be sent to another process "
                     f"({reason_of(error)}); give numbers, strings, and functions of a module."
                 ) from error
             raise

@@ -372,7 +372,9 @@ class Sae:
 
     def _check_transcoder(self) -> None:
         if self.apply_b_dec_to_input:
-            raise self._wrong("a transcoder's b_dec is of its output, and not taken from its input")
+            raise self._wrong(
+                "a transcoder's b_dec is added to its output, and not subtracted from its input"
+            )
         if len(self.encoder) != len(self.decoder):
             raise self._wrong(
                 f"its encoder has {len(self.encoder)} features and its decoder {len(self.decoder)}"

@@ -45,6 +45,7 @@ MAX_INLINE_SCORES = 16_384
 #: and `.tokens`, lenses `.token_ids`.
 POSITIONS, INDICES, TOKENS = ".positions", ".indices", ".tokens"
 TOKEN_IDS = ".token_ids"
+ENDINGS = (POSITIONS, INDICES, TOKENS, TOKEN_IDS)
 
 
 def for_callers(columns: Iterable[Column]) -> list[Column]:

@@ -95,12 +95,11 @@ def _check_answerable(spec: Spec) -> None:
                 f"{where} is {shown(name)}; names that begin with {MONITOR!r} are the operator's. "
                 "Take another."
             )
-        endings = (encode.POSITIONS, encode.INDICES, encode.TOKENS)
-        ending = next((e for e in endings if name.endswith(e)), None)
+        ending = next((e for e in encode.ENDINGS if name.endswith(e)), None)
         if ending is not None:
             raise SpecError(
-                f"{where} is {shown(name)}; over HTTP no name ends in {ending!r}, where "
-                "a file has the positions of scores. Take another."
+                f"{where} is {shown(name)}; over HTTP no name ends in {ending!r}, which is the "
+                "end of other names in a file. Take another."
             )
     for i, read in enumerate(spec.reads):
         if read.to == MEMORY and read.codec is not None and read.codec.name == "rp8":

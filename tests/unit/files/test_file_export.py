@@ -178,6 +178,18 @@ def test_draft_samples_whose_last_place_is_not_the_last_layer_are_refused(stream
     assert not (tmp_path / "out").exists()
 
 
+def test_draft_samples_of_two_dtypes_are_refused(tmp_path):
+    pytest.importorskip("pyarrow")
+    with writer_of(tmp_path / "in", layout="sharded") as writer:
+        request = writer.begin()
+        for layer, dtype in ((2, torch.bfloat16), (7, torch.float32)):
+            request.write("resid_post", layer, torch.arange(5).numpy(), rows_of(layer, 5).to(dtype))
+        request.finish(record_of(6, 0, uid="0", name="0", num_layers=8))
+    streams = [("resid_post", 2), ("resid_post", 7)]
+    with pytest.raises(FileError, match="its rows are in bfloat16 and float32; they are in one"):
+        export_speculators(vllm_scope.open(tmp_path / "in"), tmp_path / "out", streams)
+
+
 def test_exports_refuse_what_they_cannot_do(capture, tmp_path):
     pytest.importorskip("pyarrow")
     with pytest.raises(ConfigError, match="float32 or float16"):

@@ -246,9 +246,9 @@ def test_shards_that_cannot_be_written_end_the_harvest_with_a_sentence(tmp_path)
 @pytest.mark.parametrize("count", [1, 2])
 def test_engines_whose_arguments_cannot_travel_are_refused_and_leave_no_process(count, tmp_path):
     make = partial(RecordedEngine, more={"lock": threading.Lock()})
-    with pytest.raises(SpecError, match=r"cannot travel to another process \(cannot pickle '_thr"):
+    with pytest.raises(SpecError, match=r"cannot be sent to another process \(cannot pickle '_thr"):
         harvest(["one"], tmp_path / "out", make, count)
-    with pytest.raises(SpecError, match=r"cannot travel to another process \(Can't pickle local"):
+    with pytest.raises(SpecError, match=r"cannot be sent to another process \(Can't pickle local"):
         harvest(["one"], tmp_path / "out", lambda: RecordedEngine(), count)
     assert multiprocessing.active_children() == []
     assert not (tmp_path / "out" / FOLDER).exists()
@@ -388,7 +388,9 @@ class Unsendable(RecordedEngine):
 def test_an_answer_that_cannot_be_read_or_sent_ends_its_call_with_a_sentence(tmp_path):
     with pytest.raises(ScopeError, match=r"an engine's answer cannot be read here \(.*'second'"):
         harvest(["one"], tmp_path / "out", Unreadable, 1)
-    with pytest.raises(ScopeError, match=r"cannot travel: cannot pickle '_thread.lock'"):
+    with pytest.raises(
+        ScopeError, match=r"cannot be sent to another process: cannot pickle '_thread.lock'"
+    ):
         harvest(["one"], tmp_path / "out", Unsendable, 1)
 
 

@@ -125,6 +125,9 @@ class RegisterModule(_Tiers):
     name: str = Field(min_length=1, max_length=MAX_NAME)
     kind: str = Field(default="additive", description="additive.")
     sae_manifest: object = Field(default=None, description="Refused.")
+    clamps: Hooks = Field(default=None, description="Refused; a module has vectors alone.")
+    prefill_clamps: Hooks = Field(default=None, description="Refused, too.")
+    decode_clamps: Hooks = Field(default=None, description="Refused, too.")
 
 
 class UnregisterModule(BaseModel):
