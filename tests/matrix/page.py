@@ -18,16 +18,16 @@ Line = dict[str, Any]
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _HEAD = f"""# Models
 
-`make matrix` writes this page. For each decoder and for multimodal architectures of vLLM's
-registry, and for others that vLLM runs by its Transformers backend, it makes a tiny random
-checkpoint from the configuration class of transformers, and compares vLLM's rows with what Hugging
-Face's modules get and give: every position of three prompts and their answers, in float32 on a CPU.
-The prompts are computed in chunks of 32 tokens, and again behind a warm prefix cache. Models with
-states take whole prompts. Where no token came from the cache, the page does not say "warm cache".
-"Without latent attention" means that vLLM ran with VLLM_MLA_DISABLE=1 and custom_ops "none": on a
-CPU its kernels for latent attention take no float32, or give other numbers. `make matrix
-VLLM=0.30.0` does the same with another vLLM. It begins with the architectures that other versions
-verified. If it was stopped, it goes on with those that have no line yet.
+`make matrix` writes this page. It takes the decoders and multimodal architectures of vLLM's
+registry, and others that vLLM runs by its Transformers backend. For each architecture it makes a
+tiny random checkpoint from the configuration class of transformers, and compares vLLM's rows with
+the inputs and outputs of Hugging Face's modules, at every position of three prompts and their
+answers, in float32 on a CPU. The prompts are computed in chunks of 32 tokens, and again with a warm
+prefix cache. Models with states take whole prompts. If no token came from the cache, the page does
+not say "warm cache". "Without latent attention" means that vLLM ran with VLLM_MLA_DISABLE=1 and
+custom_ops "none": on a CPU, vLLM's kernels for latent attention take no float32, or give other
+numbers. `make matrix VLLM=0.30.0` does the same with another vLLM. It begins with the architectures
+that other versions verified. If it was stopped, it goes on with those that have no result yet.
 
 An architecture is verified if the worst row of `embed` and `resid_post` differs by at most
 {TOLERANCE:g} of its length. Another site is verified if its rows equal, to the same bound, what one
@@ -36,13 +36,14 @@ is not understood, that numbers prove where the stream is ([design](design.md#an
 `embed` and `resid_post` equal Hugging Face's. [Sites](sites.md) are defined there;
 `vllm-scope doctor MODEL` says why a site cannot be tapped on a model.
 
-Of multimodal architectures the decoder is compared, with prompts of text and vLLM's
-`language_model_only`. Their modules import torchvision, which the package index has for CUDA only:
-its Python part is imported, and its compiled operators are declared and never called
-(`tests/matrix/vision.py`). The rows of a sound are compared by `tests/engine/test_multimodal.py`;
-rows of images are compared nowhere: tokens of images may be read, but no test says that their rows
-are right. These architectures are marked "text". Multimodal architectures that no version ran yet
-are not on this page; `python -m tests.matrix --pending` prints them.
+Of a multimodal architecture only the decoder is compared, with prompts of text and vLLM's
+`language_model_only`. Such an architecture is marked "text". Its modules import torchvision, which
+the package index has for CUDA only: torchvision's Python part is imported, and its compiled
+operators are declared and never called (`tests/matrix/vision.py`).
+`tests/engine/test_multimodal.py` compares the rows of a sound. No test compares rows of images:
+tokens of images may be read, but no test says that their rows are right. Multimodal architectures
+that were run with no version yet are not on this page; `python -m tests.matrix --pending` prints
+them.
 """
 _UNSERVED = """vLLM 0.33.0 was not run: no CPU build of it, nor of the PyTorch 2.14 that it needs,
 could be installed.
