@@ -114,10 +114,10 @@ __all__ = [
 
 
 def _engine_of(llm: LLM, other: str) -> LLMEngine:
-    """The engine of an LLM.
+    """The engine of an LLM. Raises SpecError for any other object.
 
     Args:
-        other: what does the same with an AsyncLLM.
+        other: the call to make instead with an AsyncLLM, for the error's text.
     """
     if not hasattr(llm, "llm_engine"):
         raise SpecError(f"the engine is {shown(llm)}; it is a vllm.LLM. With an AsyncLLM: {other}.")
@@ -126,16 +126,17 @@ def _engine_of(llm: LLM, other: str) -> LLMEngine:
 
 
 def set_monitors(llm: LLM, monitors: Mapping[str, object]) -> None:
-    """Replace the probes that an `LLM` adds to every request, for requests from now on.
+    """Replace the probes that an `LLM` adds to every request from now on.
 
     Args:
-        llm: vllm.LLM. AsyncLLM has `vllm_scope.engine.monitors.set_on_async`, a server
-            `PUT /v1/scope/monitors`.
+        llm: vllm.LLM. For an AsyncLLM call `vllm_scope.engine.monitors.set_on_async`; to a server
+            send `PUT /v1/scope/monitors`.
         monitors: name -> the fields of a probe with a threshold, as in JSON (docs/probes.md); empty
-            for none.
+            for no monitors.
 
     Raises:
-        SpecError: one of them is malformed, or this engine cannot have it. All stay as they were.
+        SpecError: a monitor is malformed, or this engine cannot have it. The monitors from before
+            stay set.
     """
     from vllm_scope.engine.monitors import set_on
 
@@ -146,19 +147,19 @@ def set_monitors(llm: LLM, monitors: Mapping[str, object]) -> None:
 def moments(llm: LLM, name: str = "moments") -> dict[tuple[str, int, str], Sums]:
     """The sums that requests with Moments have made.
 
-    Of a request that has ended, all rows are in them. AsyncLLM has
-    `vllm_scope.engine.moments.moments_of_async`, a server `GET /v1/scope/moments/NAME`.
+    All rows of a request that has ended are in the sums. For an AsyncLLM call
+    `vllm_scope.engine.moments.moments_of_async`; to a server send `GET /v1/scope/moments/NAME`.
 
     Args:
         llm: vllm.LLM.
-        name: as in Moments.
+        name: the name that the requests gave in Moments.
 
     Returns:
         (site, layer, label) -> sums in float64 numpy, with `count`, `mean` and `covariance`.
-        `vllm_scope.analysis.moments` makes probes of them.
+        `vllm_scope.analysis.moments` makes probes from them.
 
     Raises:
-        SpecError: no row was added under this name; the message says which names there are.
+        SpecError: no row was added under this name; the message lists the names that have sums.
     """
     from vllm_scope.engine.moments import moments_of
 
@@ -170,7 +171,7 @@ def drop_moments(llm: LLM, name: str = "moments") -> bool:
     """Forget the sums of a name and free their memory; running requests add nothing more to them.
 
     Returns:
-        False if there were none.
+        False if the name had no sums.
     """
     from vllm_scope.engine.moments import drop_moments_of
 
@@ -199,8 +200,9 @@ def harvest(
 ) -> Harvest:
     """Compute the rows of a data set's documents, and write them to shards (docs/harvest.md).
 
-    If the same call was killed, it goes on: what the visible shards hold is not computed again.
-    `vllm_scope.open(out)` reads the rows, each document under its id.
+    If an earlier call with the same arguments was killed, this call continues its work: rows that
+    are already in shards are not computed again. `vllm_scope.open(out)` reads the rows, each
+    document under its id.
 
     Args:
         dataset: a Parquet, JSONL or text file, or a folder of them; the name or folder of a
@@ -208,25 +210,27 @@ def harvest(
         reads: at least one. `codec` makes rows smaller on the device; `tokens` chooses them.
         model: name or folder, as vLLM takes it, or an LLM, which stays open.
         out: a folder, or a URL that fsspec knows.
-        column: of the texts or token ids; None: `text`, `input_ids`, `token_ids` or `tokens`.
-        id_column: of ids, which differ; None: row numbers, behind the data set's fingerprint.
-        split, config: of a Hugging Face data set.
-        long: what becomes of documents longer than a context: "truncate", "split", or "pack",
-            which fills every context with documents one after another.
+        column: the column of the texts or token ids; None: `text`, `input_ids`, `token_ids` or
+            `tokens`.
+        id_column: the column of the ids, all different; None: an id is the data set's fingerprint
+            and the row's number.
+        split, config: the split and the configuration of a Hugging Face data set.
+        long: how to treat documents longer than a context: "truncate", "split", or "pack", which
+            fills every context with documents one after another.
         context: the most tokens of a context; None: max_model_len - 1.
-        file_mib, fsync, mode: of the shards, as in docs/files.md.
+        file_mib, fsync, mode: options of the shards, as in docs/files.md.
         progress: show a line with the rate and the time left.
         engine: further arguments of `vllm.LLM`, such as {"dtype": "bfloat16"}.
-        engines: how many, each in a process of its own on GPUs of its own; None: one in this
-            process, or with `ray` as many as the cluster's GPUs allow. An engine that is lost is
-            replaced. As with `multiprocessing`, a script guards its main part.
-        ray: True: the engines are Ray actors, on the cluster of RAY_ADDRESS or on a new one of
-            this host. Or the cluster's address. All hosts see `out`.
+        engines: the number of engines, each in its own process and on its own GPUs; None: one
+            engine in this process, or with `ray` as many as the cluster's GPUs allow. A lost engine
+            is replaced. As with `multiprocessing`, a script must guard its main part.
+        ray: True: the engines are Ray actors, on the cluster at RAY_ADDRESS, or else on a new
+            cluster of this host. A text: the address of the cluster. All hosts must see `out`.
 
     Raises:
         ConfigError: the folder has a harvest with other settings, or there is no room for so many
             engines.
-        SpecError: the engine cannot read this, or a row has no document.
+        SpecError: the engine cannot do these reads, or a row of the data set has no document.
         FileError: a file cannot be read or written, or another process harvests into the folder.
     """
     from vllm_scope.harvests.start import harvest_with
@@ -242,7 +246,7 @@ def open(path: str | os.PathLike[str]) -> Capture:
     """Captured requests below a folder, a file or a URL; see `vllm_scope.files`.
 
     Raises:
-        FileError: there is nothing, or a file of ours is damaged.
+        FileError: there are no captured requests, or a file of this package is damaged.
     """
     from vllm_scope.files import open as open_files
 
@@ -263,7 +267,8 @@ def stream(
     context: int | None = None,
     engine: Mapping[str, Any] | None = None,
 ) -> RowFeed:
-    """Compute the rows of a data set's documents while a trainer takes them, without a disk.
+    """Compute the rows of a data set's documents while a trainer takes them; no row is written to
+    a disk.
 
         for batch in stream(texts, Read("resid_post", layer=5), model="Qwen/Qwen3-8B"):
             batch["resid_post", 5]  # [batch_size, hidden_size]
@@ -272,19 +277,19 @@ def stream(
     engine, the engine waits.
 
     Args:
-        dataset: as of `harvest`; a `datasets.Dataset` only with an LLM.
-        reads: at least one, all of the same tokens.
-        model: name or folder, for an engine of its own in another process, which ends with the
-            feed; or an LLM, which is used on a thread of this process and stays open. Do not use
-            it before the feed has ended.
+        dataset: as for `harvest`; a `datasets.Dataset` only with an LLM.
+        reads: at least one; all name the same tokens.
+        model: a name or a folder: the feed starts an engine in another process, and ends it. Or an
+            LLM, which is used on a thread of this process and stays open; do not use the LLM before
+            the feed has ended.
         batch_size: rows of a batch; the last one may have fewer.
         buffer_rows: rows in shared memory, at least twice `batch_size`; half of them are mixed.
         seed: at least 0. The same arguments give the same batches.
-        column, split, config, long, context, engine: as of `harvest`.
+        column, split, config, long, context, engine: as for `harvest`.
 
     Raises:
-        SpecError: an argument is wrong. What only the engine can know is raised with the first
-            batch: SpecError, ConfigError, FileError, or ScopeError if the engine has died.
+        SpecError: an argument is wrong. Errors that only the engine can find are raised at the
+            first batch: SpecError, ConfigError, FileError, or ScopeError if the engine has died.
     """
     from vllm_scope.feeds.messages import Settings
     from vllm_scope.feeds.start import start_feed
@@ -304,15 +309,15 @@ def sweep(
 ) -> SweepTable:
     """Make one edit at each place of a grid, and measure what each does to the next token.
 
-    If it ends early (an exception in `on_cell`, an interrupt), its requests end with it.
+    If the sweep ends early (an exception in `on_cell`, an interrupt), its requests end too.
 
     Args:
         llm: vllm.LLM without running requests.
         prompts: a text, {"prompt_token_ids": [...]}, or a list of these.
-        on_cell: called with each value as it arrives, in no certain order.
+        on_cell: called with each value as it arrives, in any order.
         progress: show a progress bar. "map": show the table in the notebook, where its cells fill
-            as they arrive; it needs vllm-scope[notebook].
-        share: of a step's sequences and tokens that cells may take, above 0 and at most 1.
+            as they arrive; this needs vllm-scope[notebook].
+        share: the part of a step's sequences and tokens that cells may take, above 0 and at most 1.
 
     Raises:
         ConfigError: a map is asked for, and anywidget is not installed.
@@ -334,7 +339,8 @@ async def sweep_async(
     progress: bool | Literal["map"] = True,
     share: float = 0.5,
 ) -> SweepTable:
-    """As `sweep`, on an AsyncLLM that may serve others too. If it is cancelled, its requests end.
+    """As `sweep`, on an AsyncLLM, which may serve other requests too. If the call is cancelled, its
+    requests end.
 
     Args, Raises: as `sweep`. While the engine has other requests, few cells are sent at
     once, and cells are in the engine for `share / 5` of the time.

@@ -3,9 +3,10 @@
 Owns:  ScopeConfig, its defaults and its checks.
 Runs:  in the front-end (to fill in defaults) and in every worker.
 
-Promise: what changes the compiled graph is in this dict, and vLLM hashes the
-dict into its compile-cache key; `graph_key` adds the code of the tap itself. A
-graph compiled without taps is thus never loaded for a start with taps.
+Promise: every option that changes the compiled graph is in this dict, and so is
+`graph_key`, a digest of the code of the tap. vLLM hashes the dict into its
+compile-cache key. So a graph compiled without taps is never loaded for a start
+with taps.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class ScopeConfig(BaseModel):
         sites: the sites that may be read and edited. Each costs a tap per layer, even
             if no request uses it; `ln_final` can only be read.
         layers: the layers that have taps, or "all".
-        arena_mib: device memory for rows that wait for their copy; None takes three
-            times the largest step that a CUDA graph can hold.
+        arena_mib: device memory for rows that wait for their copy. None: three times the
+            rows of the largest step that a CUDA graph can hold.
         vectors_mib: device memory for the vectors of edits and probes of running
             requests. If it is full, a request waits for its turn.
         states_mib: device memory for the states of gates (Gate.state): 12 bytes for each gate with
@@ -60,35 +61,36 @@ class ScopeConfig(BaseModel):
             waits for its turn.
         monitors: an operator's probes on every request: name -> the fields of a probe with a
             threshold (engine.monitors.parse; docs/probes.md).
-        controller: of a server: the name of an entry point `vllm_scope.controller`, whose
-            Controller runs while the server runs (docs/control.md).
+        controller: for a server: the name of an entry point in the group `vllm_scope.controller`,
+            which makes a Controller. It runs while the server runs (docs/control.md).
         scores_mib: host memory of each worker for scores of tokens whose KV is in the prefix
-            cache. A request that only probes takes KV from the cache where its scores are there.
-            0: it takes none.
+            cache. A request that only probes uses the cached KV of tokens whose scores are kept.
+            0: no scores are kept, so the request computes all its tokens.
         modules: steering modules to load at start, name -> file.
         saes: sparse autoencoders that requests may name, name -> file or folder (vllm_scope.saes).
-        saes_mib: device memory of each worker for the encoders of those SAEs, without which a
-            request cannot ask for the strongest features. The engine does not start if they take
-            more. 0: workers hold none.
-        saes_dtype: of those encoders: "auto", the model's, or "fp8", float8_e4m3fn with a scale for
-            each feature, which takes half of the memory of bf16 and more time (docs/features.md).
+        saes_mib: device memory of each worker for the encoders of `saes`. Without them a request
+            cannot ask for the strongest features. The engine does not start if they take more.
+            0: workers hold no encoder.
+        saes_dtype: dtype of those encoders: "auto", the model's; or "fp8", float8_e4m3fn with a
+            scale for each feature, which takes half of the memory of bf16, and more time
+            (docs/features.md).
         lenses: lenses that map rows before the model's own norm and unembedding, name -> a file or
             folder, or {"path", "sha256"} (vllm_scope.lenses).
-        lenses_mib: device memory of each worker for their maps. The engine does not start if they
-            take more.
+        lenses_mib: device memory of each worker for the maps of `lenses`. The engine does not start
+            if they take more.
         unembedding_mib: with tensor parallelism, device memory of the first rank for the other
-            ranks' parts of the unembedding, without which requests cannot have a lens. The engine
-            does not start if they take more. 0: it takes none.
-        lens_rows: the most rows that the lenses of one request are applied to: selected tokens,
-            those that it may generate too, times layers. 0: requests cannot have a lens.
-        lens_rows_running: the same of all running requests together. If a request would exceed it,
-            it waits for its turn; a request alone never waits.
+            ranks' parts of the unembedding. Without them requests cannot have a lens. The engine
+            does not start if they take more. 0: the first rank does not hold them.
+        lens_rows: the most rows that the lenses of one request may be applied to: selected tokens,
+            with those that it may still generate, times layers. 0: requests cannot have a lens.
+        lens_rows_running: the same limit for all running requests together. A request that would
+            exceed it waits for its turn; a request never waits if no other one runs.
         moments_mib: device memory of each worker for the sums of Moments. A request whose sums do
-            not fit when it enters is refused. If they do not fit any more when it runs, its rows
+            not fit when it enters is refused. If its sums no longer fit when it runs, its rows
             count as missing. 0: requests cannot have Moments.
         deliver_timeout_s: how long a finished request waits for rows that are
             still on their way, before it is returned as incomplete; and how long a
-            worker waits for a front-end that does not read, before it goes on without it.
+            worker waits for a front-end that does not read, before it gives the front-end up.
         road: how rows travel from a worker to the front-end: "shared" memory,
             encrypted "tcp", or "auto": shared memory if a test shows that it works.
         road_host: where the front-end listens if rows come over TCP: the address, or
@@ -96,9 +98,9 @@ class ScopeConfig(BaseModel):
             the address that vLLM's own workers use (VLLM_HOST_IP, or else that
             of the default route).
         policies: the operator's code that requests may name, name -> options, or names; see
-            `policies.options`.
-        sinks: where reads may go beside memory, name -> options; see `sinks.options`.
-        global_sinks: the same, with `reads` that are added to every request.
+            `control.policy_options`.
+        sinks: sinks that reads may name besides memory, name -> options; see `sinks.options`.
+        global_sinks: sinks in the same form, with `reads` that are added to every request.
         graph_key: identity of the traced code. Set by vllm-scope.
     """
 
@@ -145,7 +147,7 @@ class ScopeConfig(BaseModel):
     def _sane_layers(cls, came: Any, parse: ValidatorFunctionWrapHandler) -> Any:
         try:
             layers = parse(came)
-        except ValidationError:  # one sentence for both of the types
+        except ValidationError:  # pydantic has a sentence for each of the two types
             layers = ()
         if layers == "all":
             return layers
@@ -182,20 +184,21 @@ class ScopeConfig(BaseModel):
 
     @staticmethod
     def parse(body: object) -> ScopeConfig:
-        """Raises ConfigError naming the option, what came and what is allowed."""
+        """The options of the dict. Raises ConfigError, which names the option, what came and what
+        is allowed."""
         if not isinstance(body, Mapping):
             raise ConfigError(f"additional_config['scope'] is {body!r}; it is an object.")
         return checked(ScopeConfig, body, f"additional_config['{KEY}'].", unsaid=("graph_key",))
 
     def check_files(self) -> None:
-        """Raises ConfigError for a file or a folder that is not there."""
+        """Raises ConfigError if an option names a file or a folder that does not exist."""
         paths: dict[str, object] = {}
         for option in ("modules", "saes", "lenses", "monitors"):
             for name, one in getattr(self, option).items():
                 where = f"{option}[{name!r}]"
                 if isinstance(one, Mapping):
                     paths |= {f"{where}.{field}": one.get(field) for field in ("path", "file")}
-                elif option != "monitors":  # a monitor is an object
+                elif option != "monitors":  # a monitor in any other form is refused later
                     paths[where] = one
         for where, path in paths.items():
             if isinstance(path, str) and not Path(path).exists():
@@ -217,7 +220,7 @@ class ScopeConfig(BaseModel):
         return parse_sinks(self.global_sinks, "global_sinks", True)
 
     def with_graph_key(self) -> dict[str, object]:
-        """The options for `additional_config`, as plain JSON."""
+        """The options with their `graph_key`, as plain JSON for `additional_config`."""
         return self.model_copy(update={"graph_key": graph_key()}).model_dump(mode="json")
 
     @property
@@ -229,7 +232,7 @@ class ScopeConfig(BaseModel):
         """The boundaries that carry a tap.
 
         Raises:
-            ConfigError: a layer that the model does not have.
+            ConfigError: `layers` has a layer that the model does not have.
         """
         layers = range(num_layers) if self.layers == "all" else self.layers
         found: set[int] = set()

@@ -1,4 +1,4 @@
-"""The package's errors, and what each one ends.
+"""The package's errors, and what fails with each one.
 
 ScopeError
   SpecError      the request is wrong        that request only (HTTP 400)
@@ -7,8 +7,8 @@ ScopeError
   CapacityError  no room for this request    that request only (HTTP 429)
   CompatError    vLLM or the model is not    refuse to start, or refuse taps
                  the shape we know
-  FileError      a file is damaged or        that file only
-                 cannot be had
+  FileError      a file is damaged, or       that file only
+                 cannot be read or written
 
 Every message says what came, what is allowed, and what to do next.
 """
@@ -26,7 +26,7 @@ from typing import Any
 
 
 class _Short(reprlib.Repr):
-    """Looks only at the keys that it shows; reprlib sorts all of them first."""
+    """A short repr that reads only the keys that it shows; reprlib's own sorts all keys first."""
 
     def repr_dict(self, x: Any, level: int) -> str:
         return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)
@@ -49,7 +49,7 @@ def shown(value: object) -> str:
 
 
 def checked_ending(path: str | PathLike[str], *endings: str) -> str:
-    """The ending of a path, one of these. Raises FileError for another one."""
+    """The ending of a path. Raises FileError if it is not one of `endings`."""
     ending = Path(path).suffix
     if ending not in endings:
         listed = (" or " if len(endings) == 2 else ", ").join(endings)
@@ -61,7 +61,7 @@ def checked_ending(path: str | PathLike[str], *endings: str) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of what another library says; the error's type if it says nothing."""
+    """The first line of the text of another library's error; the error's type if it has no text."""
     details = getattr(error, "errors", None)
     text = str(error)
     if "cached snapshot folder" in text:  # Hugging Face's advice is about its own functions
@@ -94,8 +94,8 @@ class CapacityError(ScopeError):
 
 
 class UnheldError(CapacityError):
-    """EngineCore does not hold vectors that a request names by their digests; sent again, they
-    travel with it."""
+    """EngineCore does not hold vectors that a request names by their digests. If the request is
+    sent again, its vectors travel with it."""
 
 
 class CompatError(ScopeError):
@@ -108,8 +108,8 @@ class FileError(ScopeError):
 
 @contextmanager
 def naming(where: str) -> Iterator[None]:
-    """Name one of several, such as "prompts[3]", before the sentence of a SpecError or a
-    CapacityError inside."""
+    """Put `where` before the text of a SpecError or CapacityError that the block raises, such as
+    "prompts[3]" for one of several prompts."""
     try:
         yield
     except SpecError as error:

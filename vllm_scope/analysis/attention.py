@@ -6,9 +6,10 @@ Owns:  `attention_pattern`, and `attention_weights`, the formula.
 Runs:  anywhere, without an engine.
 From:  results.   To: views, the cache of TransformerLens's names, compat.
 
-An attention kernel never holds all weights, so a tap cannot read them. `q` and `k` are what the
-kernel gets, after norms and rotary embedding. A query's weights over n keys are n numbers per head,
-and its row of `q` has head_size: from head_size positions on, rows are fewer bytes than weights.
+An attention kernel never holds all weights, so a tap cannot read them. `q` and `k` are the kernel's
+inputs, after norms and rotary embedding. A query has n weights over n keys in each head, and
+its row of `q` has head_size numbers in each head. So from head_size positions on, rows are smaller
+than weights.
 """
 
 from __future__ import annotations
@@ -43,26 +44,28 @@ def attention_pattern(
 
     The request must have read `k` at all positions up to its last query, and `q` at the positions
     whose patterns are wanted: `Read("q", tokens="last"), Read("k")`. Rows from before the edits of
-    `q` and `k` give the pattern without these edits; rows of a codec give the pattern of its rows.
+    `q` and `k` give the pattern without these edits. Rows of a read with a codec give the pattern
+    of the decoded rows.
 
     Args:
         result: a ScopeResult, or the `scope` of a client's choice.
         layer: from 0.
-        heads: which, in this order; None: all.
+        heads: the heads of the result, in this order; None: all.
         kernel: the numbers of the layer's kernel: `client.info()["attention"][f"{layer}"]`. None:
             the result's own, which a ScopeResult has.
 
     Returns:
         float32 [num_heads, num_queries, num_keys], CPU. Row i is the query at
         `result.positions("q", layer)[i]`; column j is the key at position j. The columns end with
-        the last query. A key that a query does not see has weight 0. With sinks a row sums to less
-        than 1.
+        the last query. A key that a query does not see has weight 0. If the attention has sinks, a
+        row sums to less than 1.
 
     Raises:
-        KeyError: the result has no rows of `q` and `k` of this layer.
+        KeyError: the result has no rows of `q` or of `k` at this layer.
         ScopeError: rows of keys are missing, or the kernel does more to its scores than scale, cap,
             mask and bias them.
-        SpecError: heads that are no whole numbers or that the layer does not have, or no kernel.
+        SpecError: a head is not a whole number, or not one of the layer's; or `kernel` is None and
+            the result has none.
     """
     q, k = (_tensor(result[site, layer]).float() for site in ("q", "k"))
     if kernel is None:
@@ -98,7 +101,7 @@ def attention_pattern(
 
 
 def check_kernel(kernel: Mapping[str, Any], where: str) -> None:
-    """Raise ScopeError if a pattern does not follow from q and k and the kernel's numbers."""
+    """Raise ScopeError if q, k and the kernel's numbers do not determine a pattern."""
     if not kernel["exact"]:
         raise ScopeError(
             f"the attention of {where} does more than scale, cap, mask and bias its scores "
@@ -122,7 +125,7 @@ def attention_weights(
     Args:
         q: [num_queries, heads, head_size].
         k: [num_keys, heads, head_size], of the same device and dtype.
-        ahead: [num_queries, num_keys]: position of the key less that of the query.
+        ahead: [num_queries, num_keys]: the key's position minus the query's position.
         seen: bool [num_queries, num_keys].
         logits_soft_cap: cap * tanh(score / cap); 0: none.
         alibi_slopes: [heads]; slope * ahead is added to a score.
@@ -157,7 +160,8 @@ def _kernel_of(result: Rows, layer: int) -> Mapping[str, Any]:
 
 
 def _tensor(rows: object) -> Tensor:
-    """Rows that came over HTTP are arrays that cannot be written, of which torch would warn."""
+    """The rows as a tensor. An array from HTTP is read-only, and torch would warn about it, so it
+    is copied."""
     if isinstance(rows, np.ndarray) and not rows.flags.writeable:
         rows = rows.copy()
     return torch.as_tensor(rows)

@@ -27,22 +27,23 @@ _Mode = Literal["all", "attn", "mlp"]
 
 
 class ActivationCache(Mapping[str, Tensor]):
-    """A mapping of hook names to activations [batch, pos, d_model], of sites inside the
-    attention [batch, pos, head, d_head].
+    """A mapping of hook names to activations: [batch, pos, d_model], or
+    [batch, pos, head, d_head] for sites inside the attention.
 
-    A layer's `resid_post` is the next layer's `resid_pre`, so the rows of one are found under
-    both names, unless the request edited the stream between. Keys list both names.
-    Shorthands as in TransformerLens:
+    A layer's `resid_post` is the next layer's `resid_pre`. So rows that were read at one of the two
+    are found under both names, unless the request edited the stream between them. Keys list both
+    names. Shorthands are as in TransformerLens:
     `cache["resid_post", 3]`, `cache["embed"]`, `cache["resid_post", -1]`.
 
     `blocks.3.attn.hook_pattern`, or `cache["pattern", 3]`, is [batch, head, query pos, key pos] in
     float32. It is computed when it is asked for, from the layer's `q` and `k`, and is not a key.
 
     Args:
-        results: one completion's rows, or those of several, which make a batch. Every stream
+        results: the rows of one completion, or of several, which make a batch. Every stream
             of a result must have the same positions 0, 1, 2, ... without a gap: read
             `tokens="all"` or "prompt". All results must have the same streams.
-        num_layers: of the model. Needed for layers that count from the end.
+        num_layers: the model's number of layers. Needed for a layer that counts from the end, and
+            for all layers (None).
 
     Attributes:
         lengths: int64 [batch], number of positions of each result. The batch is padded on the
@@ -50,7 +51,7 @@ class ActivationCache(Mapping[str, Tensor]):
         mask: bool [batch, pos], False at padding.
 
     Raises:
-        SpecError: a result is not complete, has a gap, or differs in its streams.
+        SpecError: a result is not complete, has a gap, or has other streams than the first one.
     """
 
     def __init__(self, results: Result | Sequence[Result], num_layers: int | None = None) -> None:
@@ -74,7 +75,7 @@ class ActivationCache(Mapping[str, Tensor]):
                 if all(_same_rows(result, stream, twin) for result in batch):
                     self._same.setdefault(hook_of(twin), stream)
         if num_layers is not None:
-            # There is no layer behind the last one.
+            # The last layer has no next one.
             self._same.pop(hook_of(("resid_pre", num_layers)), None)
         self._names = dict.fromkeys([*self._read, *self._same])
         self._values: dict[str, Tensor] = {}
@@ -130,7 +131,7 @@ class ActivationCache(Mapping[str, Tensor]):
             layer: the number of layers; None or -1: all of the model's.
 
         Raises:
-            KeyError: one of them was not read.
+            KeyError: the site was not read at one of the layers.
             SpecError: no layer is before `layer`.
         """
         layers = range(self._up_to(layer))
@@ -147,21 +148,21 @@ class ActivationCache(Mapping[str, Tensor]):
     def accumulated_resid(
         self, layer: int | None = None, incl_mid: bool = False, *, return_labels: bool = False
     ) -> Tensor | tuple[Tensor, list[str]]:
-        """The residual stream at the entry of each layer up to `layer`, that one included.
+        """The residual stream at the entry of each layer up to and including `layer`.
 
-        `Lens.logits` of it is the logit lens.
+        `Lens.logits` of the result is the logit lens.
 
         Args:
-            layer: None, -1 or the number of layers: all, and the last layer's `resid_post`
+            layer: None, -1 or the number of layers: all layers, and the last layer's `resid_post`
                 ("final_post").
-            incl_mid: `resid_mid` of the layers before `layer` too.
+            incl_mid: also return `resid_mid` of the layers before `layer`.
             return_labels: also return the components' names: "0_pre", "0_mid", ...
 
         Returns:
             [components, batch, pos, d_model], and with `return_labels` the labels.
 
         Raises:
-            KeyError: one of them was not read.
+            KeyError: one of the components was not read.
             SpecError: the number of layers is needed, and was not given.
         """
         last = self._up_to(layer)
@@ -197,20 +198,21 @@ class ActivationCache(Mapping[str, Tensor]):
         *,
         return_labels: bool = False,
     ) -> Tensor | tuple[Tensor, list[str]]:
-        """What the embedding and each layer before `layer` add to the residual stream. If nothing
-        was edited, their sum is the stream at the entry of `layer`.
+        """The components that the embedding and each layer before `layer` add to the residual
+        stream. If nothing was edited, the sum of all components is the stream at the entry of
+        `layer`.
 
         Args:
-            layer: None, -1 or the number of layers: all.
-            mode: "attn": only what attentions add; "mlp": only what MLPs add; "all": both.
-            incl_embeds: the embedding too.
+            layer: None, -1 or the number of layers: all layers.
+            mode: "attn": only the outputs of attentions; "mlp": only those of MLPs; "all": both.
+            incl_embeds: also return the embedding.
             return_labels: also return the components' names: "embed", "0_attn_out", ...
 
         Returns:
             [components, batch, pos, d_model], and with `return_labels` the labels.
 
         Raises:
-            KeyError: one of them was not read.
+            KeyError: one of the components was not read.
             SpecError: the number of layers is needed, and was not given; or there are no
                 components.
         """
@@ -248,8 +250,8 @@ class ActivationCache(Mapping[str, Tensor]):
 
 
 def _same_rows(result: Result, read: SiteLayer, twin: SiteLayer) -> bool:
-    """Whether no edit lies between a stream that was read and its twin. One of them is a layer's
-    `resid_post`, the other the next layer's `resid_pre`."""
+    """True if no edit lies between a stream that was read and its twin. One of the two is a layer's
+    `resid_post`, the other is the next layer's `resid_pre`."""
     edited = getattr(result, "edited", frozenset[SiteLayer]())
     behind = read not in edited or (*read, "after") in result  # type: ignore[operator]
     if read[0] == "resid_pre":

@@ -2,9 +2,9 @@
 
 From:  rows.pooled_rows, or any tensors.   To: vectors.SteeringModule.
 
-Promise: a vector points from the negatives to the positives. Its length is 1, or with
-normalise=False the distance between the two means along it: the negatives' mean plus that vector
-projects onto the vector as the positives' mean does.
+Promise: a vector points from the negatives to the positives. Its length is 1. With normalise=False
+its length is the distance between the two means in its direction: the negatives' mean plus the
+vector has the same projection onto the vector as the positives' mean.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def mean_difference(
     normalise: bool = True,
     provenance: Provenance | None = None,
 ) -> SteeringModule:
-    """The positives' mean less the negatives', at each stream.
+    """The positives' mean minus the negatives' mean, at each stream.
 
     Args:
         positives, negatives: (site, layer) -> [n, hidden_size], any float dtype; the same
             streams in both. The numbers of rows may differ.
-        normalise: to length 1.
+        normalise: scale each vector to length 1.
         provenance: model, revision, dataset; this function sets the other fields.
 
     Raises:
-        SpecError: streams or sizes disagree, there are no rows, some are not finite,
-            or both means are the same.
+        SpecError: streams or sizes disagree, there are no rows, some rows are not finite,
+            or the two means are equal.
     """
 
     def direction(up: Tensor, down: Tensor, _name: str) -> Tensor:
@@ -64,9 +64,10 @@ def principal_difference(
 ) -> SteeringModule:
     """The first principal component of pairs around their midpoints, at each stream.
 
-    Row i of the positives and row i of the negatives are a pair. With each pair's midpoint
-    subtracted, the direction of the largest variance is that in which pairs differ most (repeng's
-    "pca_center"). The sign is the one for which the positives project higher in the mean.
+    Row i of the positives and row i of the negatives are a pair. Each pair's midpoint is
+    subtracted; the direction of the largest variance is then the one in which pairs differ most
+    (repeng's "pca_center"). Its sign is chosen so that the positives have the larger mean
+    projection.
 
     Args and errors: as `mean_difference`; the numbers of rows must be equal.
     """
@@ -76,8 +77,8 @@ def principal_difference(
             raise SpecError(
                 f"{name} has {len(up)} positives and {len(down)} negatives; pairs need as many."
             )
-        # Around its midpoint a pair is plus and minus half its difference, so this is the
-        # principal axis of the differences, which must not be centred again.
+        # Without its midpoint a pair is plus and minus half its difference. So the axis of the
+        # pairs is the principal axis of the differences, which must not be centred again.
         axis: Tensor = torch.linalg.svd(up - down, full_matrices=False).Vh[0]
         return axis * ((up - down) @ axis).mean()
 
@@ -134,7 +135,7 @@ def _module(
             )
         vector = direction(up, down, name)
         length = vector.norm()
-        # Rounding leaves a little of rows that are all the same.
+        # If all rows are the same, rounding still leaves a small difference.
         if length <= 1e-12 * max(up.abs().max(), down.abs().max()):
             raise SpecError(f"{name}: positives and negatives do not differ, in the mean.")
         vectors[stream] = vector / length if normalise else vector

@@ -18,14 +18,14 @@ Key = str | tuple[str] | tuple[str, int]
 _HOOKS = {
     "resid_pre": "hook_resid_pre", "resid_mid": "hook_resid_mid", "resid_post": "hook_resid_post",
     "attn_out": "hook_attn_out", "mlp_out": "hook_mlp_out", "mlp_post": "mlp.hook_post",
-    # TransformerBridge's; `hook_attn_in` and `hook_mlp_in` are before the norms.
+    # TransformerBridge's names. `hook_attn_in` and `hook_mlp_in` are other rows, before the norms.
     "attn_in": "attn.hook_in", "mlp_in": "mlp.hook_in",
     "q": "attn.hook_rot_q", "k": "attn.hook_rot_k", "v": "attn.hook_v", "z": "attn.hook_z",
 }  # fmt: skip
-#: TransformerLens's `ln_final.hook_normalized` is the row before the norm's weight, so that
-#: `ln_final` goes by its own name.
+#: TransformerLens's `ln_final.hook_normalized` is another row, before the norm's weight. So
+#: `ln_final` keeps its own name.
 _MODEL_HOOKS = {"embed": "hook_embed", "ln_final": "ln_final"}
-#: Made of `q` and `k`.
+#: Computed from `q` and `k`, and not a stream.
 _PATTERN_HOOK = "attn.hook_pattern"
 #: TransformerLens's shorthands for rotated queries and keys.
 _ROTATED = {"rot_q": "q", "rot_k": "k"}

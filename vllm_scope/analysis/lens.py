@@ -33,13 +33,13 @@ class Lens:
     `from_config` takes all but the tensors from a Hugging Face configuration.
 
     Attributes:
-        norm_weight: [hidden_size]. Of Gemma: one plus the checkpoint's values.
-        eps: of the norm.
-        unembedding: [vocab_size, hidden_size]; the embedding, if they are tied.
-        norm: "rms": division by the root mean square; "layer": by the standard deviation, after
-            the mean is subtracted.
-        norm_bias: [hidden_size], of a layer norm with a bias.
-        unembedding_bias: [vocab_size], of an unembedding with a bias (Phi, GPT-J).
+        norm_weight: [hidden_size]. For Gemma: one plus the checkpoint's values.
+        eps: the norm's epsilon.
+        unembedding: [vocab_size, hidden_size]; the embedding, if the two are tied.
+        norm: "rms": division by the root mean square; "layer": the mean is subtracted, then the
+            row is divided by the standard deviation.
+        norm_bias: [hidden_size], for a norm with a bias.
+        unembedding_bias: [vocab_size], for an unembedding with a bias (Phi, GPT-J).
         soft_cap: logits become soft_cap * tanh(logits / soft_cap) (Gemma 2). None: no cap.
         logit_scale: factor of the logits after the cap (Cohere; Granite: 1 / logits_scaling).
 
@@ -69,11 +69,12 @@ class Lens:
 
         Args:
             config: the content of config.json as a mapping, or Hugging Face's configuration
-                object. If it has a `text_config`, that is read.
+                object. If it has a `text_config`, the fields are taken from there.
             norm_weight, unembedding, norm_bias, unembedding_bias: as for `Lens`.
 
         Raises:
-            SpecError: the configuration has no eps, or a field is not a number; or as `Lens`.
+            SpecError: the configuration has no epsilon of a norm, or a field is not a number; or as
+                `Lens`.
         """
         to_dict = getattr(config, "to_dict", None)
         body = config if to_dict is None else to_dict()
@@ -113,7 +114,7 @@ class Lens:
         _above_zero(self.logit_scale, "logit_scale")
 
     def logits(self, rows: Tensor) -> Tensor:
-        """float32 [..., vocab_size] of rows [..., hidden_size], computed in float32."""
+        """The logits of rows [..., hidden_size]: float32 [..., vocab_size], computed in float32."""
         rows, size = rows.float(), (self.unembedding.shape[-1],)
         if rows.shape[-1:] != size:
             raise SpecError(f"rows have shape {list(rows.shape)}; this lens is for size {size[0]}.")
@@ -146,7 +147,7 @@ def _logit_scale(config: Mapping[str, object]) -> float:
     if "dim_model_base" in found:  # MiniCPM divides the row before the unembedding
         scale *= found["dim_model_base"] / _above_zero(config.get("hidden_size"), "hidden_size")
     if "logits_scaling" in found:
-        # Granite divides by it. HyperCLOVA X multiplies, under the same name.
+        # Granite divides by this field. HyperCLOVA X multiplies by a field of the same name.
         multiplies = str(config.get("model_type", "")).startswith("hyperclovax")
         scale *= found["logits_scaling"] if multiplies else 1 / found["logits_scaling"]
     return scale
@@ -161,7 +162,7 @@ def _above_zero(value: object, name: str) -> float:
 def top_tokens(
     lens: Lens, result: Result, k: int = 5, site: str = "resid_post"
 ) -> dict[int, TopTokens]:
-    """Layer -> the likeliest tokens of the lens at a site, in ascending order of layers.
+    """The lens's likeliest tokens at a site, by layer, in ascending order of layers.
 
     The tokens at position p are predictions for position p + 1.
 

@@ -4,8 +4,8 @@ Owns:  `difference_of_means`, `ridge_probe`, `lda_probe`, `principal_components`
 From:  `vllm_scope.moments`: (site, layer, label) -> batch.sums.Sums.   To: LinearProbe,
        SteeringModule.
 
-Promise: what is made of sums equals what is made of the rows in float64: scikit-learn's Ridge,
-LinearDiscriminantAnalysis (solver "lsqr") and PCA, within rounding.
+Promise: a result from sums equals, within rounding, scikit-learn's result from the rows in float64:
+Ridge, LinearDiscriminantAnalysis (solver "lsqr") and PCA.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ def sums_at(found: Found, stream: SiteLayer, labels: Iterable[str] | None = None
     """The sums of some labels at a stream, added.
 
     Args:
-        labels: None for all labels that are there.
+        labels: None: all labels that have sums at the stream.
 
     Raises:
-        SpecError: a label without sums or without rows, or with rows that are missing or not
-            finite.
+        SpecError: a label has no sums, no rows, or rows that are missing or not finite.
     """
     stream = stream_of(stream)
     known = {label: sums for (*place, label), sums in found.items() if tuple(place) == stream}
@@ -87,15 +86,16 @@ def difference_of_means(
     normalise: bool = True,
     provenance: Provenance | None = None,
 ) -> SteeringModule:
-    """The mean of one label less that of another, at each stream; as `contrast.mean_difference`.
+    """The mean of one label minus the mean of another, at each stream; as
+    `contrast.mean_difference`.
 
     Args:
-        positive, negative: labels, the same streams of both.
-        normalise: to length 1.
+        positive, negative: two labels with sums at the same streams.
+        normalise: scale each vector to length 1.
         provenance: model, revision, dataset; this function sets the other fields.
 
     Raises:
-        SpecError: no rows with a label, or both means are the same.
+        SpecError: there are no rows with a label, or the two means are equal.
     """
     streams = dict.fromkeys((s, k) for s, k, label in found if label in (positive, negative))
     if not streams:
@@ -123,17 +123,18 @@ def ridge_probe(
     model: str | None = None,
     template: str | None = None,
 ) -> LinearProbe:
-    """Ridge regression of y on rows: the least sum of (x . w + b - y)^2, plus alpha * |w|^2.
+    """A probe by ridge regression of y on rows: w and b minimise the sum of (x . w + b - y)^2, plus
+    alpha * |w|^2.
 
     Args:
         alpha: strength of the L2 penalty, 0 or above.
-        targets: label -> y, of the labels to use; at least two of the numbers differ. None: the
-            numbers that the requests gave as `target`, with all labels.
-        pooling, model, template: kept on the probe, as by `train_probe`.
+        targets: label -> y, for the labels to use; at least two of the numbers must differ. None:
+            all labels, with the numbers that the requests gave as `target`.
+        pooling, model, template: fields of the probe, as in `train_probe`.
 
     Raises:
-        SpecError: no such label, sums without covariance or without targets, targets that are all
-            the same, or too few rows for alpha 0.
+        SpecError: a label has no sums, the sums have no covariance or no targets, all targets are
+            the same, or there are too few rows for alpha 0.
     """
     stream = as_stream(stream_of(stream))
     checked_pooling(pooling)
@@ -162,10 +163,10 @@ def ridge_probe(
 
 
 def _targets(targets: object, found: Found, stream: SiteLayer) -> dict[str, float]:
-    """The numbers of the labels, at least two different ones.
+    """The targets as floats, by label.
 
     Raises:
-        SpecError: no such numbers.
+        SpecError: a target is not a finite number, or all of them are the same.
     """
     if not isinstance(targets, Mapping):
         raise SpecError(
@@ -197,18 +198,19 @@ def lda_probe(
     model: str | None = None,
     template: str | None = None,
 ) -> LinearProbe:
-    """Linear discriminant analysis of two classes, each of one label or of several.
+    """A probe by linear discriminant analysis of two classes, each of one label or of several.
 
-    The score is the log odds that it gives, with the numbers of rows as priors.
+    The probe's score is the log odds of the positive class; the priors of the classes are their
+    numbers of rows.
 
     Args:
-        shrinkage: from 0 to 1, how far the covariance within the classes moves to its mean
-            variance times the identity.
-        pooling, model, template: kept on the probe, as by `train_probe`.
+        shrinkage: from 0 to 1: the weight of the identity times the mean variance, against that of
+            the covariance within the classes.
+        pooling, model, template: fields of the probe, as in `train_probe`.
 
     Raises:
-        SpecError: no such label, sums without covariance, or a singular covariance (fewer rows
-            than numbers in a row need some shrinkage).
+        SpecError: a label has no sums, the sums have no covariance, or the covariance is singular
+            (with fewer rows than numbers in a row, some shrinkage is needed).
     """
     if not 0 <= shrinkage <= 1:
         raise SpecError(f"shrinkage is {shrinkage!r}; it is a number from 0 to 1.")
@@ -233,11 +235,12 @@ class Components:
     """The directions in which rows vary most, as scikit-learn's PCA has them.
 
     Attributes:
-        mean: [width].
-        directions: [k, width], of length 1, by descending variance. The largest number of each is
-            positive.
-        variances: [k], of the rows along each, divided by the number of rows less 1.
-        total: the sum of all variances of a row.
+        mean: [width], the mean of the rows.
+        directions: [k, width], of length 1, by descending variance. In each direction the number
+            with the largest absolute value is positive.
+        variances: [k], the variance of the rows along each direction; the divisor is the number of
+            rows minus 1.
+        total: the sum of the variances along all `width` directions.
     """
 
     mean: Floats
@@ -246,7 +249,7 @@ class Components:
     total: float
 
     def transform(self, rows: Floats) -> Floats:
-        """[n, k] of [n, width]."""
+        """The components [n, k] of rows [n, width]."""
         found: Floats = (rows - self.mean) @ self.directions.T
         return found
 
@@ -255,8 +258,8 @@ def principal_components(sums: Sums, k: int) -> Components:
     """The first k principal components of the rows (`sums_at` makes the sums of a stream).
 
     Raises:
-        SpecError: more components than numbers of a row, fewer than 2 rows, or sums without
-            covariance.
+        SpecError: k is not from 1 to the width of a row, there are fewer than 2 rows, or the sums
+            have no covariance.
     """
     if not 1 <= k <= len(sums.x):
         raise SpecError(f"k is {k}; rows have 1 to {len(sums.x)} components.")
@@ -273,8 +276,8 @@ def principal_components(sums: Sums, k: int) -> Components:
 
 @dataclass(frozen=True, eq=False)
 class Whitening:
-    """Makes the covariance of rows the identity: z = (x - mean) @ matrix, with the symmetric matrix
-    that changes rows least (ZCA).
+    """A map that makes the covariance of rows the identity: z = (x - mean) @ matrix. The matrix is
+    the symmetric one, which changes rows least (ZCA).
 
     Attributes:
         mean: [width].
@@ -285,7 +288,7 @@ class Whitening:
     matrix: Floats
 
     def __call__(self, rows: Floats) -> Floats:
-        """[n, width] of [n, width]."""
+        """The whitened rows [n, width]."""
         found: Floats = (rows - self.mean) @ self.matrix
         return found
 
@@ -294,10 +297,11 @@ def whitening(sums: Sums, floor: float = 1e-6) -> Whitening:
     """The whitening of the rows' covariance (`sums_at` makes the sums of a stream).
 
     Args:
-        floor: variances below this part of the largest one count as that much, above 0.
+        floor: above 0, at most 1. Variances below `floor` times the largest variance are raised to
+            that value.
 
     Raises:
-        SpecError: a floor that is not above 0, or sums without covariance.
+        SpecError: the floor is out of range, all rows are the same, or the sums have no covariance.
     """
     if not 0 < floor <= 1:
         raise SpecError(f"floor is {floor!r}; it is a number above 0, at most 1.")
@@ -316,14 +320,14 @@ def _scatter(sums: Sums) -> Floats:
 
 
 def _solve(matrix: Floats, vector: Floats) -> Floats:
-    """The solution of a system whose matrix is symmetric and not negative.
+    """The solution of a linear system whose matrix is symmetric and positive semi-definite.
 
     Raises:
         SpecError: the matrix is singular.
     """
     factor, failed = torch.linalg.cholesky_ex(torch.from_numpy(matrix))
     pivots = factor.diagonal() ** 2
-    # A pivot below this is a rounding error of the largest.
+    # A pivot below this is a rounding error of the largest pivot.
     if not failed and pivots.min() > len(matrix) * np.finfo(np.float64).eps * pivots.max():
         found = torch.cholesky_solve(torch.from_numpy(vector)[:, None], factor)
         return np.asarray(found[:, 0], np.float64)

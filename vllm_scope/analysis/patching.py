@@ -3,11 +3,12 @@
 Owns:  `get_act_patch_...`, with the names of `transformer_lens.patching`.
 From:  vllm_scope.sweep.   To: notebooks that were written for TransformerLens.
 
-Each takes an LLM, corrupted prompts and clean ones of the same length, and a metric, and patches
-rows of the clean run into the corrupted one. It returns float64 values, the mean over the prompts.
-In place of TransformerLens's function of logits, the metric is a `LogitDifference`, a `Logprob` or
-a `KL`. Attention patterns cannot be patched. Queries and keys are patched after the rotary
-embedding, which is the same change, because the position is the same.
+Each function takes an LLM, corrupted prompts, clean prompts of the same length, and a metric. It
+patches rows of the clean run into the corrupted run, and returns float64 values, the mean over the
+prompts. In place of TransformerLens's function of logits, the metric is a `LogitDifference`, a
+`Logprob` or a `KL`. Attention patterns cannot be patched. Queries and keys are patched after the
+rotary embedding, and by TransformerLens before it: the effect is the same, because the positions
+are the same.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def _patching(site: str, shape: str, **options: Any) -> Callable[..., Tensor]:
     """The function that patches a site.
 
     Args:
-        shape: of what it returns, for its docstring.
-        options: of the Sweep.
+        shape: the shape of the function's result, for its docstring.
+        options: further arguments of the Sweep.
     """
 
     def patch(
@@ -77,6 +78,7 @@ get_act_patch_attn_head_v_all_pos: Patching = _patching("v", _ALL, **_ALL_POS)
 def get_act_patch_block_every(
     llm: LLM, corrupted: object, clean: object, metric: Metric, progress: bool = True
 ) -> Tensor:
-    """All of resid_pre, attn_out and mlp_out: float64 [3, num_layers, num_positions]."""
+    """Patch resid_pre, attn_out and mlp_out, each in a sweep of its own; returns float64
+    [3, num_layers, num_positions]."""
     each = (get_act_patch_resid_pre, get_act_patch_attn_out, get_act_patch_mlp_out)
     return torch.stack([patch(llm, corrupted, clean, metric, progress) for patch in each])

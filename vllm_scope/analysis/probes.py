@@ -41,7 +41,7 @@ Rows = Tensor | NDArray[np.floating]
 
 
 def template_digest(template: str | None) -> str:
-    """A chat template in a probe's fields: "sha256:..." of its text, or "none" for None.
+    """The `template` of a probe for a chat template: "sha256:..." of its text, or "none" for None.
 
     Args:
         template: `tokenizer.chat_template`.
@@ -70,18 +70,19 @@ class LinearProbe:
     Attributes:
         weight: float32 [hidden_size], read-only.
         bias: float. Weight and bias are for the raw stream, without a scaler.
-        site, layer: the stream whose rows it scores.
-        pooling: the tokens whose rows it was fitted to, a word of `tokens`: "last_prompt",
+        site, layer: the stream whose rows the probe scores.
+        pooling: the tokens to whose rows the probe was fitted, a word of `tokens`: "last_prompt",
             "prompt", "generated", "all", ...; any other word, such as "mean", means that a row
             was not of a single token. None: unknown.
         model: the model of the stream.
         threshold: the lowest score at which the concept counts as present.
-        template: of the prompts that it was fitted to: a `template_digest`, "none" for
-            prompts without a chat template, "chat" for some template. None: unknown.
+        template: the chat template of the prompts to which the probe was fitted: a
+            `template_digest`, "none" for prompts without a chat template, "chat" for some
+            template. None: unknown.
         calibration: used by `probabilities`; None: scores are logits.
 
     Raises:
-        SpecError: a value of a wrong type or shape, or one that is not finite.
+        SpecError: a value has a wrong type or shape, or is not finite.
     """
 
     weight: NDArray[np.float32]
@@ -102,21 +103,22 @@ class LinearProbe:
         for name in ("bias", "threshold"):
             object.__setattr__(self, name, finite(getattr(self, name), name))
         checked_template(self.template)
-        # Doubts that were warned of. Not a field, because it is no part of the probe's value.
+        # Doubts of which the caller was warned. Not a field, because it is no part of the value.
         object.__setattr__(self, "_told", set())
 
     def action(self, name: str, tokens: object = None, template: str | None = None) -> Probe:
         """The action that scores tokens with this probe while a model is served.
 
         Args:
-            name: of the scores in the result.
-            tokens: a selector; None: the tokens that it was fitted to, or "all" if these are
-                unknown or no single tokens.
-            template: of the request's prompt, as `LinearProbe.template`; None: not checked.
+            name: the name of the scores in the result.
+            tokens: a selector; None: the tokens to which the probe was fitted, or "all" if these
+                are unknown or not single tokens.
+            template: the template of the request's prompt, in the form of `LinearProbe.template`;
+                None: not checked.
 
         Warns:
-            ProbeWarning: the probe was fitted to other tokens, or in another template. Once per
-                probe for each sentence.
+            ProbeWarning: the probe was fitted to other tokens, or in another template. Each
+                sentence is a warning once per probe.
 
         Raises:
             SpecError: as `vllm_scope.Probe`.
@@ -135,7 +137,7 @@ class LinearProbe:
         return action
 
     def scores(self, rows: Rows) -> Tensor:
-        """float32 [...] of rows [..., hidden_size] of any float dtype."""
+        """The scores, float32 [...], of rows [..., hidden_size] of any float dtype."""
         rows = as_rows(rows)
         if rows.shape[-1] != len(self.weight):
             raise SpecError(
@@ -144,8 +146,8 @@ class LinearProbe:
         return rows.float() @ torch.tensor(self.weight, device=rows.device) + self.bias
 
     def probabilities(self, rows: Rows) -> Tensor:
-        """The concept's probability, float32 [...]: calibrated, or without a calibration that of
-        the logistic regression that has fitted the probe."""
+        """The concept's probability, float32 [...]: by the calibration, or without one by the
+        logistic regression that has fitted the probe."""
         scores = self.scores(rows)
         if self.calibration is not None:
             scores = self.calibration.slope * scores + self.calibration.offset
@@ -161,15 +163,16 @@ class LinearProbe:
             labels: [n], whether the concept is present: 0 or 1, or False or True; both must occur.
 
         Raises:
-            SpecError: the labels are all the same, have other values, or not one for each row.
+            SpecError: the labels are all the same, have other values, or are not as many as rows.
         """
         from sklearn.linear_model import LogisticRegression
 
         rows = as_rows(rows)
         truth = _checked_labels(rows, labels).reshape(-1)
         scores = self.scores(rows).detach().cpu().double().numpy().reshape(-1, 1)
-        # Platt's targets are a little inside 0 and 1, because perfectly separated rows would make
-        # the slope infinite. Each row counts as both labels, with its target as the weight.
+        # Platt's targets are a little above 0 and below 1, because perfectly separated rows would
+        # make the slope infinite. Each row counts once with each label: with the target as the
+        # weight of True, and the rest as the weight of False.
         hits, misses = truth.sum(), (~truth).sum()
         target = np.where(truth, (hits + 1) / (hits + 2), 1 / (misses + 2))
         fitted = LogisticRegression(C=np.inf).fit(
@@ -181,7 +184,8 @@ class LinearProbe:
         return replace(self, calibration=calibration)
 
     def auroc(self, rows: Rows, labels: Labels) -> float:
-        """How often a row with the concept scores above one without; 0.5 is chance.
+        """The share of pairs in which a row with the concept scores above a row without it; 0.5 is
+        chance.
 
         Needs scikit-learn.
 
@@ -210,7 +214,7 @@ def train_probe(
     model: str | None = None,
     template: str | None = None,
 ) -> LinearProbe:
-    """Logistic regression on standardised rows, folded into one weight and a bias.
+    """A probe by logistic regression on standardised rows; its weight and bias include the scaler.
 
     Needs scikit-learn (`vllm-scope[probes]`).
 
@@ -219,13 +223,13 @@ def train_probe(
         labels: [n], whether the concept is present: 0 or 1, or False or True; both must occur.
         stream: (site, layer) of the rows.
         c: inverse strength of the L2 penalty, on the standardised rows.
-        pooling: kept on the probe: the tokens of the rows, a word of `tokens`, or "mean" for rows
-            that are not of a single token. None: unknown.
-        model, template: kept on the probe.
+        pooling: a field of the probe: the tokens of the rows, as a word of `tokens`, or "mean" for
+            rows that are not of a single token. None: unknown.
+        model, template: fields of the probe.
 
     Raises:
-        SpecError: shapes disagree, rows are not finite, labels have other values, there is one
-            label only, or the stream or the pooling is none.
+        SpecError: shapes disagree, rows are not finite, labels have other values or are all the
+            same, or the stream or the pooling is not a valid one.
         ImportError: scikit-learn is not installed.
     """
     try:
@@ -257,13 +261,13 @@ def save_probe(path: str | Path, probe: LinearProbe) -> None:
     """Write NAME.safetensors and NAME.json.
 
     Args:
-        path: of the .safetensors file.
+        path: the path of the .safetensors file.
     """
     from safetensors.numpy import save_file
 
     path = probe_path(path)
     body = {k: v for k, v in asdict(probe).items() if k not in ("weight", "bias")}
-    # float64, which keeps the folded bias exactly.
+    # The bias in float64, which keeps a folded bias exactly.
     save_file({"weight": probe.weight, "bias": np.array([probe.bias])}, path)
     path.with_suffix(".json").write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
 
@@ -272,7 +276,7 @@ def load_probe(path: str | Path) -> LinearProbe:
     """The probe in NAME.safetensors and NAME.json.
 
     Raises:
-        SpecError: too large, malformed, or fields that are missing or unknown.
+        SpecError: a file is too large or malformed, or its fields are missing or unknown.
         OSError: one of the files cannot be read.
     """
     path = probe_path(path)
@@ -287,7 +291,7 @@ def load_probe(path: str | Path) -> LinearProbe:
 
 
 def checked_pooling(pooling: object) -> None:
-    """Raises SpecError unless it is None, a word of `tokens`, or "mean"."""
+    """Raises SpecError unless `pooling` is None, a word of `tokens`, or "mean"."""
     if pooling is not None and pooling not in (*WORDS, "mean"):
         raise SpecError(
             f"pooling is {shown(pooling)}; it is one of {', '.join(WORDS)}, or 'mean' for rows "

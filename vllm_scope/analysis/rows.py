@@ -30,8 +30,8 @@ class Result(Protocol):
 
     `result[site, layer]` is [num_positions, hidden_size] (of sites inside the attention
     [num_positions, heads, numbers of a head]) in any float dtype;
-    `positions(site, layer)` the absolute positions of those rows, int64, ascending.
-    If there is a `status`, "complete" means that no row is missing.
+    `positions(site, layer)` is the absolute positions of those rows, int64, ascending.
+    If a result has a `status`, "complete" means that no row is missing.
     """
 
     def keys(self) -> list[SiteLayer]: ...
@@ -66,8 +66,8 @@ def pooled_rows(
         the attention, in the order of `results`.
 
     Raises:
-        SpecError: no results, something that is no result, one that is not complete, or one without
-            rows at a stream.
+        SpecError: there are no results, an item is not a result, a result is not complete, or it
+            has no rows at a stream.
     """
     if pooling not in ("last", "mean"):
         raise SpecError(f"pooling is {pooling!r}; it is 'last' or 'mean'.")
@@ -90,7 +90,7 @@ def token_rows(
 ) -> tuple[Tensor, Tensor]:
     """All rows of a stream, each with its result's label, to fit a probe of single tokens.
 
-    Hold out whole results, and not rows: the tokens of one text are much alike.
+    To check the probe, hold out whole results, not rows: the tokens of one text are much alike.
 
     Args:
         results: each with rows at the stream.
@@ -101,7 +101,8 @@ def token_rows(
         [num_rows].
 
     Raises:
-        SpecError: no results, one that is not complete, not a label for each, or other labels.
+        SpecError: there are no results, a result is not complete, there is not one label for each
+            result, or a label has another value.
     """
     results, stream = _checked_all(results), stream_of(stream)
     truth = truth_of(labels)
@@ -137,7 +138,7 @@ def truth_of(labels: Labels) -> NDArray[np.bool_]:
     else:
         good = found.dtype.kind in "biuf" and bool(np.isin(found, (0, 1)).all())
     if not good:
-        # Objects of several types cannot be sorted.
+        # np.unique sorts, and objects of several types cannot be sorted.
         different = found.reshape(-1) if found.dtype.kind == "O" else np.unique(found)
         raise SpecError(
             f"labels has the values {shown(different.tolist())}; a label is 0 or 1, or False or "
@@ -147,10 +148,10 @@ def truth_of(labels: Labels) -> NDArray[np.bool_]:
 
 
 def as_rows(rows: object, what: str = "rows") -> Tensor:
-    """The rows themselves if they are a tensor, or a copy of a numpy array.
+    """The rows as a tensor: themselves if they are a tensor, a copy if they are a numpy array.
 
     Raises:
-        SpecError: it is neither a tensor nor a numpy array of numbers.
+        SpecError: `rows` is neither a tensor nor a numpy array of numbers.
     """
     if isinstance(rows, np.ndarray) and rows.dtype.kind in "fiu":
         # A copy, because torch takes no array that is read-only or has negative strides.
@@ -166,10 +167,10 @@ def as_rows(rows: object, what: str = "rows") -> Tensor:
 
 
 def stream_of(stream: object, where: str = "stream") -> SiteLayer:
-    """(site, layer), of any site.
+    """(site, layer) as a tuple, of any site.
 
     Raises:
-        SpecError: it is no pair of a text and a number.
+        SpecError: `stream` is not a pair of a text and a whole number.
     """
     pair = tuple(stream) if isinstance(stream, list | tuple) else ()
     if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], int | np.integer):

@@ -1,8 +1,8 @@
-"""One row per position, out of all rows that were computed.
+"""One row per position, from all rows that were computed.
 
-Owns:  the rule by which arrived rows become a stream: of each position the last computed
-       row stays; rows that nobody asked for, or of tokens never accepted, are left out.
-       Transcript.
+Owns:  the rule by which arrived rows become a stream: for each position the last computed
+       row stays; rows that nobody asked for, and rows of tokens that were never accepted,
+       are left out. Transcript.
 Runs:  in the front-end (results), and in the worker (sinks.request, files.rows).
 """
 
@@ -20,10 +20,11 @@ from torch import Tensor
 from vllm_scope.request.selectors import Selector, Tokens, Word
 
 Ints = NDArray[np.int64]
-#: torch works on fewer numbers on the caller's thread. torch 2.13, at::internal::GRAIN_SIZE
+#: If a tensor has fewer numbers, torch uses only the caller's thread.
+#: torch 2.13, at::internal::GRAIN_SIZE
 ONE_THREAD = 1 << 15
 _ALL = Word("all")
-#: Bytes of a number -> a dtype of that size which numpy has.
+#: Bytes of a number -> a dtype of that size which numpy has too.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -44,7 +45,7 @@ class Transcript(Sequence[int]):
 
     Args:
         prompt_ids: [num_prompt], never changed.
-        output_ids: only ever extended.
+        output_ids: may be extended; ids in it do not change.
         num_output: number of `output_ids` that the view has.
     """
 
@@ -89,15 +90,15 @@ def wanted_positions(
 
     Args:
         token_ids: prompt and output so far.
-        ended: the request has ended, so that its last token is known.
-        first: positions below it are left out, at no cost.
+        ended: True if the request has ended: its last token is then known.
+        first: positions below this one are left out, at no cost.
     """
     count = num_processed(len(token_ids), num_prompt)
     positions = np.arange(first, count, dtype=np.int64)
     if _ALL in selectors:
         return positions
     if all(selector.uniform for selector in selectors):
-        ids = positions  # not looked at: the phase alone decides
+        ids = positions  # selectors do not look at them: the phase alone decides
     else:
         ids = np.asarray(token_ids[first:count], np.int64)
     tokens = Tokens(positions, num_prompt, ids, count if ended else None)
@@ -109,39 +110,40 @@ def wanted_positions(
 
 
 def last_of_each(positions: Ints) -> tuple[Ints, Ints]:
-    """The distinct positions, ascending, and for each the index where it comes last."""
+    """The distinct positions, ascending, and the index of the last occurrence of each."""
     distinct, from_end = np.unique(positions[::-1], return_index=True)
     return distinct, len(positions) - 1 - from_end
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which values of some parts stay. The answer is the same for all parts with the same positions
-    and arrivals.
+    """The values of some parts that stay. Other parts with the same positions and arrivals have the
+    same Chosen.
 
     Attributes:
-        positions: ascending.
-        index: of their values among those of all parts.
+        positions: the positions of the values that stay, ascending.
+        index: the indices of these values among the values of all parts.
     """
 
     positions: Ints
     index: slice | Tensor
 
     def of(self, parts: Sequence[Part]) -> Tensor:
-        """Their values, [n, size]; a view if there is one part and `index` is a slice."""
+        """The values that stay, [n, size]; a view if there is one part and `index` is a slice."""
         if len(parts) == 1:
             return parts[0].rows[self.index]
         return joined_rows([p.rows for p in parts])[self.index]
 
 
 def joined_rows(pieces: Sequence[Tensor]) -> Tensor:
-    """Join CPU tensors along the first axis, in new memory and on this thread. Torch would copy on
-    all cores. For milliseconds after each request its threads would then keep these cores busy,
-    while they wait for more work.
+    """Join CPU tensors along the first axis, in new memory and on this thread.
+
+    Torch would copy on all cores. Its threads then wait for more work, and keep these cores busy
+    for milliseconds after each request.
 
     Args:
-        pieces: at least one; their dtype and other axes are equal. A column of a table has its rows
-            at a distance, and is not made contiguous first.
+        pieces: at least one; their dtype and other axes are equal. A piece that is not contiguous,
+            such as a column of a table, is not made contiguous first.
     """
     dtype = pieces[0].dtype
     if sum(piece.numel() for piece in pieces) < ONE_THREAD:
@@ -153,7 +155,7 @@ def joined_rows(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def choose(parts: Sequence[Part], wanted: Ints) -> Chosen:
-    """Of each wanted position the value that was computed last.
+    """For each wanted position, the value that was computed last.
 
     Args:
         parts: at least one.
@@ -162,7 +164,8 @@ def choose(parts: Sequence[Part], wanted: Ints) -> Chosen:
     positions = parts[0].positions
     if len(parts) > 1:
         positions = np.concatenate([p.positions for p in parts])
-    # The usual cases pick no rows: computed once and in order, up to or past the last wanted.
+    # Usually each position was computed once, in order, up to the last wanted one or past it. Then
+    # the first n values are the wanted ones.
     n = min(len(positions), len(wanted))
     if np.array_equal(positions[:n], wanted[:n]) and (
         not n or n == len(positions) or positions[n:].min() > wanted[-1]
@@ -176,7 +179,7 @@ def choose(parts: Sequence[Part], wanted: Ints) -> Chosen:
 
 
 def last_values(parts: Sequence[Part], wanted: Ints, empty: Tensor) -> tuple[Tensor, Ints]:
-    """Values and their positions, ascending: of each wanted position the last computed value.
+    """Values and their positions, ascending: for each wanted position, the last computed value.
 
     Args:
         wanted: ascending.

@@ -23,8 +23,8 @@ def by_layout(
     """A batch's tokens and their bytes, layout by layout.
 
     Args:
-        layouts, layout_of, boundary: as in plan.Labels and sinks.RowBatch.
-        widths: of plain rows.
+        layouts, layout_of, boundary: as in labels.Labels and sinks.RowBatch.
+        widths: bytes of a raw row, by its kind.
         slots: uint8 [num_slots, SLOT_BYTES].
 
     Yields:
@@ -64,7 +64,7 @@ def by_key(keys: np.ndarray) -> Iterator[tuple[int, slice | np.ndarray]]:
     """Each key, ascending, and its indices; a slice if they are evenly spaced.
 
     Several steps of the same requests come as one message. A request's tokens are then
-    usually every n-th, and a slice copies them without a gather.
+    usually every n-th token of the message, and a slice copies them without a gather.
 
     Args:
         keys: int64 [n], n >= 1.

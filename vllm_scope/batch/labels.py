@@ -1,4 +1,4 @@
-"""What one step computes, and whose rows a batch holds.
+"""The tokens that one step computes, and the tokens whose rows a batch holds.
 
 Owns:  StepBatch, Labels.
 Runs:  StepBatch in the worker; Labels there, and in messages to front-ends.
@@ -18,7 +18,7 @@ from vllm_scope.program.layout import Layout
 
 
 class StepBatch(msgspec.Struct, frozen=True, eq=False):
-    """What one forward computes, in vLLM's row order.
+    """The requests and the tokens of one forward, in vLLM's row order.
 
     Attributes:
         req_ids: the requests, in the order of their rows.
@@ -41,8 +41,8 @@ class Labels(msgspec.Struct, frozen=True, eq=False):
         keys: int64 [num_tokens], the request's key.
         positions: int64 [num_tokens], absolute.
         layout_of: int32 [num_tokens], index into `layouts`.
-        layouts: distinct.
-        rows: int64 [num_tokens], batch rows (to look up true positions).
+        layouts: the distinct layouts.
+        rows: int64 [num_tokens], the tokens' rows in the step (to look up true positions).
     """
 
     keys: Ints
@@ -53,7 +53,7 @@ class Labels(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def sums(self) -> bool:
-        """True if some rows are added to sums on the device, and do not leave it."""
+        """True if some rows are added to sums on the device, and do not leave the device."""
         return any(layout.sent is not layout for layout in self.layouts)
 
     @property

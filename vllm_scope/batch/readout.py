@@ -1,11 +1,11 @@
-"""Scores and aggregates out of the numbers that a probe's nets made.
+"""Scores and aggregates from the numbers that a probe's nets made.
 
 Owns:  Readout (over a request's positions, in order), `scores_of` (of single tokens).
 Runs:  in the front-end (results), and in the worker (sinks.request). numpy, no GPU.
 From:  request.resolve (the probe).
 
-Promise: a score and an aggregate are functions of positions. Whether the numbers come at once or
-in parts, each is added in float64 in the order of positions, so parts change nothing.
+Promise: a score and an aggregate are functions of positions. Numbers are added in float64, in the
+order of positions, so the result is the same if they come at once or in parts.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from vllm_scope.request.nets import Aggregate, Ema, RollingMean
 from vllm_scope.request.resolved import ResolvedProbe
 
 Floats = NDArray[np.float64]
-#: Weights of a pool are relative to a multiple of this, so that it seldom changes. exp of minus
-#: twice this is far above the smallest float64.
+#: The logits of a pool are taken relative to a multiple of this number, so that the reference
+#: seldom changes. exp(-2 * _STEP) is far above the smallest float64.
 _STEP = 256.0
 
 
 class Read(NamedTuple):
-    """Of some positions, ascending.
+    """The scores and aggregates at some positions, ascending.
 
     Attributes:
         scores: float32 [n].
-        aggregates: float32 [n], at each position of all scores up to there; None without.
+        aggregates: float32 [n], of all scores up to each position; None if the probe has no
+            aggregate.
     """
 
     scores: Tensor
@@ -44,7 +45,7 @@ class Verdict(NamedTuple):
     """The first position at which a probe's value is above its threshold.
 
     Attributes:
-        value: the aggregate there, or the score if there is no aggregate.
+        value: the aggregate at this position, or the score if the probe has no aggregate.
     """
 
     position: int
@@ -65,10 +66,11 @@ class Readout:
         self.verdict: Verdict | None = None
 
     def read(self, numbers: Tensor, positions: Ints) -> Read:
-        """Of float32 [n, num_values], the sums over the probe's cells.
+        """The scores and aggregates at some positions.
 
         Args:
-            positions: int64 [n], ascending.
+            numbers: float32 [n, num_values], the sums over the probe's cells.
+            positions: int64 [n], ascending, later than those of earlier calls.
         """
         found = self._read(numbers)
         if self._probe.threshold is not None and self.verdict is None:
@@ -94,7 +96,8 @@ class Readout:
 
 
 def scores_of(probe: ResolvedProbe, numbers: Tensor) -> Tensor:
-    """float32 [n]: the scores of a probe whose tokens are scored one by one, of [n, 1 or more]."""
+    """float32 [n]: the scores of a probe that scores each token by itself, from `numbers`
+    [n, 1 or more]."""
     with np.errstate(over="ignore", invalid="ignore"):
         return torch.from_numpy(_scores(probe, numbers.numpy()))
 
@@ -105,7 +108,7 @@ def _scores(probe: ResolvedProbe, numbers: NDArray[np.float32]) -> NDArray[np.fl
 
 
 def _activated(probe: ResolvedProbe, scores: NDArray[Any]) -> NDArray[np.float32]:
-    """float32 of float32 or float64."""
+    """The scores after the probe's activation, float32, from float32 or float64."""
     if probe.activation == "sigmoid":
         # torch.sigmoid rounds the last few elements of a tensor in another way than the others.
         scores = 1 / (1 + np.exp(-scores.astype(np.float64)))
@@ -113,7 +116,7 @@ def _activated(probe: ResolvedProbe, scores: NDArray[Any]) -> NDArray[np.float32
 
 
 class _Pool:
-    """The softmax-weighted average of values so far, for some heads; their sum."""
+    """The softmax-weighted average of the values so far, of each head; and the sum over heads."""
 
     def __init__(self, num_heads: int) -> None:
         #: Per head: the largest logit, the multiple of _STEP at or above it, and the sums of
@@ -122,12 +125,16 @@ class _Pool:
         self._sums = np.zeros((2, num_heads))
 
     def add(self, numbers: Floats) -> Floats:
-        """[n], of [n, 2 * num_heads]: logits, then values."""
+        """The sum over heads at each of the next positions, [n].
+
+        Args:
+            numbers: [n, 2 * num_heads], the logits, then the values.
+        """
         logits, values = np.split(numbers, 2, axis=1)
         with np.errstate(invalid="ignore"):
             tops = np.maximum.accumulate(np.vstack([self._top[:1], logits]))
             bases = np.vstack([self._top[1:], np.ceil(tops[1:] / _STEP) * _STEP])
-            # A logit of minus infinity has no weight, also if no other logit has come yet.
+            # A logit of minus infinity has weight 0, even before any other logit has come.
             weights = np.exp(np.where(np.isneginf(logits), -np.inf, logits - bases[1:]))
             terms = np.stack([weights, weights * values], axis=1)
             found = np.empty(terms.shape)
@@ -146,7 +153,8 @@ class _Pool:
 
 class _Running(Protocol):
     def add(self, scores: Floats) -> Floats:
-        """The aggregate at each of some later positions, [n] of [n]; n is 1 or more."""
+        """The aggregate at each of the next positions, [n], from their scores [n]; n is 1 or
+        more."""
 
 
 class _Max:
@@ -154,7 +162,7 @@ class _Max:
         self._last = -np.inf
 
     def add(self, scores: Floats) -> Floats:
-        if self._last == -np.inf:  # it changes nothing
+        if self._last == -np.inf:  # -inf changes no maximum
             found: Floats = np.maximum.accumulate(scores)
         else:
             found = np.maximum.accumulate(np.append(self._last, scores))[1:]
@@ -194,19 +202,20 @@ class _RollingMean:
     """The mean of the last `window` scores.
 
     The positions are cut into blocks of `window`. The window that ends at a position is the end of
-    one block and the beginning of the next; the sums of both are running sums. Differences of one
-    running sum would keep the rounding of large scores, and each NaN, that have left the window.
+    one block and the beginning of the next; the sums of both are running sums. The difference of
+    two values of one running sum would be wrong: it would still have the rounding errors of large
+    scores that have left the window, and each NaN.
 
     Args:
-        largest: return the largest mean of a full window so far.
+        largest: True: return the largest mean of a full window so far.
     """
 
     def __init__(self, window: int, largest: bool) -> None:
         self._window, self._count = window, 0
-        #: The scores of the block that is not full, as many as `_begun`, and their sum. Memory that
-        #: was not written to takes no room.
+        #: The scores of the block that is not full, their number, and their sum. Memory that was
+        #: not written to takes no room.
         self._block, self._begun, self._sum = np.zeros(window), 0, 0.0
-        #: [window + 1], the sums of the block before, from each place to its end.
+        #: [window + 1], the sums of the previous block, from each place to the block's end.
         self._ends = np.zeros(window + 1)
         self._max = _Max() if largest else None
 

@@ -1,4 +1,4 @@
-"""Makes features of the numbers that a bank or a Strongest delivered.
+"""Makes features from the numbers that a bank or a Strongest delivered.
 
 Owns:  SparseRows, `sparse_rows`.
 Runs:  in the front-end (results), and in the worker (sinks.request). No GPU.
@@ -23,9 +23,9 @@ class SparseRows:
 
     Attributes:
         indices: int32 [n, places]; -1 in a place without a feature.
-        values: float32 [n, places]; 0 there.
+        values: float32 [n, places]; 0 in a place without a feature.
         lens: (name, layer) of the lens whose tokens these are; None for features.
-        read: which features were read; not known of a lens.
+        read: the features that were read; NOT_KNOWN for a lens.
     """
 
     indices: Tensor
@@ -47,22 +47,22 @@ class SparseRows:
 
     @property
     def counts(self) -> Tensor:
-        """int64 [n]: features of each position."""
+        """int64 [n]: the number of features at each position."""
         return (self.indices >= 0).sum(1)
 
 
 def sparse_rows(asked: ResolvedFeatures, words: Tensor) -> SparseRows:
-    """The features in what a worker delivered.
+    """The features in the numbers that a worker delivered.
 
     Args:
-        words: float32 [n, num_values]; of a Strongest the first half are the bits of int32.
+        words: float32 [n, num_values]; from a Strongest, the first half are the bits of int32.
     """
     (cell,) = asked.cells
     if isinstance(cell.bank, Strongest):
         count = cell.bank.count
         indices, values = words[:, :count].view(torch.int32), words[:, count:]
         indices, values = indices[:, : asked.top_k], values[:, : asked.top_k]
-        # A number that is not finite stays.
+        # NaN stays, because it is not <= 0.
         kept = indices >= 0 if isinstance(cell.bank, Likeliest) else ~(values <= 0)
         if asked.indices is not None:
             kept &= torch.isin(indices, torch.tensor(asked.indices, dtype=torch.int32))

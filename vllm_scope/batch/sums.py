@@ -1,4 +1,4 @@
-"""Sums of rows by label, as a worker returns them, and what they take of the device.
+"""Sums of rows by label, as a worker returns them, and the device memory that they take.
 
 Owns:  Sums, Packed, `bytes_of`, `upper_blocks`.
 Runs:  in workers (which make them), in EngineCore (which counts their bytes), in front-ends.
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-#: Fewest and most rows that wait for their product. More rows make the products cheaper, and take
-#: memory.
+#: Fewest and most rows that wait on the device for their product x x^T. More rows make the products
+#: cheaper, and take more memory.
 LEAST_ROWS, MOST_ROWS = 256, 4096
-#: Rows of x x^T that are made at once: 32 MiB, of 4,096 columns.
+#: Rows of x x^T that are computed at once: 32 MiB if x x^T has 4,096 columns.
 BLOCK = 1024
 
 
@@ -35,7 +35,7 @@ def num_waiting(width: int) -> int:
 
 
 def bytes_of(width: int, itemsize: int, covariance: bool, targets: bool) -> int:
-    """What the sums of one name, place and label take of the device.
+    """Bytes of device memory for the sums of one name, place and label.
 
     Args:
         width: numbers of a row.
@@ -47,8 +47,9 @@ def bytes_of(width: int, itemsize: int, covariance: bool, targets: bool) -> int:
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """Sums between processes; fields as in Sums. `arrays`: bytes of float64, of x, of x y and of
-    the `upper_blocks` of x x^T; of those that there are not, empty."""
+    """Sums on their way between processes; fields as in Sums. `arrays`: the float64 bytes of the
+    sum of x, of the sum of x y, and of the `upper_blocks` of the sum of x x^T; empty for a sum that
+    was not kept."""
 
     count: int
     missing: int
@@ -66,7 +67,7 @@ class Sums:
         x: [width], the sum of the rows.
         xx: [width, width], the sum of x x^T; None if it was not kept.
         xy: [width], the sum of x y; None without targets.
-        y, yy: the sums of the targets and of their squares; 0 without.
+        y, yy: the sums of the targets and of their squares; 0 without targets.
         missing: rows that were asked for and could not be added, because the device had no room or
             the sums have other options than the request.
     """
@@ -86,7 +87,7 @@ class Sums:
 
     @property
     def mean(self) -> Floats:
-        """[width]; NaN without rows."""
+        """The mean of the rows, [width]; NaN without rows."""
         with np.errstate(invalid="ignore"):
             found: Floats = self.x / np.float64(self.count)
         return found
@@ -96,7 +97,7 @@ class Sums:
         """[width, width], the sum of (x - mean)(x - mean)^T.
 
         Raises:
-            ValueError: it was not kept.
+            ValueError: the sum of x x^T was not kept.
         """
         if self.xx is None:
             raise ValueError(
@@ -107,14 +108,14 @@ class Sums:
 
     @property
     def covariance(self) -> Floats:
-        """[width, width], `scatter` divided by the number of rows. Raises ValueError as it."""
+        """[width, width], `scatter` divided by the number of rows. Raises as `scatter`."""
         return self.scatter / self.count
 
     def __add__(self, other: Sums) -> Sums:
         """The sums over the rows of both.
 
         Raises:
-            ValueError: the widths differ, or one has other sums than the other.
+            ValueError: the widths differ, or one of the two has sums that the other has not.
         """
         if self.x.shape != other.x.shape:
             raise ValueError(
@@ -137,14 +138,14 @@ class Sums:
 
     @staticmethod
     def total(some: Sequence[Sums]) -> Sums:
-        """The sums over the rows of all of them; at least one."""
+        """The sums over the rows of all items; there is at least one."""
         found = some[0]
         for one in some[1:]:
             found = found + one
         return found
 
     def to_bytes(self) -> bytes:
-        """A safetensors file with the tensors of the attributes' names, float64."""
+        """The content of a safetensors file with the attributes as float64 tensors, by name."""
         from safetensors.numpy import save
 
         numbers = {name: getattr(self, name) for name in ("count", "missing", "y", "yy")}
@@ -154,7 +155,7 @@ class Sums:
 
     @staticmethod
     def from_bytes(data: bytes) -> Sums:
-        """Of `to_bytes`."""
+        """The Sums in the result of `to_bytes`."""
         from safetensors.numpy import load
 
         found = load(data)
@@ -172,7 +173,7 @@ class Sums:
 
 
 def _mirrored(numbers: Floats, width: int) -> Floats:
-    """[width, width], symmetric, of its upper blocks."""
+    """The symmetric matrix [width, width] that has these upper blocks."""
     whole, first = np.empty((width, width)), 0
     for rows, columns in upper_blocks(width):
         shape = rows.stop - rows.start, columns.stop - columns.start

@@ -36,11 +36,11 @@ _STYLES = (
 
 @dataclass(frozen=True)
 class Scale:
-    """From a probe's score to a colour, by sigmoid(slope * score + offset).
+    """Maps a probe's score to a colour, by sigmoid(slope * score + offset).
 
     Attributes:
-        calibrated: the sigmoid is the concept's probability, and the legend has probabilities;
-            else it has scores.
+        calibrated: True if the sigmoid is the concept's probability: the legend then shows
+            probabilities. Otherwise it shows scores.
     """
 
     name: str
@@ -132,7 +132,7 @@ class Lines:
             self._write(str(token.position), cells, _quoted(token.text))
 
     def end(self) -> None:
-        """Does nothing: every line is written at once."""
+        """Does nothing: each line was written when its token arrived."""
 
 
 def _quoted(text: str) -> str:

@@ -1,7 +1,7 @@
-"""`vllm-scope doctor`: what can be read of a model, on this machine, with this vLLM.
+"""`vllm-scope doctor`: which sites of a model can be read, on this machine, with this vLLM.
 
 vLLM's own worker builds the model without weights, and each site is tapped. If vLLM's sources are
-not those that vllm-scope was written for, a second table lists the differences.
+not those for which vllm-scope was written, a second table lists the differences.
 
 Exit statuses: READABLE, UNREADABLE and UNKNOWN.
 """
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from vllm_scope.engine.describe import ModelReport
     from vllm_scope.engine.digests import Comparison
 
-#: The configured sites can be read; they cannot be read; there is no answer (an unknown model,
-#: wrong options, no memory).
+#: Exit statuses: the configured sites can be read; they cannot be read; there is no answer (an
+#: unknown model, wrong options, no memory).
 READABLE, UNREADABLE, UNKNOWN = 0, 1, 2
 
 
@@ -46,7 +46,7 @@ def examine(
     """Print the findings; return the exit status.
 
     Args:
-        engine_args: of vLLM's EngineArgs.
+        engine_args: arguments of vLLM's EngineArgs.
         sites: the sites to configure; None for the default ones.
         saes, lenses: as in ScopeConfig.
     """
@@ -93,8 +93,8 @@ def examine(
 
 
 def check_path(model: str) -> None:
-    """Raises ConfigError if `model` looks like a path and nothing is there; vLLM would take it for
-    a name on Hugging Face."""
+    """Raises ConfigError if `model` looks like a path that does not exist. vLLM would take it for a
+    name on Hugging Face."""
     path = Path(model).expanduser()
     looks_so = path.is_absolute() or model.startswith((".", "~"))
     if looks_so and not path.exists():
@@ -104,7 +104,7 @@ def check_path(model: str) -> None:
 
 
 def _say_saes(console: Console, report: ModelReport, paths: Mapping[str, str]) -> int:
-    """Print what SAEs take of a device; UNKNOWN if one of them cannot be read."""
+    """Print how much device memory the SAEs take. Returns UNKNOWN if one of them cannot be read."""
     import torch
 
     from vllm_scope.saes.load import load_saes
@@ -125,8 +125,8 @@ def _say_saes(console: Console, report: ModelReport, paths: Mapping[str, str]) -
 
 
 def _say_lenses(console: Console, report: ModelReport, paths: Mapping[str, str]) -> int:
-    """Print what the maps of lenses take of a device, and their files' digests; UNKNOWN if one of
-    them cannot be read, or is of another model."""
+    """Print how much device memory the maps of lenses take, and the digests of their files. Returns
+    UNKNOWN if one of them cannot be read, or is for another model."""
     import torch
 
     from vllm_scope.lenses.linear import load_lens
@@ -172,7 +172,8 @@ def _installed() -> Comparison:
 
 
 def _say_changes(console: Console, found: Comparison) -> None:
-    """Print which parts of the installed vLLM are not as in the release that was read."""
+    """Print the parts of the installed vLLM that differ from the release with which vllm-scope was
+    checked."""
     version, release = found.version, found.release
     if found.is_new and not found.changes:
         text = f"vLLM {version} is a new release. What vllm-scope uses of it is as in {release}."
@@ -200,7 +201,7 @@ def _say_changes(console: Console, found: Comparison) -> None:
 
 
 def sentence_of(error: Exception) -> str:
-    """The first sentence of what vLLM, Transformers or torch say."""
+    """The first sentence of an error of vLLM, Transformers or torch."""
     reason = reason_of(error)
     if reason == type(error).__name__:
         return reason
@@ -215,7 +216,7 @@ def sentence_of(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Print nothing meanwhile: neither Python nor the libraries that it loaded."""
+    """Suppress all output in the `with` block, of Python and of the libraries that it loads."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # read when vLLM is imported
     kept, level = [os.dup(number) for number in (1, 2)], logging.root.manager.disable
     with tempfile.TemporaryFile() as nowhere, warnings.catch_warnings():
@@ -238,7 +239,7 @@ def _table(report: ModelReport) -> Table:
     table = Table(title=f"{report.num_layers} layers of {report.hidden_size}, {report.dtype}")
     for heading in ("site", "layers", "configured", "why not"):
         table.add_column(heading)
-    # The exit of a layer is the entry of the next one.
+    # The exit of a layer is the entry of the next one, so these two sites give resid_pre too.
     free = {"resid_pre"} if {"embed", "resid_post"} <= {*report.configured} else set()
     for site in SITES:
         found = report.sites[site]
@@ -257,7 +258,7 @@ def _bare(site: str, reason: str) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """0-3, 7 for [0, 1, 2, 3, 7]."""
+    """The numbers as ranges: "0-3, 7" for [0, 1, 2, 3, 7]."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

@@ -51,7 +51,8 @@ def harvest(
     further: str | None,
     **options: Any,
 ) -> None:
-    """Harvest; print one line at the end, or one sentence on standard error."""
+    """Run a harvest, and print one line at its end. An error is printed as one sentence on standard
+    error."""
     from vllm_scope import harvest as run
 
     try:

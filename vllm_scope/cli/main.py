@@ -54,11 +54,11 @@ def doctor(
     ] = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Say which sites and layers of MODEL can be read with this vLLM, and why not.
+    """Say which sites and layers of MODEL can be read with this vLLM, and why others cannot.
 
     The model is built without weights: only its configuration is downloaded,
-    nothing is compiled, and it works beside a server. Each site is tried,
-    also the sites that an engine taps only if they are configured.
+    nothing is compiled, and a server may run beside this command. Each site is
+    tried, also the sites that an engine taps only if they are configured.
 
     Exits with 0 if an engine with these sites can read the model, with 1 if
     it cannot, and with 2 if there is no answer: an unknown model, wrong
@@ -80,7 +80,7 @@ def doctor(
 
 
 def _paths(option: str, text: str | None) -> dict[str, str]:
-    """Of "name=path,other=path"."""
+    """Name -> path, from the text "name=path,other=path"."""
     pairs = [] if text is None else [each.partition("=") for each in text.split(",")]
     for name, _, path in pairs:
         if not (name.strip() and path):
@@ -149,8 +149,8 @@ def harvest(
 ) -> None:
     """Compute the rows of DATASET's documents, and write them to shards.
 
-    If the command was killed, the same command goes on: no row is lost, none
-    is there twice, and what a shard holds is not computed again.
+    If the command was killed, the same command continues its work: no row is
+    lost, no row is there twice, and rows in a shard are not computed again.
     """
     from vllm_scope.cli.harvest import harvest as run
 
@@ -179,7 +179,7 @@ def steer(
     max_tokens: MaxTokens = 32,
     temperature: Temperature = 0.0,
 ) -> None:
-    """Complete PROMPT plainly, and with a steering module at each scale."""
+    """Complete PROMPT without a steering module, and with it at each scale."""
     from vllm_scope.cli.remote import Server
     from vllm_scope.cli.steer import steer as run
 

@@ -26,10 +26,10 @@ from vllm_scope.views.monitors import fill, mib, monitor_page, share, time_of
 if TYPE_CHECKING:
     from vllm_scope.client import ScopeClient
 
-#: For an answer; the server counts, and computes nothing.
+#: The time for an answer. It is short, because no model runs for it.
 _TIMEOUT_S = 30.0
 _BARS = " ▁▂▃▄▅▆▇█"
-#: A narrower console gets a quarter as many bars; a wider one half as many as there are ranges.
+#: From this width of the console on, a bar is made of two ranges of scores; below it, of four.
 _WIDE = 100
 #: Verdicts that are listed, of all monitors together.
 _MOST_VERDICTS = 5
@@ -42,7 +42,7 @@ def monitor(
     """Show a server's monitors until Ctrl-C; one table if `once`, or if stdout is no terminal.
 
     Args:
-        interval: seconds between two looks.
+        interval: seconds between two requests to the server.
         page: a .html file to write instead.
     """
     console = Console()
@@ -84,10 +84,11 @@ def _follow(
 
 
 def look(client: ScopeClient, url: str) -> Activity:
-    """Ask a server.
+    """The activity of a server's monitors.
 
     Raises:
-        ScopeError: it does not answer, has no scope, or keeps its monitors from this caller.
+        ScopeError: the server does not answer, has no scope, or does not show its monitors to this
+            caller.
     """
     from vllm_scope.client import ServerError
     from vllm_scope.client.messages import KEYS
@@ -104,7 +105,8 @@ def look(client: ScopeClient, url: str) -> Activity:
 
 
 def _explain(client: ScopeClient, url: str) -> None:
-    """Raises ScopeError with the reason why a server has no route to its monitors, if known."""
+    """Raises ScopeError with the reason why a server has no route to its monitors, if the reason is
+    known."""
     from vllm_scope.client import ServerError
 
     try:
@@ -122,10 +124,11 @@ def _explain(client: ScopeClient, url: str) -> None:
 
 
 def view(found: Activity, width: int) -> RenderableType:
-    """Two lines for each monitor; what became of verdicts, the last ones, and the plugin's state.
+    """A table with two lines for each monitor, and below it the counts of escalations, the last
+    verdicts, and the plugin's state.
 
     Args:
-        width: of the console, in characters.
+        width: the console's width, in characters.
     """
     if not found.monitors:
         return Text("There are no monitors now.")
@@ -154,11 +157,11 @@ def _cells(name: str, one: Found, now_s: float) -> list[Text]:
 
 
 def bars(one: Found, step: int) -> Text:
-    """A bar for some ranges of scores, the threshold, and red bars above it; below them where they
-    begin and end.
+    """A histogram in two lines: bars, with a line at the threshold and red bars above it; and the
+    scores at which the bars begin and end.
 
     Args:
-        step: ranges of which one bar is made. None of them lies on both sides of the threshold.
+        step: the number of ranges that make one bar. No bar is on both sides of the threshold.
     """
     histogram, text = one.histogram, Text()
     if not histogram.counts:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 def read(
     server: Server, prompt: str, site: str, layers: str, tokens: str, save: Path | None
 ) -> None:
-    """Write the rows if asked; print the text and a table of each stream's rows."""
+    """Complete a prompt; write the rows to `save` if it is given; print the text and a table with
+    the rows of each stream."""
     console = Console()
     with asking(server, console) as client:
         if save is not None and not save.absolute().parent.is_dir():

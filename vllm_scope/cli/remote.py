@@ -34,7 +34,8 @@ class Server:
 
 @contextmanager
 def asking(server: Server, console: Console) -> Iterator[ScopeClient]:
-    """A client. An error is printed as a sentence and ends the program with status 1."""
+    """A client of the server. An error in the `with` block is printed as a sentence, and ends the
+    program with status 1."""
     try:
         from vllm_scope.client import ScopeClient, UnreachableError
     except ImportError as error:
@@ -52,13 +53,13 @@ def asking(server: Server, console: Console) -> Iterator[ScopeClient]:
 
 
 def sentence_of(error: Exception) -> str:
-    """What to tell of one of our errors, or of the system's about a file."""
+    """The sentence to print for an error of this package, or for a system error about a file."""
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         return f"there is no file {error.filename}; give the path of one that is there."
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}; give another path, or mend this one."
     said = str(error) or type(error).__name__
-    if isinstance(error, ImportError):  # as of the client
+    if isinstance(error, ImportError):  # as of the client, whose KEYS cannot be imported then
         return said
     from vllm_scope.client.messages import KEYS
 
@@ -77,7 +78,7 @@ def check_whole(scope: ScopeData | None) -> None:
 
 
 def layers_of(text: str) -> str | list[int]:
-    """The layers of "all", or of numbers and ranges such as 2,5 or 0-3."""
+    """The layers that a text names: "all" as it is, or the numbers of a text such as 2,5 or 0-3."""
     if text == "all":
         return text
     found: list[int] = []

@@ -21,12 +21,12 @@ def steer(server: Server, prompt: str, module: str, scales: list[float]) -> None
         each = [_additions(module, scale) if scale else [] for scale in scales]
         for scale, actions in zip(scales, each, strict=True):
             out = client.complete(prompt, *actions, **server.fields)
-            check_whole(out.scope)  # the module may not have been added
+            check_whole(out.scope)  # if it is not complete, the module may not have been added
             console.print(Text(f"{scale:+g} ", "cyan").append(printable(out.text), "default"))
 
 
 def _additions(module: str, scale: float) -> list[Action]:
-    """The Adds of a file, or one Add of a module that the server holds."""
+    """An Add for each vector of a file, or one Add of a module that the server holds."""
     if Path(module).suffix not in (".safetensors", ".gguf", ".npz", ".json"):
         if Path(module).is_file():
             raise ScopeError(

@@ -27,14 +27,15 @@ def watch(
     system: str | None,
     tokens: str | None,
 ) -> None:
-    """Follow one answer.
+    """Complete a prompt, and show each token with its scores as it streams.
 
     Args:
         prompt: a text; in a chat a user's message, or a JSON list of messages.
-        files: of probes (vectors.probe_files). The first probe colours the text.
-        layer: whose rows the probes score, for files without a .json beside them.
+        files: the files of probes (vectors.probe_files). The first probe colours the text.
+        layer: the layer whose rows the probes score, for files without a .json beside them.
         system: a system message, which makes the prompt a chat.
-        tokens: a selector; None: "generated" for a probe fitted to these, else "all".
+        tokens: a selector; None: "generated" for a probe that was fitted to generated tokens, else
+            "all".
     """
     console = Console()
     messages = messages_of(prompt, chat, system)
@@ -80,7 +81,7 @@ def view_of(console: Console, scales: Sequence[Scale], prompt: str) -> Coloured 
 
 @dataclass(frozen=True)
 class Watched:
-    """A probe of a file: its action, its colours, and reasons why its scores may mean nothing."""
+    """A probe from a file: its action, its colours, and reasons why its scores may mean nothing."""
 
     action: Probe
     scale: Scale
@@ -88,7 +89,8 @@ class Watched:
 
 
 def load(path: Path, layer: int | None, tokens: str | None, template: str) -> Watched:
-    """A probe with the file's name, at the place of its .json."""
+    """The probe of a file, under the file's name. Its place is that of the .json beside the file,
+    or else `resid_post` at `layer`."""
     weight, bias = read_weights(probe_path(path))
     beside = path.with_suffix(".json")
     if beside.exists():

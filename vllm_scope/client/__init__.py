@@ -8,13 +8,14 @@
         out.scope["resid_post", 5]  # float32 [positions, hidden_size]
 
 answers.py    the answers: Completion, Choice, Chunk, ScoredToken, ScopeData, Verdict
-parsing.py    the server's JSON, files and binary answers as these; bodies.py has the JSON's fields
-features.py   features in them: SparseFeatures
-named.py      values by name; the error for a missing name lists those that exist
-lens.py       tokens of lenses in them: TopTokens
+parsing.py    makes answers from the server's JSON, files and binary answers
+bodies.py     the fields of the JSON
+features.py   features in answers: SparseFeatures
+named.py      values by name; the error for a missing name lists the names that exist
+lens.py       tokens of lenses in answers: TopTokens
 frames.py     binary answers: their JSON and their tensors
 messages.py   one HTTP request and its response, an event of a stream, errors of the server
-calls.py      every call once, for both clients: what is sent, how the response is parsed
+calls.py      every call once, for both clients: its request, and the parsing of the response
 transport.py  ScopeClient and AsyncScopeClient, which send the calls
 """
 

@@ -54,14 +54,14 @@ class Rows:
         return of_bfloat16(np.asarray(self.bits, np.uint16))
 
     def at(self, positions: NDArray[np.int64]) -> Rows:
-        """Those at some of the positions."""
+        """The rows at some of the positions."""
         here = np.isin(self.positions, positions)
         return Rows(self.positions[here], self.bits[here], self.dtype)
 
 
 class Scores(Named[NDArray[np.float32]]):
-    """Name of a probe -> its scores or its aggregates, float32 [n], in position order; NaN if not
-    finite."""
+    """Name of a probe -> its scores or its aggregates, float32 [n], in position order. A value that
+    is not finite is NaN."""
 
     what = "scores"
 
@@ -70,12 +70,12 @@ class Scores(Named[NDArray[np.float32]]):
         self._positions = {name: positions for name, (positions, _) in values.items()}
 
     def positions(self, name: str) -> NDArray[np.int64]:
-        """int64 [n], ascending."""
-        self[name]  # or the sentence of __missing__
+        """The positions of a probe's scores, int64 [n], ascending."""
+        self[name]  # raises the error of __missing__ for an unknown name
         return self._positions[name]
 
     def at(self, name: str, positions: NDArray[np.int64]) -> Scored:
-        """Those of a probe at some of the positions."""
+        """The positions and the scores of a probe, at some of its positions."""
         here = np.isin(self._positions[name], positions)
         return self._positions[name][here], self[name][here]
 
@@ -86,7 +86,8 @@ class Verdict:
 
     Attributes:
         position: absolute, counted from the prompt's first token.
-        value: the aggregate there, or the score if there is no aggregate; inf if it overflowed.
+        value: the aggregate at this position, or the score if the probe has no aggregate; inf if
+            the value overflowed.
     """
 
     position: int
@@ -95,7 +96,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Counts:
-    """How a choice's scope ended, and what of it arrived."""
+    """How a choice's scope ended, and how many of its rows and scores arrived."""
 
     status: str = "streaming"
     error: str | None = None
@@ -107,10 +108,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class ScopeData(OverStreams, Counts):
-    """Rows and scores of one choice, or what is new of them in one chunk.
+    """The rows and scores of one choice; in a chunk, only the new ones.
 
-    `data["resid_post", 5]` is [positions, hidden_size], `data["q", 5]` [positions, heads,
-    numbers of a head]: float32 or float16, and float32 for bfloat16.
+    `data["resid_post", 5]` is [positions, hidden_size], and `data["q", 5]` is [positions, heads,
+    numbers of a head]. The dtype is float32 or float16; bfloat16 becomes float32.
     `data["resid_post", 5, "before"]` has rows that were read before edits. Iteration, `len` and
     `in` are those of a ScopeResult: over (site, layer) of each stream.
 
@@ -120,15 +121,15 @@ class ScopeData(OverStreams, Counts):
         error: the reason, if status is "failed".
         expected, delivered, dropped: numbers of rows and scores; 0 while streaming.
         sinks: name of a sink -> status, reason, expected, delivered, dropped, and the names of
-            its files (with the operator's key also `details`, which has their paths).
+            its files (with the operator's key also `details`, which has the files' paths).
         features: name of a `Features` -> its SparseFeatures.
         lens: name of a `LensTopK` -> layer -> its TopTokens.
-        aggregates: as `scores`, of the probes with an aggregate.
-        verdicts: name of a probe -> its verdict, for the probes that have one. A chunk has those
-            of the earlier chunks too.
+        aggregates: as `scores`, for the probes with an aggregate.
+        verdicts: name of a probe -> its verdict, for the probes that have one. A chunk repeats the
+            verdicts of the earlier chunks.
         begun: name of a probe with `after` -> the first position that it scores, if its first
-            stage has a verdict. A chunk has those of the earlier chunks too.
-        decisions: of the request's policy; in a stream, the last chunk has them.
+            stage has a verdict. A chunk repeats the entries of the earlier chunks.
+        decisions: the decisions of the request's policy; in a stream, the last chunk has them.
     """
 
     rows: Mapping[StreamKey, Rows] = field(default_factory=dict, repr=False)
@@ -153,11 +154,12 @@ class ScopeData(OverStreams, Counts):
     def positions(
         self, site: str, layer: int | None = None, when: str | None = None
     ) -> NDArray[np.int64]:
-        """int64 [n], ascending, of `data.positions("resid_post", 5)`."""
+        """The positions of a stream's rows, int64 [n], ascending, as in
+        `data.positions("resid_post", 5)`."""
         return self._find(site, layer, when).positions
 
     def tensor(self, site: str, layer: int | None = None, when: str | None = None) -> Tensor:
-        """As a torch tensor, in the model's dtype.
+        """The rows of a stream as a torch tensor, in the model's dtype.
 
         Raises:
             ImportError: torch is not installed.
@@ -184,8 +186,8 @@ class ScoredToken:
 
     Attributes:
         position: absolute, counted from the prompt's first token.
-        scores: by the probe's name; NaN if not finite. Empty for the token sampled last, whose
-            row is never computed.
+        scores: by the probe's name; NaN for a score that is not finite. Empty for the token that
+            was sampled last, because its row is never computed.
     """
 
     id: int
@@ -209,11 +211,11 @@ class Choice(_Generated):
 
     Attributes:
         scope: None if the request had no actions.
-        tokens: of a request with probes, the generated tokens with their texts and scores;
+        tokens: if the request has probes, the generated tokens with their texts and scores;
             empty if the server does not send them.
-        stop_reason: what ended the choice, if its finish_reason is "stop": the stop string, the
-            stop token's id, or a sentence about the probe or the policy that stopped it; None if
-            the model ended it.
+        stop_reason: the reason why the choice ended, if its finish_reason is "stop": the stop
+            string, the stop token's id, or a sentence about the probe or the policy that stopped
+            it. None if the model ended it.
     """
 
 
@@ -222,9 +224,9 @@ class Chunk(_Generated):
 
     Attributes:
         scope: the new scores, and the new rows if the request asks for them in chunks.
-        tokens: the tokens whose scores have arrived, each in one chunk only; mostly tokens of
-            the text of the chunk before. Empty without probes.
-        stop_reason: as of a Choice; in the last chunk.
+        tokens: the tokens whose scores have arrived, each in one chunk only. Most of them belong
+            to the text of the chunk before. Empty without probes.
+        stop_reason: as in a Choice; only the last chunk has it.
     """
 
 

@@ -1,6 +1,6 @@
 """The JSON of a choice's `scope`, as the server sends it (docs/http.md).
 
-Owns:  ScopeBody and its parts; TokenBody; FileBody, of a result's file.
+Owns:  ScopeBody and its parts; TokenBody; FileBody (the metadata of a result's file).
 From:  server.encode (which writes it).   To: parsing.
 
 The values of an item are in the JSON (`data`, `values`, ...), in a tensor of a binary answer
@@ -74,7 +74,7 @@ class ScopeBody(msgspec.Struct):
 
 
 class FileBody(msgspec.Struct):
-    """What the metadata of a result's file say."""
+    """The metadata of a result's file."""
 
     features: dict[str, ReadFeatures] = {}
 

@@ -40,7 +40,7 @@ Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 Messages = Sequence[Mapping[str, object]]
 Content = bytes | bytearray | memoryview
 OnCell = Callable[[Cell], object]
-#: Index of a choice -> name of its features -> which were read.
+#: Index of a choice -> name of its features -> the features that were read.
 ReadBy = dict[int, dict[str, ReadFeatures]]
 P = ParamSpec("P")
 SelfT = TypeVar("SelfT")
@@ -49,7 +49,8 @@ PartT = TypeVar("PartT", Choice, Chunk)
 
 
 def sweep_call(prompts: object, sweep: Sweep) -> Call:
-    """Raises SpecError for a source or a metric that cannot travel, and for no Sweep."""
+    """The Call that starts a sweep. Raises SpecError if `sweep` is not a Sweep, or if its source or
+    its metric cannot be sent."""
     if not isinstance(sweep, Sweep):
         raise SpecError(
             f"the sweep is {shown(sweep)}; give the prompts and a Sweep, in this order."
@@ -61,17 +62,17 @@ def sweep_call(prompts: object, sweep: Sweep) -> Call:
 
 
 class SweepEvents(TableReader):
-    """The table that a stream of events makes."""
+    """Makes a sweep table from a stream of events."""
 
     def feed(self, event: Frame, on_cell: OnCell | None) -> None:
-        """Take an event, and call `on_cell` with each of its cells."""
+        """Add the cells of an event to the table, and call `on_cell` with each of them."""
         body = event_body(event)
         for cell in self.take(body) if body is not None else ():
             if on_cell is not None:
                 on_cell(cell)
 
     def whole(self) -> SweepTable:
-        assert self.table is not None  # the first event has it, or `take` raised
+        assert self.table is not None  # the first event makes it, or else `take` has raised
         return self.table
 
 
@@ -91,8 +92,8 @@ Flow = Generator[Call, Response, T]
 
 
 class Method(Generic[P, T]):
-    """A flow as a method: a ScopeClient returns the flow's result, an AsyncScopeClient an awaitable
-    of it."""
+    """A flow as a method: a ScopeClient returns the flow's result, and an AsyncScopeClient returns
+    an awaitable of the result."""
 
     def __init__(self, flow: Callable[Concatenate[SelfT, P], Flow[T]]) -> None:
         self._flow = flow
@@ -127,8 +128,8 @@ class Calls(Generic[StreamT]):
             prompt: text or token ids, or a list of either.
             actions: Read, Probe, Add, ...; without actions only the text comes back.
             fields: other fields of the request: max_tokens, temperature, n, vllm_xargs, ...
-                Those whose names begin with `scope_` travel within `vllm_xargs`:
-                `scope_tensors="handle"`.
+                Fields whose names begin with `scope_`, such as `scope_tensors="handle"`, are sent
+                within `vllm_xargs`.
 
         Raises:
             SpecError: the request is wrong. CapacityError: send it again later.
@@ -143,7 +144,7 @@ class Calls(Generic[StreamT]):
 
     @Method
     def chat(self, /, messages: Messages, *actions: Action, **fields: object) -> Flow[Completion]:
-        """Answer messages, as `complete`."""
+        """Answer a chat's messages. Arguments and errors are those of `complete`."""
         return self._answered(list(messages), actions, fields, chat=True)
 
     def stream(self, prompt: Prompt | Messages, *actions: Action, **fields: object) -> StreamT:
@@ -168,7 +169,7 @@ class Calls(Generic[StreamT]):
 
     @Method
     def result(self, result_id: str, delete: bool = False) -> Flow[ScopeData]:
-        """The content of a file; its id is in the JSON of a choice, `scope.result.id`."""
+        """The content of a result's file. The id is in the JSON of a choice: `scope.result.id`."""
         return parsing.parse_file((yield _result_call(result_id, delete)).checked().content)
 
     @Method
@@ -178,11 +179,11 @@ class Calls(Generic[StreamT]):
 
     @Method
     def put_module(self, name: str, module: SteeringModule | str | Path | Content) -> Flow[Json]:
-        """Register a steering module: itself, a file, or the content of a safetensors file.
-        Needs the operator's key.
+        """Register a steering module: a SteeringModule, the path of a file, or the content of a
+        safetensors file. Needs the operator's key.
 
         Raises:
-            SpecError: it is not a module. OSError: the file cannot be read.
+            SpecError: `module` is not a module. OSError: the file cannot be read.
         """
         if isinstance(module, bytes | bytearray | memoryview):
             content = bytes(module)
@@ -199,12 +200,13 @@ class Calls(Generic[StreamT]):
 
     @Method
     def edits(self) -> Flow[list[Json]]:
-        """The edits of every request."""
+        """The server-wide edits, which apply to every request."""
         return self._listed(Call("GET", "/v1/scope/edits"), "edits")
 
     @Method
     def set_edits(self, *actions: Action) -> Flow[Json]:
-        """Edit every request from now on. Needs the operator's key."""
+        """Replace the server-wide edits, for requests that enter from now on. Needs the operator's
+        key."""
         body = {"edits": json.loads(scope(*actions)["scope"]).get("edits", [])}
         return self._json(Call("PUT", "/v1/scope/edits", body, admin=True))
 
@@ -244,7 +246,7 @@ class Calls(Generic[StreamT]):
         body = {"model": self._model, name: prompt} | fields
         xargs = msgspec.convert(body.pop("vllm_xargs", None) or {}, Json)
         for name in [name for name in body if name.startswith("scope_")]:
-            xargs[name] = body.pop(name)  # the server refuses those that it does not know
+            xargs[name] = body.pop(name)  # the server refuses names that it does not know
         if actions:
             xargs |= scope(*actions)
         admin = any(isinstance(one, Moments) for one in actions)
@@ -264,7 +266,8 @@ class Calls(Generic[StreamT]):
         """The chunks of one event of a stream.
 
         Args:
-            read: what earlier events say; the same for all events of the stream.
+            read: the features that were read, from earlier events; pass the same dict for all
+                events of a stream. New ones are added to it.
         """
         body = event_body(event)
         return [] if body is None else (yield from self._parts(body, Chunk, event, read))

@@ -1,6 +1,6 @@
 """Features in the server's answers, as numpy.
 
-Owns:  SparseFeatures, and NamedFeatures (those of a choice).
+Owns:  SparseFeatures, and NamedFeatures (all features of a choice).
 To:    answers.
 """
 
@@ -22,14 +22,15 @@ class SparseFeatures:
 
     Attributes:
         positions, indices, values: int64, int64 and float32 [num_values]: the position of a token,
-            a feature's number, and its value there; NaN if not finite. By position; in one position
-            the strongest comes first.
+            a feature's number, and the feature's value at the token; NaN for a value that is not
+            finite. Sorted by position; at one position the strongest feature comes first.
         tokens: int64 [num_tokens], ascending: the positions that were encoded, also those without
             an active feature.
-        num_features: of the SAE. None of a read with `indices`, except of a TopK SAE.
+        num_features: the SAE's number of features. None for a read with `indices`, except for a
+            TopK SAE.
         asked: the features that the read named (`indices`); None if it named none (`top_k`).
 
-    Both are None if the server is of an earlier version.
+    `num_features` and `asked` are both None if the server has an earlier version.
     """
 
     positions: NDArray[np.int64]
@@ -42,8 +43,8 @@ class SparseFeatures:
     def dense(self, index: int) -> NDArray[np.float32]:
         """float32 [num_tokens]: one feature at each of `tokens`; 0 where it was not delivered.
 
-        Of a read with `top_k` a feature beyond the `top_k` strongest of a token reads as 0, like
-        one that is not active. So does a value below the read's `threshold`.
+        If the read has `top_k`, a feature that is not among the `top_k` strongest of a token is 0,
+        as is a feature that is not active. A value below the read's `threshold` is 0 too.
 
         Raises:
             KeyError: the read named other features, or the SAE has no such feature.
@@ -67,7 +68,7 @@ class SparseFeatures:
         return list(zip(self.indices[some].tolist(), self.values[some].tolist(), strict=True))
 
     def at(self, tokens: NDArray[np.int64]) -> SparseFeatures:
-        """Those of some of the positions."""
+        """The features of some of the positions."""
         here = np.isin(self.positions, tokens)
         return replace(
             self, positions=self.positions[here], indices=self.indices[here],
@@ -84,7 +85,7 @@ class NamedFeatures(Named[SparseFeatures]):
 def sparse_features(
     tokens: NDArray[np.int64], indices: list[list[int]], values: list[list[float | None]]
 ) -> SparseFeatures:
-    """Those of an answer, whose lists have one item for each of `tokens`.
+    """The features of an answer, whose lists have one item for each of `tokens`.
 
     Raises:
         ScopeError: the lists have other lengths.

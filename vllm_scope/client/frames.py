@@ -18,7 +18,7 @@ import safetensors
 from vllm_scope.errors import ScopeError
 from vllm_scope.request.media import ANSWER, prefix_of
 
-#: As safetensors has it: a longer header is none.
+#: The limit of the safetensors library, which accepts no longer header.
 MAX_HEADER_BYTES = 100_000_000
 
 
@@ -43,7 +43,7 @@ class Frame:
     """A safetensors file of a binary answer.
 
     Attributes:
-        answer: the JSON of the answer, or the data of an event; None in a file that only keeps the
+        answer: the JSON of the answer, or the data of an event; None if the file only keeps the
             connection alive.
         tensors: by their names, without `answer`.
     """
@@ -53,7 +53,7 @@ class Frame:
 
     @staticmethod
     def parse(file: bytes) -> Frame:
-        """Raises ScopeError if it is not safetensors."""
+        """A Frame from a file's bytes. Raises ScopeError if they are not safetensors."""
         tensors = tensors_of(file, "binary answer")
         answer = tensors.pop(ANSWER, None)
         return Frame(None if answer is None else bytes(answer["data"]), tensors)
@@ -65,7 +65,7 @@ class Frame:
 
 
 def tensors_of(file: bytes, what: str) -> dict[str, FileTensor]:
-    """The tensors of a safetensors file. Raises ScopeError if it is none."""
+    """The tensors of a safetensors file, by name. Raises ScopeError if it is not safetensors."""
     try:
         return dict(safetensors.deserialize(file))
     except safetensors.SafetensorError as error:
@@ -73,7 +73,7 @@ def tensors_of(file: bytes, what: str) -> dict[str, FileTensor]:
 
 
 def metadata_of(file: bytes) -> dict[str, str]:
-    """The metadata of what `tensors_of` accepts."""
+    """The metadata of a safetensors file, which `tensors_of` has accepted."""
     (size,) = struct.unpack_from("<Q", file)
     return msgspec.json.decode(file[8 : 8 + size], type=_Header).metadata or {}
 
@@ -91,10 +91,10 @@ class Frames:
         self._num_rest, self._needed = 0, 8
 
     def feed(self, data: bytes) -> list[Frame]:
-        """The files that are complete now.
+        """Add bytes of the stream; return the files that are complete now.
 
         Raises:
-            ScopeError: the bytes are no safetensors files.
+            ScopeError: the bytes are not safetensors files.
         """
         self._rest.append(data)
         self._num_rest += len(data)
@@ -116,7 +116,8 @@ class Frames:
 
 
 def _length(data: bytes) -> int:
-    """Bytes of the file that `data` begins with, or of what must be known to tell that."""
+    """The length of the file at the beginning of `data`, in bytes. If `data` ends within the file's
+    header, the length up to the header's end, because the file's length is not known yet."""
     (size,) = struct.unpack_from("<Q", data)
     if size > MAX_HEADER_BYTES:
         raise ScopeError(f"the server's stream has a header of {size} bytes; it is damaged.")

@@ -41,7 +41,7 @@ class TopTokens:
         """(token id, log-probability) at a position, the likeliest first.
 
         Raises:
-            KeyError: the lens was not applied there.
+            KeyError: the lens was not applied at the position.
         """
         (found,) = np.nonzero(self.positions == position)
         if not len(found):
@@ -50,6 +50,6 @@ class TopTokens:
         return list(zip(ids, values, strict=True))
 
     def at(self, positions: NDArray[np.int64]) -> TopTokens:
-        """Those at some of the positions."""
+        """The tokens at some of the positions."""
         here = np.isin(self.positions, positions)
         return TopTokens(self.positions[here], self.token_ids[here], self.log_probs[here])

@@ -1,4 +1,4 @@
-"""What the client sends and what comes back: one HTTP request, one response, one event of a stream.
+"""The client's messages: one HTTP request, one response, one event of a stream.
 
 Owns:  Call, Response, ServerError, UnreachableError; `event_body` and `decoded` (JSON).
 From:  transport (responses), frames (events).   To: calls.
@@ -21,7 +21,7 @@ KEYS = "give the server's key as api_key, and the operator's as admin_key"
 
 
 class ServerError(ScopeError):
-    """The server refused the request, or failed. `status` is HTTP's."""
+    """The server refused the request, or failed. `status` is the HTTP status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -29,13 +29,13 @@ class ServerError(ScopeError):
 
 
 class UnreachableError(ScopeError):
-    """The server did not answer, or stopped in the middle: no connection, a timeout, no HTTP.
-    The cause is httpx's error."""
+    """The server did not answer, or stopped in the middle of an answer: no connection, a timeout,
+    an answer that is not HTTP. `__cause__` is httpx's error."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One HTTP request. `admin`: with the operator's key. `binary`: a binary answer is welcome."""
+    """One HTTP request. `admin`: send the operator's key. `binary`: ask for a binary answer."""
 
     method: str
     path: str
@@ -47,7 +47,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Response:
-    """A transport's response. `location`: of a redirect. `kind`: its media type."""
+    """A transport's response. `location`: the target of a redirect. `kind`: the media type."""
 
     status: int
     content: bytes
@@ -85,12 +85,12 @@ class Response:
 
     @property
     def frame(self) -> Frame:
-        """The answer with its tensors; without tensors if it is JSON, as of older servers."""
+        """The answer with its tensors; without tensors if it is JSON, as from older servers."""
         return Frame.parse(self.content) if self.kind == BINARY else Frame(self.content, {})
 
 
 def error_message(content: bytes) -> str:
-    """The sentence of an error's body in any of vLLM's shapes."""
+    """The text of an error from the body of a response, in any of vLLM's forms."""
     try:
         body = json.loads(content)
         error = body.get("error", body.get("detail", body))
@@ -108,8 +108,8 @@ def decoded(content: bytes | str, status: int = 200) -> Json:
 
 
 def event_body(event: Frame) -> Json | None:
-    """The JSON of a stream's event; None if it has none. Raises as Response.checked if it is an
-    error."""
+    """The JSON of a stream's event; None if the event has no JSON. Raises the errors of
+    Response.checked if the event is an error."""
     answer = event.answer or b""
     if not answer.startswith(b"{"):
         return None

@@ -1,4 +1,4 @@
-"""What an answer has by the names of a request's actions.
+"""Parts of an answer, by the names of the request's actions.
 
 Owns:  Named.
 To:    answers, features.
@@ -14,7 +14,7 @@ V = TypeVar("V")
 class Named(dict[str, V]):
     """A dict whose error for a missing name lists the names that exist."""
 
-    #: In the error.
+    #: The word for the values in the error's text.
     what: ClassVar[str]
 
     def __missing__(self, name: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The server's JSON, files and binary answers, parsed into answers.
+"""Parses the server's JSON, files and binary answers into the types of answers.py.
 
 Owns:  `parse_scope` (of a choice), `parse_tokens`, `parse_file`, `converted`.
 From:  server.encode (the JSON), server.store (the files), frames (binary answers).   To: calls.
@@ -47,9 +47,9 @@ from vllm_scope.request.read_features import NOT_KNOWN, ReadFeatures
 T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")
-#: dtype in JSON -> numpy's; bfloat16 as its bits.
+#: dtype in JSON -> numpy's dtype; bfloat16 is read as its bits.
 _DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int64": "<i8"}
-#: dtype in safetensors -> in JSON.
+#: dtype in safetensors -> dtype in JSON.
 _FILE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64"}
 
 
@@ -67,16 +67,16 @@ def parse_scope(
     beside: Mapping[str, FileTensor] | None = None,
     read: MutableMapping[str, ReadFeatures] | None = None,
 ) -> ScopeData:
-    """A choice's `scope`.
+    """The ScopeData of a choice, from its `scope`.
 
     Args:
-        file: the content of its `result`, if it has one.
+        file: the content of the file that `result` names; None if there is no `result`.
         beside: the choice's tensors in a binary answer.
-        read: of a chunk, the name of features -> which were read, as the earlier chunks of the
-            choice say. Names that are new are added.
+        read: for a chunk: name of features -> the features that were read, from the earlier chunks
+            of the choice. Names that are new are added.
 
     Raises:
-        ScopeError: a server of this version does not send that.
+        ScopeError: the `scope` is not one that a server of this version sends.
     """
     counts = converted(body, Counts, "scope")
     told = converted(body, ScopeBody, "scope")
@@ -107,9 +107,9 @@ class _Elsewhere(NamedTuple):
     """Values that are not in the JSON.
 
     Attributes:
-        beside: the tensors of a binary answer, which an item names.
-        filed: the result's file. It has all values: an item with positions alone says which of
-            them are new.
+        beside: the tensors of a binary answer; an item of the JSON names its tensor.
+        filed: the result's file, which has all values. An item of the JSON that has only positions
+            says which of the values are new.
     """
 
     beside: ScopeData
@@ -184,7 +184,7 @@ def parse_tokens(body: Mapping[str, object]) -> tuple[ScoredToken, ...]:
     """The tokens of a choice's `scope`.
 
     Raises:
-        ScopeError: a server of this version does not send that.
+        ScopeError: the tokens are not those that a server of this version sends.
     """
     given = body.get("tokens", [])
     try:
@@ -206,7 +206,7 @@ def parse_file(file: bytes) -> ScopeData:
     """The content of a result's file.
 
     Raises:
-        ScopeError: it is not a file of a server of this version.
+        ScopeError: the file is not one of a server of this version.
     """
     tensors = tensors_of(file, "result")
     try:
@@ -219,7 +219,12 @@ def parse_file(file: bytes) -> ScopeData:
 def _parse_tensors(
     found: Mapping[str, FileTensor], read: Mapping[str, ReadFeatures] | None = None
 ) -> ScopeData:
-    """Args: read: name of features -> which were read; features of other names do not know it."""
+    """The values in the tensors of a file or of a binary answer.
+
+    Args:
+        read: name of features -> the features that were read. Under other names, the features that
+            were read are not known.
+    """
     dtypes = {name: _FILE_DTYPES.get(one["dtype"], one["dtype"]) for name, one in found.items()}
     arrays = {name: _array(o["data"], dtypes[name], o["shape"]) for name, o in found.items()}
     rows: dict[StreamKey, Rows] = {}
@@ -261,12 +266,12 @@ def _parse_tensors(
 
 
 def _table(values: Sequence[Sequence[float | None]]) -> NDArray[np.float64]:
-    """[n, k]; None becomes NaN."""
+    """The values as an array [n, k]; None becomes NaN."""
     return np.array(values, np.float64).reshape(len(values), -1 if values else 0)
 
 
 def _numbers(values: Sequence[float | None]) -> NDArray[np.float32]:
-    """None becomes NaN."""
+    """The values as an array; None becomes NaN."""
     return np.array(values, np.float32)
 
 

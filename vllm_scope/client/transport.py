@@ -23,14 +23,14 @@ try:
 except ImportError as error:
     raise ImportError("the client needs httpx: pip install 'vllm-scope[client]'.") from error
 
-#: For an answer; a long prompt on a busy server takes a while.
+#: The time for an answer; a long prompt on a busy server takes a while.
 TIMEOUT_S = 600.0
 HttpT = TypeVar("HttpT", httpx.Client, httpx.AsyncClient)
 
 
 class Events:
-    """Server-sent events from the bytes of a stream. Not by `str.splitlines`, because JSON may
-    contain other line ends than LF.
+    """Makes server-sent events from the bytes of a stream. Lines are not split by `str.splitlines`,
+    because JSON may contain other line ends than LF.
 
     Attributes:
         done: the server has sent its last event.
@@ -41,8 +41,8 @@ class Events:
         self._rest: list[bytes] = []
 
     def feed(self, data: bytes) -> list[Frame]:
-        """The data of the lines that are complete now."""
-        if b"\n" not in data:  # part of a long line, which is joined once
+        """Add bytes of the stream; return the events of the lines that are complete now."""
+        if b"\n" not in data:  # the parts of a long line are joined once, at its end
             self._rest.append(data)
             return []
         *lines, rest = b"".join([*self._rest, data]).split(b"\n")
@@ -65,12 +65,12 @@ class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
     """The server's address and keys, for both clients.
 
     Args:
-        base_url: of the server, with or without /v1.
-        api_key: as for vLLM's --api-key.
+        base_url: the server's URL, with or without /v1.
+        api_key: the key of vLLM's --api-key.
         admin_key: the server's VLLM_SCOPE_ADMIN_KEY, for calls that change the engine.
         model: one of the server's models; None: its first one.
         timeout: seconds for an answer.
-        binary: ask for binary answers; the server's CPU time for rows is then a fraction.
+        binary: ask for binary answers, which take a fraction of the server's CPU time for rows.
         transport: an httpx transport, for tests and proxies.
 
     Raises:
@@ -117,7 +117,7 @@ class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
             raise UnreachableError(f"no answer from {self._url}: {reason}.") from error
 
     def _request(self, call: Call) -> httpx.Request:
-        # Other servers, and older ones, take no notice of it.
+        # Other servers, and older ones, ignore this header.
         headers = {"Accept": f"{BINARY}, */*;q=0.5"} if call.binary else {}
         if call.admin and self._admin_key:
             headers["X-Scope-Admin-Key"] = self._admin_key
@@ -141,7 +141,7 @@ def _events(response: httpx.Response) -> Events | Frames:
 
 
 class ScopeClient(_Client[httpx.Client, Iterator[Chunk]]):
-    """A blocking client and context manager; `Calls` has its methods."""
+    """A blocking client, which is also a context manager. Most of its methods are in `Calls`."""
 
     _open = httpx.Client
 
@@ -163,14 +163,14 @@ class ScopeClient(_Client[httpx.Client, Iterator[Chunk]]):
                 yield from self._run(self._chunks(event, read))
 
     def sweep(self, prompts: object, sweep: Sweep, *, on_cell: OnCell | None = None) -> SweepTable:
-        """Run a sweep on the server: as `vllm_scope.sweep`, with the same table.
+        """Run a sweep on the server; returns the same table as `vllm_scope.sweep`.
 
         Args:
             prompts: a text, token ids, or a list of these.
             on_cell: called with each Cell as it arrives. If it raises, the server ends the sweep.
 
         Raises:
-            SpecError: the sweep is not possible there. CapacityError: send it again later.
+            SpecError: the sweep is not possible on the server. CapacityError: send it again later.
         """
         found = SweepEvents()
         with closing(self._events(sweep_call(prompts, sweep))) as events:
@@ -179,7 +179,7 @@ class ScopeClient(_Client[httpx.Client, Iterator[Chunk]]):
         return found.whole()
 
     def _events(self, call: Call) -> Generator[Frame, None, None]:
-        """The events of a stream. Closed before its end, it ends the request."""
+        """The events of a stream. If the generator is closed before its end, the request ends."""
         with self._reaching():
             response = self._http.send(self._request(call), stream=True)
         events = _events(response)

@@ -1,4 +1,4 @@
-"""Codecs: rows as smaller named tensors, and the way back.
+"""Codecs: they encode rows as smaller named tensors, and decode these again.
 
 Owns:  the codecs by name, and how a codec is made from its metadata.
 Runs:  wherever rows are. `encode` runs on the rows' device, CPU or CUDA; `decode` on the
@@ -7,7 +7,7 @@ To:    files (stores the parts and, beside them, the metadata).
 
 base.py    Codec: the contract, the options and the checks
 packed.py  the parts of a row as one run of bytes
-The other files have one codec each, or a few alike.
+The other files have one codec each, or a few similar ones.
 
 Promise: `codec_from(codec.metadata())` decodes what `codec` encoded, in another
 process, on another device. docs/codecs.md says how much each codec loses.
@@ -40,8 +40,8 @@ def make_codec(name: str, hidden_size: int, dtype: torch.dtype, **options: objec
     """A codec for rows of one shape and dtype.
 
     Raises:
-        ConfigError: an unknown codec, an option that it does not have, or a value
-            that it does not take.
+        ConfigError: the codec is unknown, it does not have an option, or it does not
+            take an option's value.
     """
     said = {"codec": name, "hidden_size": hidden_size, "dtype": str(dtype).removeprefix("torch.")}
     return codec_from({**said, **options})

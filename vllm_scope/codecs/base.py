@@ -1,4 +1,4 @@
-"""What a codec is: its options, its contract, and the checks of what it is given.
+"""The base class of all codecs: options, contract, and checks of the arguments.
 
 Owns:  Codec, RowPart; KeepsK (the option of codecs that keep k numbers of a row).
 """
@@ -31,8 +31,8 @@ class Codec(BaseModel):
 
     A codec is immutable and equals every codec with the same options. Threads may share it.
 
-    A row with NaN or infinity in it: `none`, `fp16` and `zstd` keep each value. The
-    8-bit codecs have one scale per row, so they return the whole row as NaN.
+    If a row has NaN or infinity, `none`, `fp16` and `zstd` keep each value. The 8-bit
+    codecs have one scale per row, so they return the whole row as NaN.
 
     Attributes:
         lossless: True if decoded rows equal the encoded ones bit for bit.
@@ -40,7 +40,7 @@ class Codec(BaseModel):
             decoded alone.
         codec: the codec's name.
         hidden_size: numbers of a row.
-        dtype: of the rows, before and after.
+        dtype: dtype of the rows, before encoding and after decoding.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -60,15 +60,16 @@ class Codec(BaseModel):
     @property
     @abstractmethod
     def row_parts(self) -> tuple[RowPart, ...]:
-        """What `encode` makes of each row. Only if `rowwise`."""
+        """The parts that `encode` makes of each row. Only a rowwise codec has them."""
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """The parts that `encode` makes."""
+        """The names of the parts that `encode` makes."""
         return tuple(part.name for part in self.row_parts)
 
     def prepare(self, device: torch.device) -> None:
-        """Make what `encode` needs on a device. After that, `encode` does not wait for the host."""
+        """Make the tensors that `encode` needs on a device. After that, `encode` does not wait for
+        the host."""
 
     def metadata(self) -> dict[str, object]:
         """Name, shape, dtype and options as plain JSON, for `codec_from`."""
@@ -85,7 +86,7 @@ class Codec(BaseModel):
             rows: [num_rows, hidden_size] of the codec's dtype.
 
         Raises:
-            ValueError: another shape or dtype.
+            ValueError: the rows have another shape or dtype.
         """
         if rows.dim() != 2 or rows.shape[1] != self.hidden_size or rows.dtype != self.torch_dtype:
             raise ValueError(
@@ -95,7 +96,7 @@ class Codec(BaseModel):
         return self._encode(rows)
 
     def decode(self, parts: Mapping[str, Tensor], num_rows: int) -> Tensor:
-        """[num_rows, hidden_size] of the codec's dtype, on the parts' device.
+        """The decoded rows, [num_rows, hidden_size] of the codec's dtype, on the parts' device.
 
         Raises:
             ValueError: a part is missing, or does not hold `num_rows` rows. Sizes are
@@ -106,7 +107,8 @@ class Codec(BaseModel):
                 raise ValueError(
                     f"part {name!r} is missing; {self.codec} has {', '.join(self.part_names)}"
                 )
-        # Whole shapes: a part that only broadcasts would decode to more numbers than it holds.
+        # Whole shapes are compared: a part that is broadcast would decode to more numbers than it
+        # holds.
         for part in self.row_parts if self.rowwise else ():
             found = parts[part.name]
             if (tuple(found.shape), found.dtype) != ((num_rows, part.size), part.dtype):

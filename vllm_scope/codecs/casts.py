@@ -14,14 +14,14 @@ _LIMIT = torch.finfo(torch.float16).max
 
 
 def halved(rows: Tensor) -> Tensor:
-    """float16; finite values stay finite."""
-    # In float32: 65504 is not a bf16 number.
+    """The rows in float16; finite values stay finite."""
+    # Clamped in float32, because 65504 is not a bf16 number.
     values = rows.float()
     return torch.where(values.isinf(), values, values.clamp(-_LIMIT, _LIMIT)).half()
 
 
 class NoCodec(Codec):
-    """Copies nothing, neither to encode nor to decode."""
+    """Rows as they are. Encoding and decoding copy nothing."""
 
     lossless: ClassVar[bool] = True
 
@@ -39,7 +39,8 @@ class NoCodec(Codec):
 
 
 class Fp16(NoCodec):
-    """Finite values beyond 65504 become 65504 of their sign; infinity and NaN stay."""
+    """Rows in float16. Finite values beyond 65504 become 65504 with their sign; infinity and NaN
+    stay."""
 
     lossless: ClassVar[bool] = False
 

@@ -1,4 +1,4 @@
-"""A row's parts as one run of bytes, so that encoded rows are rows.
+"""A row's parts as one run of bytes, so that an encoded row is handled like any other row.
 
 Owns:  Packing (where each part lies), EncodedRows (rows that are decoded on request).
 Runs:  wherever rows are.
@@ -27,9 +27,9 @@ class Packing:
     Wide numbers come first, so that each part lies at a multiple of its own size.
 
     Attributes:
-        codec: a rowwise one.
-        num_bytes: of an encoded row, without the padding of its last slot.
-        num_slots: of an encoded row.
+        codec: a rowwise codec.
+        num_bytes: bytes of an encoded row, without the padding of its last slot.
+        num_slots: slots of an encoded row.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -44,8 +44,9 @@ class Packing:
         self.num_slots = slots_of_row(at)
 
     def pack(self, rows: Tensor) -> Tensor:
-        """uint8 [num_rows, num_slots * SLOT_BYTES] of [num_rows, hidden_size], on their
-        device. Does not synchronise. The padding of the last slot is zero."""
+        """The encoded rows, uint8 [num_rows, num_slots * SLOT_BYTES], of rows [num_rows,
+        hidden_size], on their device. Does not synchronise. The padding of the last slot is
+        zero."""
         parts = self.codec.encode(rows)
         pieces = [parts[name].view(torch.uint8) for name in self._places]
         filling = self.num_slots * SLOT_BYTES - self.num_bytes
@@ -62,7 +63,7 @@ class Packing:
 
 
 def encoding_of(choice: CodecChoice, hidden_size: int, dtype: str, where: str) -> Encoding:
-    """A caller's choice of a codec, for one engine's rows.
+    """The Encoding of a caller's codec choice, for one engine's rows.
 
     Raises:
         SpecError: an option does not fit rows of this size.
@@ -77,7 +78,7 @@ def encoding_of(choice: CodecChoice, hidden_size: int, dtype: str, where: str) -
 
 @lru_cache(maxsize=256)
 def packing_of(encoding: Encoding) -> Packing:
-    """The bytes of rows under an encoding. Raises ConfigError if its codec is unknown."""
+    """The Packing of an encoding. Raises ConfigError if its codec is unknown."""
     return Packing(codec_from(encoding.metadata))
 
 
@@ -86,7 +87,7 @@ class EncodedRows:
     """Encoded rows, decoded on request.
 
     Attributes:
-        codec: encoded them.
+        codec: the codec that encoded the rows.
         data: uint8 [num_rows, bytes of an encoded row, in whole slots], CPU.
     """
 
@@ -120,7 +121,7 @@ class EncodedRows:
         return Packing(self.codec).parts(self.data)
 
     def decode(self) -> Tensor:
-        """[num_rows, hidden_size], the model's dtype."""
+        """The decoded rows, [num_rows, hidden_size], the model's dtype."""
         return self.codec.decode(self.parts, len(self))
 
     def kept(self) -> EncodedRows:

@@ -1,6 +1,6 @@
-"""A random projection of each row to k numbers, in bytes.
+"""A random projection of each row to k numbers of one byte.
 
-Inner products and distances survive within about sqrt(2/k); a single value does not.
+Inner products and distances are kept within about sqrt(2/k); single values are not.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from vllm_scope.codecs.base import KeepsK, RowPart
 from vllm_scope.codecs.scaled import dequantise, quantise, quantised_parts
 
 DEFAULT_K = 512
-#: Largest number of elements of a projection, also of one that a file names: it takes at
-#: most 0.2 s and 32 MiB to make.
+#: Largest number of elements of a projection, also of one that a file names. To make such a
+#: projection takes at most 0.2 s and 32 MiB.
 MAX_PROJECTION = 1 << 23
-#: Projections that a process keeps: those of its requests (packer), and that of its writer.
+#: Projections that a process keeps, for its requests (packer) and for its writer.
 MOST_KEPT = 16
 
 
@@ -29,8 +29,8 @@ MOST_KEPT = 16
 def projection(hidden_size: int, k: int, seed: int, device: torch.device) -> Tensor:
     """R = randn(hidden_size, k) / sqrt(k), float32, the same on every device.
 
-    From numpy's RandomState, whose numbers never change (NEP 19). Those of torch may change with
-    a release, and differ between CPU and CUDA.
+    The numbers are those of numpy's RandomState, which never change (NEP 19). Torch's numbers may
+    change with a release, and differ between CPU and CUDA.
     """
     numbers = np.random.RandomState(seed).standard_normal((hidden_size, k)) / np.sqrt(k)
     return torch.from_numpy(numbers.astype(np.float32)).to(device)
@@ -38,7 +38,7 @@ def projection(hidden_size: int, k: int, seed: int, device: torch.device) -> Ten
 
 @lru_cache(maxsize=4)
 def inverse(hidden_size: int, k: int, seed: int, device: torch.device) -> Tensor:
-    """The pseudo-inverse of R, float32 [k, hidden_size]; its columns are independent."""
+    """The pseudo-inverse of R, float32 [k, hidden_size]. R's columns are independent."""
     forward = projection(hidden_size, k, seed, torch.device("cpu")).double()
     found: Tensor = torch.linalg.pinv(forward)
     return found.float().to(device)
@@ -57,7 +57,7 @@ class RandomProjection8(KeepsK):
         k: numbers per row. Default: 512, at most half of hidden_size and at most what
             MAX_PROJECTION allows. If k is near hidden_size, the inverse magnifies the
             rounding: `full8` is then better.
-        seed: of R.
+        seed: the seed of R.
     """
 
     codec: Literal["rp8"] = "rp8"

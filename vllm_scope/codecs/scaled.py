@@ -1,4 +1,5 @@
-"""8 bits a value, and float32 numbers per row: x = q * scale, or x = (q - zero) * scale.
+"""Codecs with 8 bits per value and float32 numbers per row: x = q * scale, or
+x = (q - zero) * scale.
 
 Owns:  Fp8, Int8, Full8; `quantise` and its inverse, which rp8 and topk8 use too.
 """
@@ -18,7 +19,8 @@ _TINY = torch.finfo(torch.float32).tiny
 #: A step finer than this share of the largest value is finer than float32 itself. A
 #: power of two, so that a constant row comes back exactly.
 _FINEST = 2.0**-23
-#: Multiplied with, for the same scale on a GPU as on a CPU (see `_Scaled`).
+#: A range is multiplied by this number and not divided by 255, so that its scale is the same on a
+#: GPU as on a CPU (see `_Scaled`).
 _STEP = 1 / 255
 
 
@@ -28,7 +30,7 @@ def _finite_scale(scale: Tensor) -> Tensor:
 
 
 class _Scaled(Codec):
-    """The row's largest value becomes `limit`."""
+    """A codec whose scale takes the largest absolute value of a row to `limit`."""
 
     limit: ClassVar[float]
     q_dtype: ClassVar[torch.dtype]
@@ -40,8 +42,8 @@ class _Scaled(Codec):
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:
         values = rows.float()
-        # Multiplied with the inverse of `limit`: a GPU divides by a constant in this way. If a
-        # scale differs in its last bit, ties round to other sides than on a CPU.
+        # Multiplied by the inverse of `limit`: a GPU divides by a constant in this way. If a scale
+        # differed from the CPU's in its last bit, ties would round to the other side.
         scale = (values.abs().amax(-1, keepdim=True) * (1 / self.limit)).clamp(min=_TINY)
         q = self._rounded(values / scale).clamp(-self.limit, self.limit)
         return {"q": q.to(self.q_dtype), "scale": _finite_scale(scale)}
@@ -71,19 +73,19 @@ class Int8(_Scaled):
     codec: Literal["int8"] = "int8"
 
     def _rounded(self, values: Tensor) -> Tensor:
-        # NaN has no integer. The row's scale says that it had one.
+        # No integer is NaN. If the row had NaN, its scale is NaN.
         return values.round().nan_to_num(0.0)
 
 
 def quantise(values: Tensor) -> dict[str, Tensor]:
-    """float32 [n, m] -> uint8 `q` [n, m]; float32 `scale` and `zero` [n, 1].
+    """Quantise float32 [n, m] to uint8 `q` [n, m], with float32 `scale` and `zero` [n, 1].
 
     A constant row has no range. Its scale is then a tiny share of the constant, and
     (0 - zero) * scale is the constant.
     """
     low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
     largest = torch.maximum(low.abs(), high.abs())
-    # Divided before the subtraction: the width of float32's range is no float32.
+    # Scaled before the subtraction, because `high - low` may be too large for float32.
     scale = torch.maximum(high * _STEP - low * _STEP, largest * _FINEST).clamp(min=_TINY)
     zero = -low / scale
     q = (values / scale + zero).round().clamp(0, 255).nan_to_num(0.0)
@@ -91,12 +93,12 @@ def quantise(values: Tensor) -> dict[str, Tensor]:
 
 
 def dequantise(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """float32 [n, m]; a row that held NaN or infinity is NaN throughout."""
+    """The values, float32 [n, m]; a row that held NaN or infinity is NaN throughout."""
     return (q.float() - zero) * scale
 
 
 def quantised_parts(name: str, size: int) -> tuple[RowPart, ...]:
-    """What `quantise` makes of a row of `size` numbers; `name` is that of its `q`."""
+    """The parts that `quantise` makes of a row of `size` numbers; `name` is the name of `q`."""
     of_row = (RowPart(part, torch.float32, 1) for part in ("scale", "zero"))
     return RowPart(name, torch.uint8, size), *of_row
 

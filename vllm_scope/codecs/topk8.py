@@ -1,4 +1,4 @@
-"""The k largest values of each row, in bytes; the others are zero."""
+"""The k values of each row with the largest |x|, in one byte each; the others are zero."""
 
 from __future__ import annotations
 

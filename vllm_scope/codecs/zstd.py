@@ -16,7 +16,8 @@ from vllm_scope.errors import ConfigError
 
 
 def zstd_library() -> ModuleType:
-    """Python's module `zstd` (its own from 3.14 on). Raises ConfigError if it is missing."""
+    """The module `zstd`: Python's own from 3.14 on, or else the one of backports.zstd. Raises
+    ConfigError if it is missing."""
     try:
         if sys.version_info >= (3, 14):
             from compression import zstd
@@ -33,10 +34,10 @@ def zstd_library() -> ModuleType:
 class Zstd(Codec):
     """All rows of a call as one zstd frame, so that no row can be decoded alone.
 
-    `encode` copies rows from a device to the host, and waits for that.
+    `encode` copies rows from a device to the host, and waits for the copy.
 
     Attributes:
-        level: zstd's; higher is smaller and slower.
+        level: zstd's level; a higher one makes smaller frames and is slower.
     """
 
     lossless: ClassVar[bool] = True
@@ -55,7 +56,7 @@ class Zstd(Codec):
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:
         data = rows.contiguous().cpu().view(torch.uint8).reshape(-1).numpy()
-        # A compressor of its own for each call: threads that share one corrupt memory.
+        # A new compressor for each call: if threads share a compressor, they corrupt memory.
         frame = zstd_library().compress(data, self.level)
         return {"frame": torch.frombuffer(bytearray(frame), dtype=torch.uint8)}
 
@@ -69,7 +70,7 @@ class Zstd(Codec):
                 raise ValueError(f"the frame holds {said} bytes; {size} are expected")
             if size == 0:
                 return torch.empty(0, self.hidden_size, dtype=self.torch_dtype)
-            # What the frame claims bounds nothing; the limit does.
+            # A frame may hold more than it claims, so `max_length` bounds the memory.
             data = zstd.ZstdDecompressor().decompress(frame, max_length=size)
         except zstd.ZstdError as error:
             raise ValueError(f"the frame is not zstd: {error}") from None

@@ -1,11 +1,11 @@
-"""What monitors have found since they were set, and the state of the plugin, as callers are told.
+"""What monitors have found since they were set, and the plugin's state, in the form for callers.
 
 Owns:  Found (of one monitor), with Histogram, Slice and Flagged; State, with Ring; Activity, which
        has all of these.
 From:  tally, engine.http.calls.
 To:    server.pages and server.access; client, cli.monitor and views.monitors, which show it.
 
-Promise: no text of a request is in it.
+Promise: an Activity has no text of a request.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from dataclasses import dataclass, field
 
 #: Length of a slice of time, in seconds.
 SLICE_S = 5
-#: Slices of which a rate is made: about a minute.
+#: Slices from which a rate is computed: about a minute.
 _RATE_SLICES = 12
-#: What became of verdicts for a webhook, and how many wait for it.
+#: Outcomes of the verdicts for a webhook. A verdict that is "waiting" has not been sent yet.
 OUTCOMES = ("sent", "failed", "dropped", "waiting")
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many requests have their largest value in which range.
+    """The number of requests whose largest value is in each range.
 
     Range i is above `threshold + (first + i) * width` and up to `width` more, so the threshold is
     the end of a range.
 
     Attributes:
         width: a power of 2; 0 if there are no ranges.
-        first: of the first range; negative if it is below the threshold.
-        counts: of each range.
+        first: `first` in this formula; negative if the first range is below the threshold.
+        counts: the number of requests in each range.
     """
 
     width: float = 0.0
@@ -45,7 +45,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Slice:
-    """What ended within SLICE_S seconds. `begin_s` is of `time.time()`."""
+    """The completions that ended within SLICE_S seconds. `begin_s`: in seconds of `time.time()`."""
 
     begin_s: int
     requests: int
@@ -54,13 +54,13 @@ class Slice:
 
 @dataclass(frozen=True)
 class Flagged:
-    """A verdict.
+    """A verdict of a monitor.
 
     Attributes:
-        time_s: when the completion ended, of `time.time()`.
-        request_id: its first MOST_ID characters.
-        position: the first one at which the value was above the threshold.
-        value: there; None if it is not finite.
+        time_s: when the completion ended, in seconds of `time.time()`.
+        request_id: the first MOST_ID characters of the request's id.
+        position: the first position at which the value was above the threshold.
+        value: the value at this position; None if it is not finite.
     """
 
     time_s: float
@@ -72,11 +72,11 @@ class Flagged:
 
 @dataclass(frozen=True)
 class Found:
-    """What a monitor is, and what it found in completions that have ended since it was set.
+    """A monitor's settings, and what it found in completions that have ended since it was set.
 
     Attributes:
-        since_s: when it was set, of `time.time()`; 0.0: at the server's start.
-        requests: completions that it scored.
+        since_s: when the monitor was set, in seconds of `time.time()`; 0.0: at the server's start.
+        requests: completions that the monitor scored.
         verdicts: completions with a value above the threshold.
         not_finite: completions whose largest value is in no range, because it is not finite.
         slices: the last ten minutes, in order; slices in which nothing ended are left out.
@@ -112,7 +112,7 @@ class Ring:
 
     Attributes:
         used_bytes: rows that no front-end has read yet.
-        wait_ms: how long the worker has waited for room, in all.
+        wait_ms: the total time that the worker has waited for room.
     """
 
     num_bytes: int
@@ -127,10 +127,11 @@ class State:
 
     Attributes:
         requests: running requests that read, probe or edit.
-        pending: requests whose rows are awaited, or not yet answered.
+        pending: requests that wait for rows, or that are not yet answered.
         rows_bytes, rows_most_bytes: rows and scores of running requests, and their limit.
-        results, results_bytes, results_most_bytes: files that wait to be fetched.
-        rings: of each worker that delivers rows.
+        results, results_bytes, results_most_bytes: files that wait to be fetched: their number,
+            their bytes, and the limit of these bytes.
+        rings: the ring of each worker that delivers rows.
         sinks: sink -> counter (sinks.counters) -> value, over all workers.
     """
 
@@ -147,7 +148,8 @@ class State:
 
 @dataclass(frozen=True)
 class Activity:
-    """What the monitors of a server do. `at_s`: when this was told, of `time.time()`."""
+    """What a server's monitors have found, and its plugin's state. `at_s`: the time of this answer,
+    in seconds of `time.time()`."""
 
     at_s: float
     monitors: dict[str, Found]

@@ -1,4 +1,4 @@
-"""Bases of objects that all requests share: vLLM copies none of them, and some have a thread.
+"""Base classes of objects that all requests share: vLLM does not copy them; some have a thread.
 
 Owns:  Uncopied, Background.
 Runs:  in the front-end.
@@ -12,17 +12,18 @@ from typing import Self
 
 
 class Uncopied:
-    """Stays one object. vLLM copies SamplingParams, which hold it until the request enters."""
+    """An object that `deepcopy` does not copy. SamplingParams hold it until the request enters, and
+    vLLM copies SamplingParams."""
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
 
 
 class Background(Uncopied):
-    """An object with a daemon thread, which runs its `_run`.
+    """An object with a daemon thread, which runs the object's `_run`.
 
     Args:
-        name: of the thread.
+        name: the thread's name.
     """
 
     def __init__(self, name: str) -> None:
@@ -33,7 +34,7 @@ class Background(Uncopied):
         raise NotImplementedError
 
     def _start(self) -> None:
-        """Start the thread if it does not run yet. Any thread."""
+        """Start the thread if it does not run yet. May be called on any thread."""
         with self._starting:  # a thread can be started once
             if self._thread.ident is None:
                 self._thread.start()

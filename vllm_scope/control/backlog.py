@@ -1,11 +1,11 @@
-"""Work that answers do not wait for: done on a thread, a little later.
+"""Work for which no answer waits: a thread does it a little later.
 
 Owns:  Backlog.
 Runs:  in the front-end. `add` and `work_off` on any thread.
 From:  engine.judge (completions whose verdicts are to be counted).
 
-Promise: work is done in its order, one piece at a time, also that of the last moment before the
-process ends. The thread gives up Python's lock between two pieces.
+Promise: work is done in the order in which it was added, one piece at a time. Work that waits when
+the process ends is done too. The thread gives up Python's lock between two pieces.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Backlog(Background):
     def __init__(self) -> None:
         super().__init__(NAME)
         self._waiting: deque[Callable[[], None]] = deque()
-        #: The thread has something to do.
+        #: Set if the thread has something to do.
         self._came = threading.Event()
         #: Held while a piece of work is taken and done.
         self._working = threading.Lock()
@@ -46,8 +46,8 @@ class Backlog(Background):
         return len(self._waiting)
 
     def add(self, work: Callable[[], None]) -> None:
-        """Do something LATER_S later. If more than MOST_WAITING pieces wait, the calling thread
-        does the oldest."""
+        """Have the thread do `work` LATER_S later. If more than MOST_WAITING pieces wait, the
+        calling thread does the oldest one now."""
         self._start()
         if not self._at_exit:
             self._at_exit = True
@@ -59,11 +59,11 @@ class Backlog(Background):
             self._do_one()
 
     def work_off(self) -> None:
-        """Do all that was added so far, on the calling thread."""
+        """Do all work that was added so far, on the calling thread."""
         for _ in range(len(self._waiting)):
             self._do_one()
             time.sleep(0)  # other threads may have Python's lock between two pieces
-        with self._working:  # what another thread has taken is done, too
+        with self._working:  # wait for the piece that another thread has taken
             pass
 
     def _do_one(self) -> None:

@@ -21,10 +21,10 @@ class BoundedEdits:
 
     Attributes:
         bounds: name of an Add -> (lowest, highest) scale.
-        max_step: name -> the most by which one change moves the scale.
+        max_step: name -> the largest change of the scale in one step.
 
     Raises:
-        SpecError: a name without an edit, an edit with bounds that is no Add, or a scale out of
+        SpecError: a name has no edit, an edit with bounds is not an Add, or a scale is out of
             bounds.
     """
 
@@ -59,7 +59,7 @@ class BoundedEdits:
             to: name -> the new scale if the name has bounds, else a new edit.
 
         Raises:
-            SpecError: a name without an edit, or a value of the wrong kind.
+            SpecError: a name has no edit, or a value has the wrong kind.
         """
         return replace(self, edits={**self.edits, **{n: self._moved(n, to[n]) for n in to}})
 

@@ -11,11 +11,11 @@
     with controller.on(llm): ...              # async with, for an AsyncLLM
 
 Owns:  Controller, Observation, Change, the protocol ServerEdits, and `find_edits_by`.
-Runs:  in the process of the front-end, on a thread of its own; without vLLM.
+Runs:  in the process of the front-end, on a thread of its own. Imports no vLLM.
 From:  engine.monitors (observations).   To: engine.control (server-wide edits).
 
 Promise: no callback delays a request, and none sets a scale outside of its bounds. If a callback
-raises, hangs or returns what is not possible, the last edits stay in force.
+raises, hangs or returns a change that is not possible, the last edits stay in force.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Observation:
     """What a monitor found in one completion that has ended.
 
     Attributes:
-        request_id, completion: whose.
-        name: the monitor's, without its prefix.
-        value: the aggregate of all its scores; the largest score if it has no aggregate.
+        request_id, completion: the request, and the index of its completion.
+        name: the monitor's name, without its prefix.
+        value: the aggregate of all scores; the largest score if the monitor has no aggregate.
         position: the token position of `value`.
         verdict: the value was above the monitor's threshold at some position.
         time_s: when the completion ended, in seconds of `time.time()`.
@@ -65,7 +65,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Change:
-    """What a callback wants.
+    """The change of server-wide edits that a callback wants.
 
     Attributes:
         to: name of an edit -> its new scale if the name has bounds, else a new edit.
@@ -76,51 +76,53 @@ class Change:
     reason: str = ""
 
 
-#: (observations since the last call, the scales in force by name) -> a Change, or None for none.
+#: (observations since the last call, the scales in force by name) -> a Change; None for no change.
 Callback = Callable[[Sequence[Observation], Mapping[str, float]], Change | None]
 
 
 class ServerEdits(Protocol):
-    """The server-wide edits of an engine, as a spec. May raise. Called on any thread."""
+    """The server-wide edits of an engine, as a spec. The methods are called on any thread, and may
+    raise."""
 
     def get(self) -> str | None: ...
 
     def set(self, text: str | None) -> None: ...
 
     def listen(self, tell: Callable[[Observation], None] | None) -> None:
-        """Have the engine's monitors call `tell`; None ends it."""
+        """Have the engine's monitors call `tell` with each observation; None ends these calls."""
 
 
-#: What finds the ServerEdits of a vllm.LLM or an AsyncLLM. Empty until the plugin is loaded.
+#: The function that finds the ServerEdits of a vllm.LLM or an AsyncLLM. Empty until the plugin is
+#: loaded.
 _finders: list[Callable[[Any], ServerEdits]] = []
 
 
 def find_edits_by(finder: Callable[[Any], ServerEdits]) -> None:
-    """Have `Controller.on` take vLLM's engines. This package imports nothing of `engine`, which
-    imports it."""
+    """Set the function by which `Controller.on` takes vLLM's engines. The function is in `engine`,
+    which imports this package, so this package cannot import `engine`."""
     _finders.append(finder)
 
 
 class Controller(Uncopied):
-    """Server-wide edits, by name, that a callback changes. They are all server-wide edits of the
-    engine while it runs.
+    """Server-wide edits, by name, that a callback changes. The engine has no other server-wide
+    edits while the controller runs.
 
     Args:
         callback: called with at least one observation, on the controller's thread.
-        edits: name -> the edit that is in force at the start. In this order they apply.
+        edits: name -> the edit that is in force at the start. The edits apply in this order.
         bounds: name of an Add -> (lowest, highest) scale.
-        max_step: name -> the most by which one change moves the scale.
+        max_step: name -> the largest change of the scale in one step.
         rate: the most calls per second, 0.0001 to 1000.
-        patience_s: at most 3600. A callback that takes longer is counted as hanging; what it
-            returns is dropped.
-        clock: seconds, for tests.
+        patience_s: above 0, at most 3600. A callback that takes longer counts as hanging, and its
+            result is dropped.
+        clock: returns the time in seconds; tests give another one.
 
     Attributes:
         counts: calls, changes, failures, hangs, and dropped observations, so far.
 
     Raises:
-        SpecError: a name without an edit, an edit with bounds that is no Add, or a start out of
-            bounds.
+        SpecError: a name has no edit, an edit with bounds is not an Add, or a scale, `rate` or
+            `patience_s` is out of its bounds.
     """
 
     def __init__(
@@ -151,11 +153,11 @@ class Controller(Uncopied):
 
     @property
     def scales(self) -> dict[str, float]:
-        """The scales in force, of the edits with bounds."""
+        """Name -> the scale in force, for the edits with bounds."""
         return self._edits.scales
 
     def tell(self, observation: Observation) -> None:
-        """Add an observation. Any thread; never blocks."""
+        """Add an observation. May be called on any thread; never blocks."""
         if len(self._seen) == MOST_WAITING:
             self.counts["dropped"] += 1
         self._seen.append(observation)
@@ -164,11 +166,11 @@ class Controller(Uncopied):
             self._failed("hangs", f"has run for more than {self._patience_s:g} s")
 
     def turn(self) -> float:
-        """Call the callback if it is due and something was observed. The controller's thread does
-        this; without a thread, call it yourself.
+        """Call the callback if it is due and something was observed. The controller's thread calls
+        this method; without a thread, its user does.
 
         Returns:
-            Seconds until the next call makes sense.
+            Seconds until the next call of this method makes sense.
         """
         now = self._clock()
         if now < self._due or not self._seen:
@@ -191,7 +193,7 @@ class Controller(Uncopied):
         return max(self._due - self._clock(), 0.0)
 
     def _failed(self, kind: str, what: str) -> None:
-        """Count it; log the first since the last change."""
+        """Count a failure. Log it if it is the first one since the last change."""
         self.counts[kind] += 1
         if not self._quiet:
             logger.warning("vllm-scope: a controller's callback %s; the edits stay.", what)
@@ -219,7 +221,7 @@ class Controller(Uncopied):
     # While it runs
 
     def on(self, engine: Any) -> Controller:
-        """Choose the engine; enter the result as a context, which starts the thread.
+        """Choose the engine, and return the controller. Its `with` block starts the thread.
 
         Args:
             engine: vllm.LLM, AsyncLLM (on its event loop; `async with`), or a ServerEdits.
@@ -263,9 +265,9 @@ class Controller(Uncopied):
             wait_s = self.turn()
 
     def close(self, keep: bool = False) -> None:
-        """End it: no callback is called any more, and the server-wide edits from before are in
-        force again, or with `keep` the last ones stay. A callback that runs is waited for
-        `patience_s`, and changes nothing."""
+        """End the controller: no callback is called any more. The server-wide edits from before are
+        in force again; with `keep` the controller's last edits stay. If a callback still runs, wait
+        for it at most `patience_s`; it changes nothing."""
         if self._server is None or self._closed.is_set():
             return
         self._check_thread()

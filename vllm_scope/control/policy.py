@@ -20,10 +20,11 @@ class Start(NamedTuple):
     """A request that begins under a policy.
 
     Attributes:
-        request_id: the caller's.
-        completion: its index, if the request has several (`n`).
-        num_prompt_tokens: its first generated token has this position.
-        options: of the request, as `PolicyPlugin.check` has seen them.
+        request_id: the caller's id of the request.
+        completion: the index of the completion, if the request has several (`n`).
+        num_prompt_tokens: the first generated token has this position.
+        options: the options that the request gives its policy, as `PolicyPlugin.check` has seen
+            them.
     """
 
     request_id: str
@@ -38,7 +39,7 @@ class Decision:
 
     Attributes:
         scale: name of an `Add` of the request -> its `scale` for later tokens, until it is changed
-            again. Edits that are not named keep theirs.
+            again. Edits that are not named keep their scale.
         stop: True ends the request; the token that the position's step sampled is its last.
         flag: a word for the result, of at most 200 characters.
     """
@@ -49,32 +50,33 @@ class Decision:
 
 
 class RunningPolicy(Protocol):
-    """One request (one completion of it) under a policy. Called on one thread of one process."""
+    """One completion of a request under a policy. `observe` is called on one thread of one
+    process."""
 
     def observe(self, position: int, scores: Mapping[str, float]) -> Decision | None:
         """Decide about later tokens.
 
-        Called once for each processed position that has scores, in ascending order. It must decide
-        by its arguments and those of earlier calls alone.
+        Called once for each processed position that has scores, in ascending order. The decision
+        must depend only on the arguments of this call and of earlier calls.
 
         Args:
-            scores: by name, of the probes, gates and doses that have a value at this position. Of a
-                probe with an aggregate: the aggregate.
+            scores: the values at this position, by the names of probes, gates and doses. The value
+                of a probe with an aggregate is the aggregate.
         """
 
 
 class PolicyPlugin(Protocol):
-    """What an entry point names: a class, or a function that returns such an object. It is called
-    once in each process, with the policy's own options as keywords; what it raises ends the
-    engine's start."""
+    """The plugin of a policy. Its entry point names a class with these methods, or a function that
+    returns an object with them. The class or the function is called once in each process, with the
+    policy's own options as keywords. If it raises an error, the engine does not start."""
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """Raise ValueError, with a sentence, for options of a request that it does not take."""
+        """Raise ValueError, with a sentence, if the policy does not take a request's options."""
 
     def start(self, request: Start) -> RunningPolicy: ...
 
 
-#: First positions, ascending, and the scales that hold from there on, by the edits' names.
+#: Positions, ascending, and the scales that hold from each position on, by the edits' names.
 Changes = tuple[tuple[int, dict[str, float]], ...]
 
 
@@ -82,7 +84,7 @@ class Decided(msgspec.Struct, frozen=True, array_like=True):
     """A decision, as the result has it.
 
     Attributes:
-        position: where it was decided.
+        position: the position at which the policy decided.
         acts_from: the first position with the new scales; None without new scales.
         scale, stop, flag: as in Decision.
         error: why the policy does not control this request any more; None while it does.

@@ -2,7 +2,7 @@
 
     "policies": {"hold": {"most": 2.0}, "watch": {"timeout_s": 0.1}}
 
-Owns:  PolicyConfig (one policy), Loaded (its plugin, made), and the look-up of plugins.
+Owns:  PolicyConfig (one policy), Loaded (a policy with its plugin), and the look-up of plugins.
 Runs:  parsed in every process; plugins are made in front-ends (which check options) and in the
        worker of rank 0 (which calls running policies).
 
@@ -32,13 +32,13 @@ GROUP = "vllm_scope.policies"
 
 
 class PolicyOptions(BaseModel):
-    """The options of every policy, beside its own.
+    """The options that every policy has, besides its own options.
 
     Attributes:
-        most_changes: how many times it may change the scales of one request. A request that waits
-            for room in the device tables waits for the room of all of them.
-        timeout_s: for the calls of a running policy in one step. One that takes longer is not
-            called again.
+        most_changes: how many times the policy may change the scales of one request. A request
+            waits until the device tables have room for all these changes.
+        timeout_s: limit of the time that the calls of a running policy take in one step. A running
+            policy that takes longer is not called again.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -63,7 +63,8 @@ class PolicyConfig:
         """Import the plugin and make it.
 
         Raises:
-            ConfigError: it cannot be imported, or does not take its options.
+            ConfigError: the plugin cannot be imported, does not take its options, or lacks a
+                method.
         """
         try:
             made = _plugin(self.name).load()
@@ -75,7 +76,7 @@ class PolicyConfig:
         try:
             plugin = made(**self.own)
         except Exception as error:
-            # Only the options' names: this is logged, and values may be secrets.
+            # The text has only the options' names: it is logged, and values may be secrets.
             raise ConfigError(
                 f"the options of policy {self.name!r}, {', '.join(sorted(self.own)) or 'none'}, "
                 f"are not taken ({type(error).__name__}: {error})."
@@ -99,10 +100,11 @@ class Loaded:
 
 
 def parse_policies(body: object) -> dict[str, PolicyConfig]:
-    """Name -> policy. An array of names has no options.
+    """Name -> PolicyConfig, from an object of options by name, or from an array of names.
 
     Raises:
-        ConfigError: names the policy and the option, what came and what is allowed.
+        ConfigError: a policy or an option is wrong. The message names it, what came and what is
+            allowed.
     """
     if isinstance(body, list | tuple) and all(isinstance(name, str) for name in body):
         body = {name: {} for name in body}

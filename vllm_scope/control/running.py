@@ -1,12 +1,12 @@
-"""One request under a policy: what its running policy sees, and what of its decisions holds.
+"""One request under a policy: the scores that its running policy sees, and the decisions that hold.
 
 Owns:  Policies (those of a worker), Steering (one request's running policy).
 Runs:  in the worker whose output EngineCore reads, on the thread that makes a step's output.
 From:  worker.watch (the scores).   To: core.news (new scales, to every rank), the result.
 
-Promise: a running policy that raises, decides what is not possible, takes too long or changes
-scales too often is not called again. Its last decision has no effect: the request goes on with the
-scales that it has. Other requests are not affected.
+Promise: a running policy that raises, makes an impossible decision, takes too long or changes
+scales too often is not called again. Its last decision has no effect: the request keeps the scales
+that it has. Other requests are not affected.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Policies:
     """The policies of a worker.
 
     Args:
-        lag: steps that the scheduler is ahead when a step's scores are looked at: 1 with async
-            scheduling, else 0.
+        lag: how many steps the scheduler is ahead when the policy sees a step's scores: 1 with
+            async scheduling, else 0.
     """
 
     def __init__(self, loaded: Mapping[str, Loaded], lag: int) -> None:
@@ -40,7 +40,7 @@ class Policies:
     def begin(
         self, asked: Resolved, request_id: str, completion: int, num_prompt: int
     ) -> Steering | None:
-        """None for a request without a policy."""
+        """The Steering of a completion that begins; None if its request has no policy."""
         if asked.policy is None:
             return None
         policy, options = self._loaded[asked.policy.name], asked.policy.options
@@ -52,12 +52,12 @@ class Steering:
     """One request's running policy.
 
     Args:
-        names: of the edits whose scale it may set.
+        names: the names of the edits whose scale the policy may set.
         lag: as in Policies.
         logged: names of policies whose failure is in the log.
 
     Attributes:
-        name: of the policy.
+        name: the policy's name.
         over: True once the running policy is not called any more.
     """
 
@@ -74,11 +74,12 @@ class Steering:
         self.over = False
 
     def begin_step(self) -> None:
-        """The next observations are of another step, whose output waits for all of them."""
+        """Begin a new step: the time of its observations counts from 0. The step's output waits for
+        all of them."""
         self._spent_s = 0.0
 
     def observe(self, position: int, scores: Mapping[str, float]) -> Decided | None:
-        """What is decided at the next position; None if nothing is."""
+        """The decision at the next position; None if nothing is decided."""
         if self.over:
             return None
         began = time.monotonic()
@@ -99,7 +100,8 @@ class Steering:
             return self._end(position, str(error))
 
     def _checked(self, position: int, decision: object) -> Decided | None:
-        """Raises SpecError for a decision that is not possible."""
+        """A decision as Decided; None if it changes nothing. Raises SpecError if it is not
+        possible."""
         if not isinstance(decision, Decision):
             raise SpecError(f"it returned {shown(decision)}; it returns a Decision or None")
         if not isinstance(decision.stop, bool):
@@ -110,7 +112,7 @@ class Steering:
         acts_from = None
         if new:
             acts_from = max(position, self._start.num_prompt_tokens - 1) + 1 + self._lag
-            # All that is decided in the prompt is one change.
+            # All changes that are decided in the prompt act from one position, and count as one.
             self._num_changes += acts_from != self._last_from
             most = self._policy.options.most_changes
             if self._num_changes > most:
@@ -124,7 +126,7 @@ class Steering:
         return Decided(position, acts_from, new, decision.stop, decision.flag)
 
     def _new_scales(self, scales: object) -> dict[str, float]:
-        """Those that are not in force already."""
+        """The scales that are not in force already."""
         if not isinstance(scales, Mapping):
             raise SpecError(f"Decision.scale is {shown(scales)}; it is name to number")
         unknown = [name for name in scales if name not in self._names]

@@ -6,7 +6,7 @@ From:  engine.judge, which counts; engine.monitors, which has a Tally for each m
 To:    activity.
 
 Promise: a Tally holds MOST_RANGES ranges of scores, MOST_SLICES slices of time and MOST_VERDICTS
-verdicts at most, however many requests end. No text of a request is in it.
+verdicts at most, however many requests end. It holds no text of a request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from vllm_scope.control.activity import SLICE_S, Flagged, Found, Histogram, Slice
 from vllm_scope.control.background import Uncopied
 
-#: Ranges of scores on each side of the threshold, and in all.
+#: Ranges of scores on each side of the threshold, and on both sides.
 _SIDE = 32
 MOST_RANGES = 2 * _SIDE
 #: Slices of time that are kept: ten minutes.
@@ -31,10 +31,10 @@ MOST_ID = 128
 
 
 class Tally(Uncopied):
-    """Counts what one monitor finds. A monitor that is set anew gets a new one.
+    """Counts what one monitor finds. If the monitor is set anew, it gets a new Tally.
 
     Args:
-        threshold: the monitor's; a float64.
+        threshold: the monitor's threshold, a float64.
         since_s: see Found.
     """
 
@@ -57,9 +57,9 @@ class Tally(Uncopied):
         """Count a completion that has ended.
 
         Args:
-            value: its largest; None if nothing was scored.
-            verdict: (position, value) of its verdict; None if it has none.
-            ended_s: when it ended, as `clock` tells it; None for now.
+            value: the completion's largest value; None if nothing was scored.
+            verdict: (position, value) of the completion's verdict; None if it has none.
+            ended_s: when the completion ended, by `clock`; None: now.
         """
         now = self._clock() if ended_s is None else ended_s
         with self._lock:
@@ -73,12 +73,12 @@ class Tally(Uncopied):
                 current[2] += 1
                 position, at = verdict
                 told = at if math.isfinite(at) else None
-                # Lone surrogates have no place in UTF-8.
+                # A lone surrogate cannot be encoded in UTF-8.
                 named = request_id[:MOST_ID].encode("utf-8", "replace").decode()
                 self._recent.appendleft(Flagged(now, named, completion, position, told))
 
     def _slice(self, begin_s: int) -> list[int]:
-        # A clock that is set back adds to the last slice.
+        # If the clock was set back, the last slice counts the completion.
         if not self._slices or self._slices[-1][0] < begin_s:
             self._slices.append([begin_s, 0, 0])
         return self._slices[-1]
@@ -94,7 +94,7 @@ class Tally(Uncopied):
             self._ranges = _merged([(self._ranges, self._exponent)], needed)
             self._exponent = needed
         index = math.ceil(math.ldexp(distance, -int(self._exponent))) - 1
-        # The worker compared float32 numbers: its verdict decides about the side.
+        # The worker compared float32 numbers. Its verdict decides the side of the threshold.
         index = max(index, 0) if above else min(index, -1)
         self._ranges[index] = self._ranges.get(index, 0) + 1
 
@@ -102,7 +102,7 @@ class Tally(Uncopied):
         self, site: str, action: str, layers: Sequence[int], after: str | None,
         escalations: Mapping[str, int],
     ) -> Found:  # fmt: skip
-        """What was counted, with what the monitor is."""
+        """The counts so far, with the monitor's settings."""
         begin_s = _first_slice(self._clock())
         with self._lock:
             slices = [Slice(*one) for one in self._slices if one[0] >= begin_s]
@@ -114,12 +114,16 @@ class Tally(Uncopied):
 
 
 def _first_slice(now_s: float) -> int:
-    """The begin of the first of the last MOST_SLICES slices."""
+    """The beginning of the oldest of the last MOST_SLICES slices, in seconds."""
     return (int(now_s // SLICE_S) - MOST_SLICES + 1) * SLICE_S
 
 
 def _merged(some: Sequence[tuple[Mapping[int, int], float]], exponent: int) -> dict[int, int]:
-    """The sum of ranges of several widths, as ranges of a width that is at least theirs."""
+    """The sum of some counts by range, as counts of wider ranges, of width 2 ** exponent.
+
+    Args:
+        some: (range -> count, the exponent of its width); no exponent is above `exponent`.
+    """
     found: dict[int, int] = {}
     for ranges, own in some:
         for index, count in ranges.items():
@@ -137,12 +141,12 @@ def _histogram(ranges: Mapping[int, int], exponent: float) -> Histogram:
 
 
 def joined(found: Sequence[Found], now_s: float) -> Found:
-    """What one monitor has found in several API server processes, as one.
+    """The sum of what one monitor has found in several API server processes.
 
     Args:
-        found: at least one; all of the same setting of the same monitor. They may have been told
-            long ago, by a process in which nothing ended since.
-        now_s: of `time.time()`.
+        found: at least one; all of the same setting of the same monitor. One may be old, if nothing
+            has ended in its process since.
+        now_s: now, in seconds of `time.time()`.
     """
     begin_s = _first_slice(now_s)
     one, slices = found[0], dict[int, list[int]]()

@@ -5,7 +5,7 @@ ring.py      host memory for rows: HostRing in the worker, RingReader in front-e
 messages.py  the messages, and the address of a front-end
 senders/     the worker's end: shared memory, TCP
 receiver.py  the front-end's end
-mapped.py    the rings that it maps
-listener.py  its TCP socket, and the check of who connects
+mapped.py    the rings that the front-end maps
+listener.py  the front-end's TCP socket, and the check of the peers that connect
 folders.py   folders that are removed when their process ends
 """

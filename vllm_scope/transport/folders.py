@@ -1,7 +1,7 @@
 """Folders of a process, which are removed however the process ends.
 
 Owns:  `hold`, and the removal of folders that no process holds.
-Runs:  in every process that makes one: API servers (results, sockets of rows).
+Runs:  in every process that makes such a folder: API servers (results, sockets of rows).
 
 A process holds a lock on its folder, which the kernel releases when the process ends. A process
 that ends by itself removes its folder. API servers are killed by the process that started them,
@@ -20,7 +20,7 @@ from pathlib import Path
 
 #: Environment variable, set by the first process of a server and inherited by its children.
 RUN = "VLLM_SCOPE_RUN"
-#: A younger folder without a holder may be one that is just being made.
+#: A folder younger than this may have no holder yet, because a process is just making it.
 _NEW_S = 60.0
 #: How long a killed process may take to release its lock.
 _LAST_S, _POLL_S = 5.0, 0.02
@@ -34,7 +34,7 @@ def prefix(kind: str) -> str:
 
 
 def short(run: str) -> str:
-    """The run's identity as it is in names: a socket's path has at most 107 bytes."""
+    """The beginning of the run's identity, for names: a socket's path has at most 107 bytes."""
     return run[:8]
 
 
@@ -76,8 +76,9 @@ def end_run(run: str, owner: int, *parents: str | None) -> None:
     """Remove the folders of the run's other processes, which this process started.
 
     Args:
-        owner: pid of the process that started them. Does nothing in a fork of it.
-        parents: folders to look in, beside the system's temporary folder.
+        owner: pid of the process that started them. In any other process, such as a fork, nothing
+            is removed.
+        parents: folders to look in, besides the system's temporary folder.
     """
     if os.getpid() != owner:
         return
@@ -90,7 +91,7 @@ def end_run(run: str, owner: int, *parents: str | None) -> None:
 
 
 def _left(run: str, parents: set[str]) -> list[Path]:
-    """Folders of other processes of the run. This process removes its own elsewhere."""
+    """Folders of other processes of the run. This process removes its own ones by `release`."""
     name = f"vllm-scope-*-{os.getuid()}-{short(run)}*"
     return [
         folder for parent in parents for folder in Path(parent).glob(name) if folder not in _own
@@ -104,7 +105,7 @@ def _remove_free(folders: Iterable[Path], least_age_s: float) -> None:
             if age_s >= least_age_s and not folder.is_symlink():
                 release(folder, _opened(folder))
         except OSError:
-            continue  # another's, or gone
+            continue  # the folder is another user's, or gone
 
 
 def _opened(folder: Path) -> int:

@@ -1,7 +1,7 @@
 """The TCP socket of a front-end, and the check of the peers that connect.
 
 Owns:  TcpListener.
-Runs:  `open` on the thread that calls `Receiver.listen`, the check on a thread of zmq's.
+Runs:  `open` on the thread that calls `Receiver.listen`; the check on a thread that pyzmq starts.
 From:  receiver.
 
 Promise: a peer without the keys of the front-end's address is disconnected in the handshake.

@@ -28,7 +28,7 @@ class MappedRings:
         self.counters: dict[RingRef, int] = {}
 
     def answer(self, hello: SharedHello) -> Ack:
-        """Map the ring of a worker that connects. The answer says why it cannot be mapped."""
+        """Map the ring of a worker that connects. If that fails, the Ack has the reason."""
         try:
             self.get(hello.ring)
         except (OSError, ValueError) as error:
@@ -40,7 +40,7 @@ class MappedRings:
         """The reader of a ring, which is mapped at the first call. Raises OSError or ValueError,
         as RingReader."""
         if ref not in self.readers:
-            # Workers start and end with their engines. Keep the rings of those that run.
+            # Workers start and end with their engines. Keep only the rings of running workers.
             for other in [known for known, reader in self.readers.items() if reader.gone]:
                 del self.readers[other]
                 self.counters.pop(other, None)

@@ -1,4 +1,4 @@
-"""What travels from workers to a front-end, and to which address.
+"""The messages between workers and a front-end, and the front-end's address.
 
 Owns:  the addresses and the messages.
 Runs:  in workers (senders) and front-ends (receiver.py).
@@ -15,7 +15,7 @@ caller gets. From another host, or if the mapping fails, the rows follow their h
 Promise: the local socket is a file in a folder that only this user may enter. Nothing listens
 on TCP before a worker has said that it cannot share memory; then only workers with the
 front-end's CURVE keys get in. Nothing is unpickled: a message is a small typed header, and
-sizes are compared before rows are looked at.
+its sizes are checked before its rows are read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class TcpAddress(msgspec.Struct, frozen=True):
 
     Attributes:
         endpoint: as zmq writes it, tcp://host:port.
-        server_key: the front-end's public key; only its owner can answer.
+        server_key: the front-end's public key. A worker accepts answers only from the owner of the
+            secret key.
         client_key, client_secret: the pair by which a worker proves that it has the address.
     """
 
@@ -68,8 +69,8 @@ class Address(msgspec.Struct, frozen=True):
 
     Attributes:
         frontend: identity of the front-end; part of every request's Recipient.
-        path: the socket's file. Its folder has a file named by `frontend`, by which a
-            worker sees that it is on the same host.
+        path: the socket's file. Its folder has a file with the name `frontend`. A worker that
+            sees this file is on the same host.
         pid: the front-end's process.
         started: when that process started, in the kernel's clock ticks; a later process may
             get the same pid.
@@ -89,10 +90,10 @@ class Address(msgspec.Struct, frozen=True):
 
     @property
     def alive(self) -> bool:
-        """True if the process runs. Only if `on_this_host`."""
+        """True if the front-end's process runs. Ask only if `on_this_host`."""
         try:
             return start_of(self.pid) == self.started
-        except OSError:  # not known: this process may have no descriptor left
+        except OSError:  # it may run: this process may have no descriptor left to read /proc
             return True
 
 
@@ -133,8 +134,8 @@ class SharedHello(msgspec.Struct, array_like=True, tag="shared"):
     """A worker asks the front-end to try its ring. Answered by an Ack.
 
     Attributes:
-        ring: where it is.
-        reader: the front-end's counter in it.
+        ring: the worker's ring.
+        reader: the front-end's counter in the ring.
     """
 
     ring: RingRef
@@ -152,7 +153,7 @@ class TcpHello(msgspec.Struct, array_like=True, tag="tcp"):
 
 
 class Ack(msgspec.Struct, array_like=True, tag="answer"):
-    """From the front-end to a worker.
+    """The front-end's answer to a worker.
 
     Attributes:
         read: number of this worker's messages that were read, over all connections of the
@@ -173,10 +174,11 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
         reader: this front-end's counter in the ring; -1 over TCP.
         message: the counter's value once the rows are read.
         boundary: the tap whose rows these are, or None for whole tokens.
-        row_bytes: of one row, by its kind, as in layout.Widths.
-        layouts: points of each.
-        also: as in Layout, of each layout; empty if no layout has any.
-        encoded: of each layout (text, bytes of a row, points) per head; empty if no layout has any.
+        row_bytes: bytes of one row, by its kind, as in layout.Widths.
+        layouts: `points` of each Layout.
+        also: `also` of each Layout; empty if it is empty in all of them.
+        encoded: for each Layout, (text, bytes of a row, points) of each head; empty if no Layout
+            has heads.
     """
 
     ring: RingRef
@@ -239,7 +241,7 @@ class FinishHeader(msgspec.Struct, array_like=True, tag="finish"):
     """A stage has sent everything it will send for this request.
 
     Attributes:
-        manifests: sink -> what became of the request there, for other sinks than memory.
+        manifests: sink -> the request's manifest at this sink, for sinks other than memory.
     """
 
     key: int
@@ -255,17 +257,17 @@ class EndsHeader(msgspec.Struct, array_like=True, tag="ends"):
 
 
 class DecidedHeader(msgspec.Struct, array_like=True, tag="decided"):
-    """What a request's policy decided. Sent before the request's FinishHeader."""
+    """A decision of a request's policy. Sent before the request's FinishHeader."""
 
     key: int
     decided: Decided
 
 
 class CountersHeader(msgspec.Struct, array_like=True, tag="counters"):
-    """What a worker's sinks have counted since its start, for metrics.
+    """The counters of a worker's sinks since the worker's start, for metrics.
 
     Attributes:
-        worker: the identity of its ring.
+        worker: the identity of the worker's ring.
         sinks: name -> counter -> value, as in `sinks.counters.Counters`.
     """
 
@@ -274,12 +276,12 @@ class CountersHeader(msgspec.Struct, array_like=True, tag="counters"):
 
 
 class RowsMessage(msgspec.Struct):
-    """A received batch. `slots` is valid during the callback.
+    """A received batch. `slots` is valid only until the callback returns.
 
     Attributes:
         keys, positions: int64 [num_tokens].
         layout_of: int32 [num_tokens], index into `layouts`.
-        widths: of plain rows.
+        widths: bytes of a raw row, by its kind.
         slots: uint8 [num_slots, SLOT_BYTES].
         valid: call it after the copy; False if the slots may have been overwritten.
     """

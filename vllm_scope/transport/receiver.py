@@ -1,11 +1,11 @@
-"""The front-end's end: receives what all workers send.
+"""The front-end's end: receives the messages of all workers.
 
-Owns:  the sockets that workers connect to, and what each worker has sent.
+Owns:  the sockets that workers connect to, and the session of each worker on TCP.
 Runs:  on a thread of the front-end.
 From:  senders.   To: results.inbox.
 
-Promise: the messages of one worker are handed on in their order, each once. A message is
-acknowledged when its callback has returned, also one that could not be read.
+Promise: the messages of one worker are handed to the callbacks in their order, each once. A message
+is acknowledged when its callback has returned. A message that cannot be read is acknowledged too.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ KIND = "rows"
 class _Session:
     """A worker on TCP: its connection, and how many of its messages were read.
 
-    A worker that dials again sends again what was not read. What still arrives over the old
-    connection is ignored, so that nothing is read twice.
+    A worker that dials again repeats the messages that were not read. Messages that still arrive
+    over the old connection are ignored, so no message is read twice.
 
     Attributes:
-        worker: the identity of its ring, once it has sent its counters.
-        lost_at: when its connection was found to be gone; monotonic seconds.
+        worker: the identity of the worker's ring; None until the worker has sent its counters.
+        lost_at: when the connection was found to be gone; monotonic seconds.
     """
 
     peer: bytes
@@ -106,7 +106,7 @@ class Receiver:
         self._on_gone, self._on_decided = on_gone, on_decided
         self._rings = MappedRings(lambda identity: self._on_gone(identity))
         self._sessions: dict[int, _Session] = {}
-        #: The same by their connection. At the end they are told that nothing more is read.
+        #: The sessions by their connection. At the end each one is told that nothing more is read.
         self._peers: dict[bytes, _Session] = {}
         self._context = zmq.Context()
         self._local = self._context.socket(zmq.ROUTER)
@@ -116,7 +116,7 @@ class Receiver:
         self._listener = TcpListener(self._context)
         self._lock = threading.Lock()
         self._closing = False
-        #: Wakes the thread, which closes it under `_lock`; then it is -1.
+        #: A descriptor that wakes the thread. The thread closes it under `_lock`, and sets -1.
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="vllm-scope-inbox", daemon=True)
         self._thread.start()
@@ -124,21 +124,21 @@ class Receiver:
         self._cleanup = Finalize(self, release, (folder, holder), exitpriority=0)
 
     def listen(self, host: str) -> None:
-        """Bind the TCP socket too, and put it into `address`. Does nothing if the receiver
+        """Bind the TCP socket too, and put its address into `address`. Does nothing if the receiver
         listens already, or is closed.
 
         Args:
-            host: the address, or interface, of this host that workers reach. Only one: a port
-                that is not reachable cannot be attacked.
+            host: the address, or interface, of this host that workers reach. Only this one is
+                bound: a port that is not reachable cannot be attacked.
 
         Raises:
             CompatError: this zmq cannot encrypt.
-            ConfigError: there is no such address here.
+            ConfigError: this host has no such address.
         """
         with self._lock:
             if self.address.tcp is not None or self._wake < 0:
                 return
-            self._tcp, tcp = self._listener.open(host)  # from here on the thread's
+            self._tcp, tcp = self._listener.open(host)  # only the thread uses it from here on
             os.eventfd_write(self._wake, 1)
             self.address = msgspec.structs.replace(self.address, tcp=tcp)
 
@@ -167,14 +167,14 @@ class Receiver:
         self._say_goodbye()
 
     def _take_turn(self, receive: Callable[[], None]) -> None:
-        """Read up to MOST_IN_TURN waiting messages: a poll takes as long as reading one."""
+        """Read up to MOST_IN_TURN waiting messages. A poll for each would double the time."""
         for _ in range(MOST_IN_TURN):
             try:
                 receive()
             except zmq.Again:
                 return
             except Exception:
-                # Only its own rows are lost; they are reported as dropped.
+                # Only the rows of this message are lost; they are reported as dropped.
                 logger.exception("vllm-scope: a message could not be read")
 
     def _say_goodbye(self) -> None:
@@ -244,10 +244,10 @@ class Receiver:
         self._tcp.send_multipart([peer, encode(Ack(session.num_read))])
 
     def _forget_sessions(self, coming: int) -> None:
-        """Forget workers whose connection is gone for FORGET_S.
+        """Forget workers whose connection has been gone for FORGET_S.
 
         Args:
-            coming: the session that is dialling.
+            coming: the session of the worker that is dialling, which is kept.
         """
         assert self._tcp is not None
         self._tcp.router_mandatory = True  # a send fails if its connection is gone

@@ -6,10 +6,10 @@ Runs:  `acquire` on the worker's main thread; leases are released on the drain t
 From:  worker.filler (writes).   To: messages (name spans), receiver (reads them).
 
 The memory is a memfd: it has no name in any file system, only processes of this user can open
-it (through /proc), and it is gone when they are. For a GPU it is registered with CUDA, so
-that the device copies straight into what the front-end reads. Some processes on the host
-cannot open it (another pid namespace, hidepid), and in another namespace the same path may
-name something else, so a reader compares the identity in the first page.
+it (through /proc), and it is freed when they have ended. For a GPU it is registered with CUDA,
+so that the device copies straight into the memory that the front-end reads. Some processes on
+the host cannot open it (another pid namespace, hidepid). In another namespace the same path may
+name another file, so a reader compares the identity in the first page.
 
 Promise: a span is written again only when every lease on it is released. A reader reports how
 far it has read by a counter in the ring's first page, in message order. A counter goes to
@@ -62,7 +62,7 @@ class RingRef(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Lease:
-    """A span of the ring in use. Free once every holder has released it."""
+    """A span of the ring that is in use. It is free once every holder has released it."""
 
     def __init__(self, start: int, stop: int, ring: Tensor, lock: threading.Lock) -> None:
         self.start, self.stop = start, stop
@@ -116,11 +116,11 @@ class HostRing(SpanRing[Lease]):
     """A ring of slots in shared memory.
 
     Attributes:
-        ref: for a RingReader.
+        ref: the RingRef that another process needs to map the ring.
         slots: uint8 [num_slots, SLOT_BYTES].
-        num_slots: its length.
+        num_slots: the number of slots.
         counters: int64 [MAX_READERS], written by readers.
-        reclaim: called while `acquire` waits, to release what readers have read.
+        reclaim: called while `acquire` waits, to release the leases that readers have read.
         give_up: called every patience_s / 2 while `acquire` waits, with the lease that it
             waits for. A reader with no progress between two calls is revoked.
         wait_ms: total time that `acquire` has waited for readers.
@@ -151,14 +151,14 @@ class HostRing(SpanRing[Lease]):
         self._lock = threading.Lock()
 
     def num_used(self) -> int:
-        """Slots of leases that are not released. Call it where `acquire` is called."""
+        """The number of slots whose leases are not released. Call it on the thread of `acquire`."""
         return sum(lease.stop - lease.start for lease in self._spans if not lease.free)
 
     def add_reader(self) -> int:
         """Reserve a counter for one more reader, and set it to zero.
 
         Raises:
-            CapacityError: all are taken.
+            CapacityError: all counters are taken.
         """
         gone = [reader for reader, is_gone in self._leaving if is_gone()]
         self._leaving = [(r, is_gone) for r, is_gone in self._leaving if r not in gone]
@@ -173,15 +173,16 @@ class HostRing(SpanRing[Lease]):
         return reader
 
     def revoke(self, reader: int) -> None:
-        """Set the reader's flag. Call it before the leases that it did not read are released."""
+        """Set the reader's revoked flag. Call this before its unread leases are released."""
         self._revoked[reader] = 1
 
     def free_reader(self, reader: int) -> None:
-        """Return the counter of a reader that has closed, or whose process is gone."""
+        """Free the counter of a reader that has closed, or whose process is gone."""
         self._free_readers.append(reader)
 
     def free_reader_later(self, reader: int, is_gone: Callable[[], bool]) -> None:
-        """The same for a reader that may write its counter until `is_gone` is true."""
+        """Free the counter of a reader once `is_gone` returns True. Until then the reader may write
+        its counter."""
         if is_gone():
             self.free_reader(reader)
         else:
@@ -227,8 +228,8 @@ class RingReader:
     """A front-end's view of a worker's ring.
 
     Raises:
-        OSError: this process may not open it, or there is none.
-        ValueError: what lies there is not this ring.
+        OSError: this process may not open the ring, or the ring does not exist.
+        ValueError: the descriptor is that of another file.
     """
 
     def __init__(self, ref: RingRef) -> None:
@@ -245,7 +246,8 @@ class RingReader:
 
     @property
     def gone(self) -> bool:
-        """True if the worker has closed the ring, or is gone. Its descriptor may be reused."""
+        """True if the worker has closed the ring, or is gone. Inodes are compared, because another
+        file may have the same descriptor by now."""
         try:
             return os.stat(self._path).st_ino != self._inode
         except OSError:
@@ -256,9 +258,11 @@ class RingReader:
         return self._slots[start:stop]
 
     def revoked(self, reader: int) -> bool:
-        """Ask after the copy: if true, the copied rows may be of other requests."""
+        """True if the worker has revoked the reader. Ask after a copy: if True, the copied rows may
+        be those of other requests."""
         return bool(self._revoked[reader])
 
     def acknowledge(self, reader: int, message: int) -> None:
-        """Report that all messages up to this one are read; CLOSED: that no more will be."""
+        """Report that all messages up to this one are read. With CLOSED: that this front-end reads
+        no more."""
         self._counters[reader] = message

@@ -40,7 +40,7 @@ class SpanRing(ABC, Generic[S]):
         """The next span, once its slots are free.
 
         Raises:
-            ValueError: more than the whole ring.
+            ValueError: `num_slots` is more than the whole ring has.
         """
         if num_slots > self.num_slots:
             raise ValueError(f"{num_slots} slots asked of {self.name} of {self.num_slots}")
@@ -49,8 +49,8 @@ class SpanRing(ABC, Generic[S]):
             return self._new_span(self._head, self._head)
         start = self._head
         if start + num_slots > self.num_slots:
-            # Wrap. The spans left at the ring's end are older than those at its beginning, so
-            # that the queue keeps its order.
+            # Wrap. The spans at the ring's end are older than those at its beginning, so the
+            # queue stays in order.
             while self._spans and self._spans[0].start >= start:
                 self._wait_for(self._spans.popleft())
             start = 0

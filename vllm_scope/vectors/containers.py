@@ -4,7 +4,8 @@ Owns:  the readers of containers with their bounds, and the writer.
 To:    files.py, probe_files.py, as {name: array}.
 
 Promise: a size is compared with `MAX_BYTES` and with the container's real size before anything of
-that size is allocated or looped over. Nothing is unpickled. A SpecError names the wrong array.
+that size is allocated or looped over. Nothing is unpickled. A SpecError names the array that is
+wrong.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def read_safetensors(data: bytes) -> tuple[Arrays, dict[str, str]]:
         ({name: array in its own float dtype, bfloat16 as float32}, metadata)
 
     Raises:
-        SpecError: too large, malformed, or with tensors that are not floats.
+        SpecError: the content is too large or malformed, or has tensors that are not floats.
     """
     import safetensors
 
@@ -81,10 +82,11 @@ def read_safetensors(data: bytes) -> tuple[Arrays, dict[str, str]]:
 def read_npz(data: bytes) -> Arrays:
     """The arrays of an .npz, in their own dtypes.
 
-    Not by `numpy.load`, which allocates whatever size a member's header claims.
+    `numpy.load` is not used: it allocates whatever size a member's header claims.
 
     Raises:
-        SpecError: too large once unpacked, malformed, or with arrays that are not floats.
+        SpecError: the content is too large once unpacked, or malformed, or has arrays that are not
+            floats.
     """
     arrays: Arrays = {}
     try:
@@ -94,7 +96,7 @@ def read_npz(data: bytes) -> Arrays:
                 name = info.filename.removesuffix(".npy")
                 arrays[name] = _read_npy(archive.read(info), name)
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
-        # The latter two: a compression or an encryption that zipfile does not know.
+        # NotImplementedError and RuntimeError: zipfile does not know the compression or encryption.
         raise SpecError(f"the content is not an .npz: {error}.") from None
     return arrays
 
@@ -121,7 +123,7 @@ def _read_npy(data: bytes, name: str) -> np.ndarray:
     try:
         shape, _, dtype = read_npy_header(stream)
     except (ValueError, SyntaxError, TokenError) as error:
-        # numpy reads a header as a Python literal, or else tokenizes it.
+        # numpy parses a header as a Python literal; if that fails, it tokenizes the header.
         raise SpecError(f"{shown(name)} is not an .npy array: {error}.") from None
     if dtype.kind != "f":
         raise SpecError(f"{shown(name)} has dtype {dtype}; save it as float32.")
@@ -137,15 +139,15 @@ def read_gguf(path: Path) -> tuple[Arrays, dict[str, str]]:
     """The tensors of a GGUF file, and its text fields.
 
     Raises:
-        SpecError: too large, malformed, or with quantised tensors.
+        SpecError: the file is too large or malformed, or has quantised tensors.
         ImportError: the `gguf` library is not installed.
     """
     _gguf(path)
     import gguf
 
     class BoundedReader(gguf.GGUFReader):
-        # The library reads past the file's end without an error, and loops over a length of
-        # 2**64.
+        # The library's reader does not notice the file's end, and loops over a length of 2**64 if
+        # a file claims it.
         num_reads = 0
 
         def _get(
@@ -183,7 +185,7 @@ def read_gguf(path: Path) -> tuple[Arrays, dict[str, str]]:
 def write_gguf(
     path: Path, architecture: str, fields: Mapping[str, str | int], arrays: Arrays
 ) -> None:
-    """Write float32 arrays and some fields.
+    """Write a GGUF file with float32 arrays and some fields.
 
     Raises:
         ImportError: the `gguf` library is not installed.

@@ -1,8 +1,8 @@
 """Weights of a probe from a fitted estimator of scikit-learn.
 
 Owns:  `from_sklearn`.
-Runs:  anywhere; scikit-learn is imported by the call alone.
-To:    probe_weights, by whose name callers import it.
+Runs:  anywhere; scikit-learn is imported only when `from_sklearn` is called.
+To:    probe_weights, from which callers import it.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from vllm_scope.request.nets import Hidden
 from vllm_scope.vectors.layers import Floats, Layers, ProbeWeights, of_layers
 from vllm_scope.vectors.probe_files import fold
 
-#: Hidden layers of scikit-learn -> those of an Mlp.
+#: Activation of scikit-learn's hidden layers -> `hidden` of an Mlp.
 _HIDDEN: dict[str, Hidden] = {"relu": "relu", "tanh": "tanh", "logistic": "tanh"}
 
 
 def from_sklearn(estimator: object) -> ProbeWeights:
     """The weights of a fitted estimator of scikit-learn.
 
-    The score is that of `decision_function` (of class `classes_[1]`), or of `predict` if the
-    estimator is a regressor. With its activation the score is that class's `predict_proba`.
+    Without its activation, the score of a probe with these weights is the estimator's
+    `decision_function` (for class `classes_[1]`), or its `predict` if it is a regressor. With the
+    activation "sigmoid" the score is `predict_proba` of that class.
 
     Args:
-        estimator: LogisticRegression, LinearDiscriminantAnalysis (activation "sigmoid"), LinearSVC,
-            RidgeClassifier, Ridge, LinearRegression (none), the `CV` variants of these, or
-            MLPClassifier ("sigmoid"), MLPRegressor (none) with at most two hidden layers of relu,
-            tanh or logistic; or a Pipeline of StandardScaler and one of these.
+        estimator: with activation "sigmoid": LogisticRegression, LinearDiscriminantAnalysis or
+            MLPClassifier. Without activation: LinearSVC, RidgeClassifier, Ridge, LinearRegression
+            or MLPRegressor. Or a `CV` variant of one of these; or a Pipeline of StandardScaler and
+            one of these. An MLP has at most two hidden layers of relu, tanh or logistic.
 
     Raises:
-        SpecError: another estimator, one that is not fitted, or one with several outputs.
+        SpecError: the estimator is another one, is not fitted, or has several outputs.
         ImportError: scikit-learn is not installed.
     """
     try:
@@ -51,14 +52,14 @@ def from_sklearn(estimator: object) -> ProbeWeights:
                 "becomes a part of a probe."
             )
         _check_fitted(scaler)
-        # A scaler that does not subtract its mean may still have one.
+        # A scaler with with_mean=False does not subtract its mean, but may still have `mean_`.
         mean = scaler.mean_ if scaler.with_mean else None
         layers[0] = _scaled(*layers[0], mean, scaler.scale_ if scaler.with_std else None)
     return of_layers(layers, hidden, activation)
 
 
 def _steps(estimator: object) -> list[object]:
-    """The steps of a pipeline, and of pipelines in it; or the estimator alone."""
+    """The steps of a pipeline, with the steps of pipelines in it; or the estimator alone."""
     from sklearn.pipeline import Pipeline
 
     if not isinstance(estimator, Pipeline):
@@ -68,7 +69,7 @@ def _steps(estimator: object) -> list[object]:
 
 
 def _read(estimator: object) -> tuple[Layers, Hidden, Literal["sigmoid"] | None]:
-    """The layers of an estimator, the function between them, and that of the score."""
+    """The layers of an estimator, the function between them, and the activation of the score."""
     from sklearn import discriminant_analysis, linear_model, neural_network, svm
 
     logits = (linear_model.LogisticRegression, discriminant_analysis.LinearDiscriminantAnalysis)
@@ -91,7 +92,8 @@ def _read(estimator: object) -> tuple[Layers, Hidden, Literal["sigmoid"] | None]
     weight, bias = estimator.coef_, np.atleast_1d(estimator.intercept_)
     if hasattr(weight, "toarray"):  # after `sparsify`
         weight = weight.toarray()
-    # An option of old releases. The probability is then the sigmoid of twice the score.
+    # Old releases have multi_class="multinomial". The probability is then the sigmoid of twice the
+    # score.
     twice = getattr(estimator, "multi_class", None) == "multinomial"
     found = [(np.atleast_2d(_floats(weight)), _floats(bias))]
     return found, "relu", "sigmoid" if isinstance(estimator, logits) and not twice else None
@@ -131,7 +133,7 @@ def _with_tanh(layers: Layers) -> Layers:
 def _scaled(
     weight: Floats, bias: Floats, mean: Floats | None, scale: Floats | None
 ) -> tuple[Floats, Floats]:
-    """The layer that takes rows before a scaler."""
+    """The layer with the scaler folded into it, so that it takes rows that are not scaled."""
     width = weight.shape[1]
     mean = np.zeros(width) if mean is None else mean
     scale = np.ones(width) if scale is None else scale

@@ -1,4 +1,4 @@
-"""Steering modules in files and as bytes, and the conventions of those who write them.
+"""Steering modules in files and as bytes, and the conventions of the programs that write them.
 
 Owns:  names of tensors, which say their site and layer; the metadata.
 From:  containers.py (arrays), hooks.py (JSON).   To: SteeringModule.
@@ -10,9 +10,10 @@ From:  containers.py (arrays), hooks.py (JSON).   To: SteeringModule.
 | `direction.{layer}` | we, repeng, llama.cpp | metadata's, or resid_post | less index base |
 | `{layer}`           | people                | metadata's, or resid_post | less index base |
 
-JSON is the steering fork's: see hooks.py. The index base is metadata's too, "0" unless it says "1".
-repeng's `direction.5` was computed on Hugging Face's `hidden_states[6]`, the exit
-of layer 5 counted from 0, and llama.cpp adds it there: our `resid_post` 5.
+JSON files have the steering fork's form: see hooks.py. The metadata also have the index base, "0"
+or "1"; the default is "0". repeng's `direction.5` was computed on Hugging Face's
+`hidden_states[6]`, the exit of layer 5 counted from 0, and llama.cpp adds it there: our
+`resid_post` 5.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ _NAME = re.compile(r"(?:(?P<tier>[a-z]+):)?(?:(?P<site>[a-z_]+)\.)?(?P<number>[0
 def load_vectors(path: str | Path) -> SteeringModule:
     """A steering module from a .safetensors, .gguf, .npz or .json file.
 
-    Every tensor of the file must be a vector under a name of the table above. Unknown metadata is
-    left out.
+    Every tensor of the file must be a vector under a name of the table above. Unknown metadata are
+    ignored.
 
     Raises:
-        SpecError: another ending, too large, malformed, or a wrong name or vector; the message
-            names the file and the tensor.
+        SpecError: the file has another ending, is too large or malformed, or has a wrong name or
+            vector; the message names the file and the tensor.
         ImportError: a .gguf file without the `gguf` library (`vllm-scope[gguf]`).
         OSError: the file cannot be read.
     """
@@ -73,12 +74,13 @@ def load_vectors(path: str | Path) -> SteeringModule:
 
 
 def save_vectors(path: str | Path, module: SteeringModule) -> None:
-    """Write `to_bytes(module)` as .safetensors, or a .gguf control vector in repeng's form, which
-    llama.cpp reads too (without a vector of layer 0). `load_vectors` reads both.
+    """Write a module to a file: .safetensors has `to_bytes(module)`, and .gguf is a control vector
+    in repeng's form. llama.cpp reads .gguf too, except a vector of layer 0. `load_vectors` reads
+    both.
 
     Raises:
-        SpecError: another ending; or for .gguf, vectors of other sites than `resid_post` or of
-            a tier.
+        SpecError: the path has another ending; or a .gguf file would have vectors of another site
+            than `resid_post`, or of a tier.
         ImportError: a .gguf file without the `gguf` library (`vllm-scope[gguf]`).
     """
     path = Path(path)
@@ -96,8 +98,8 @@ def to_bytes(module: SteeringModule) -> bytes:
     """The module as the content of a safetensors file; `from_bytes` is its inverse.
 
     If the module has one site and no tiers, its tensors are named `direction.{layer}`, as other
-    programs name them, and the metadata has the site. Else they are named `{site}.{layer}`, and
-    those of a tier `{tier}:{site}.{layer}`.
+    programs name them, and the metadata have the site. Otherwise its tensors are named
+    `{site}.{layer}`, and the tensors of a tier are named `{tier}:{site}.{layer}`.
     """
     from safetensors.numpy import save
 
@@ -111,10 +113,10 @@ def to_bytes(module: SteeringModule) -> bytes:
 def from_bytes(data: bytes) -> SteeringModule:
     """The module in the content of a safetensors file, ours or another program's.
 
-    Safe for content of strangers: its size is bounded, and no code runs.
+    Safe for content from an untrusted source: its size is bounded, and no code runs.
 
     Raises:
-        SpecError: too large, malformed, or a wrong name or vector.
+        SpecError: the content is too large or malformed, or has a wrong name or vector.
     """
     arrays, metadata = read_safetensors(data)
     base = metadata.get("index_base", "0")
@@ -149,7 +151,7 @@ def _save_gguf(path: Path, module: SteeringModule) -> None:
             )
     provenance = module.provenance
     fields: dict[str, str | int] = {
-        # repeng needs it.
+        # repeng needs this field.
         f"{_CONTROL}.model_hint": provenance.model or "unknown",
         f"{_CONTROL}.layer_count": len(module),
     }
@@ -192,7 +194,7 @@ def _place_of(name: str, site: str, base: int) -> tuple[SiteLayer, str | None]:
 
 
 def _provenance_to_metadata(provenance: Provenance) -> dict[str, str]:
-    """Field -> text, of fields that are not None; repr keeps a float exactly."""
+    """Field -> text, for the fields that are not None; repr keeps a float exactly."""
     return {
         name: value if isinstance(value, str) else repr(value)
         for name, value in vars(provenance).items()

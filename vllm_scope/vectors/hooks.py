@@ -5,12 +5,12 @@
                     "data": "<base64>", "scales": [1.0, 2.0]}}
 
 Each hook has one of the two forms. A module's file has such an object for each of its
-tiers: {"vectors": ..., "prefill_vectors": ..., "decode_vectors": ...}; a file with the tier
-`vectors` alone may leave out the name.
+tiers: {"vectors": ..., "prefill_vectors": ..., "decode_vectors": ...}. A file that has only the
+tier `vectors` may leave out this name.
 
 Owns:  HookVectors and its parsing; modules in this form.
 Runs:  anywhere. numpy only.
-To:    SteeringModule; compat.steering_http, which has the same in requests.
+To:    SteeringModule; compat.steering_http, which takes the same form in requests.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ MODULE_TIERS, REQUEST_TIERS = tiers("vectors"), tiers("steering_vectors")
 _MODULE_NAMES: dict[object, object] = dict(zip(REQUEST_TIERS, MODULE_TIERS, strict=True))
 _PACKED = {"dtype", "shape", "data", "layer_indices"}
 
-#: (site, layer) -> [hidden_size], float32, scales multiplied in.
+#: (site, layer) -> [hidden_size], float32, multiplied by its scale.
 HookVectors = dict[SiteLayer, Vector]
 
 
 def parse_hooks(body: object, where: str) -> HookVectors:
-    """The vectors of one tier; none if the body is None or empty.
+    """The vectors of one tier, from its JSON; no vectors if the body is None or empty.
 
     Raises:
-        SpecError: at the path of what is wrong.
+        SpecError: the body is malformed; the message names the path of the wrong value.
     """
     found: HookVectors = {}
     for hook, by_layer in mapping(parsed(body, where), where).items():
@@ -70,10 +70,10 @@ def parse_hooks(body: object, where: str) -> HookVectors:
 
 
 def module_from_json(data: bytes) -> SteeringModule:
-    """A module from the content of a file.
+    """A module from the content of a JSON file.
 
     Raises:
-        SpecError: not such an object, or one with clamps.
+        SpecError: the content is not JSON; or as `parse_module`.
     """
     try:
         text = data.decode()
@@ -83,15 +83,16 @@ def module_from_json(data: bytes) -> SteeringModule:
 
 
 def parse_module(body: object, where: str) -> SteeringModule:
-    """A module from an object with a field for each tier, or the one tier itself.
+    """A module from an object that has a field for each tier, or that is the tier `vectors` itself.
 
     Raises:
-        SpecError: as `parse_hooks`; another field; clamps; no vector but zeros.
+        SpecError: as `parse_hooks`; or the object has another field, has clamps, or has only
+            vectors of zeros.
     """
     fields = mapping(body, where)
     if set(fields) <= set(ALIASES):
         fields = {"vectors": fields}
-    # Files may have a request's names, because people save what they have sent.
+    # A file may have the field names of a request, because people save requests that they sent.
     for old, new in _MODULE_NAMES.items():
         if old in fields and new in fields:
             raise SpecError(f"{where} has {new} and {old}, which mean the same; keep one.")
@@ -110,7 +111,7 @@ def parse_module(body: object, where: str) -> SteeringModule:
     found = {}
     for name, tokens in MODULE_TIERS.items():
         vectors = parse_hooks(fields.get(name), f"{where}[{name!r}]")
-        # A module has no vectors of zeros, which add nothing.
+        # Vectors of zeros add nothing, so a module does not hold them.
         found[tokens] = {stream: v for stream, v in vectors.items() if v.any()}
     everywhere = found.pop("all")
     if not everywhere and not any(found.values()):
@@ -145,7 +146,7 @@ def site_of(hook: object, where: str) -> str:
 
 
 def layer_of(layer: object, where: str) -> int:
-    """A layer's number; JSON's keys are strings."""
+    """A layer's number, from a number or a string: JSON's keys are strings."""
     if isinstance(layer, str) and layer.isascii() and layer.isdecimal() and len(layer) < 9:
         return int(layer)
     if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or layer < 0:
@@ -169,10 +170,10 @@ def is_packed(by_layer: object) -> TypeGuard[Mapping[object, object]]:
 def packed_rows(
     body: Mapping[object, object], where: str, also: set[str]
 ) -> list[tuple[int, Vector]]:
-    """(layer, row) in order, of the packed form.
+    """The rows of the packed form as (layer, row), in their order.
 
     Args:
-        also: allowed fields beside those of the rows.
+        also: fields that are allowed besides the fields of the packed form.
     """
     if unknown := sorted(set(body) - _PACKED - also, key=str):
         allowed = ", ".join(sorted(_PACKED | also))
@@ -212,7 +213,7 @@ def _scaled(entry: object, where: str) -> Vector:
 
 
 def one_vector(value: object, where: str) -> Vector:
-    """[hidden_size], float32."""
+    """A vector from its JSON, [hidden_size], float32."""
     found = Array.parse(value, where)
     if len(found.shape) != 1:
         raise SpecError(f"{where} has shape {found.shape}; it is one vector, [hidden_size].")

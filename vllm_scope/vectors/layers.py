@@ -1,4 +1,4 @@
-"""The weights of a probe, made of the layers of a linear model or of a perceptron.
+"""The weights of a probe, from the layers of a linear model or of a perceptron.
 
 Owns:  ProbeWeights; `of_layers`.
 From:  estimators, probe_weights (tensors by name).   To: `weight`, `bias` and `activation` of
@@ -25,11 +25,11 @@ Layers = list[tuple[Floats, Floats]]
 
 @dataclass(frozen=True, eq=False)
 class ProbeWeights:
-    """What a Probe takes.
+    """The weight, the bias and the activation for a Probe.
 
     Attributes:
         weight: float32 [width of a row], read-only; or an Mlp, or an AttentionPool.
-        bias: added to the score. That of an Mlp is in its last layer.
+        bias: added to the score. 0 for an Mlp, which has its bias in its last layer.
         activation: "sigmoid" if the score with its bias is the logit of a probability.
     """
 

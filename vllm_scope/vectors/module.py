@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import ALIASES, STREAM_SITES, SiteLayer
 
-#: No model has more layers; a longer number in a file is a mistake.
+#: No model has more layers; a larger number in a file is a mistake.
 MAX_LAYER = 9999
 MAX_VECTORS = 4096
 #: Selectors for vectors that are not for every token.
@@ -37,12 +37,12 @@ class Provenance:
     """Where vectors come from. Not part of a module's identity.
 
     Attributes:
-        model, revision: on which they were computed.
-        method: such as "mean_difference".
+        model, revision: the model and its revision on which the vectors were computed.
+        method: how they were computed, such as "mean_difference".
         dataset: "sha256:..." of the contrast pairs; see `analysis.contrast.pairs_digest`.
-        scale: the factor that their maker uses. Not multiplied in.
-        normalised: whether they have length 1; None: unknown.
-        created_by: program and version.
+        scale: the factor that the vectors' author uses. The vectors are not multiplied by it.
+        normalised: True if the vectors have length 1; None: unknown.
+        created_by: the program that made them, and its version.
     """
 
     model: str | None = None
@@ -64,19 +64,19 @@ class Provenance:
 class SteeringModule(Mapping[SiteLayer, Vector]):
     """Vectors by (site, layer). Read-only, of one hidden size, equal by content.
 
-    The mapping has the vectors for every token, and not those of tiers.
+    The mapping has only the vectors for every token. The vectors of tiers are in `tiers`.
 
     Args:
         vectors: (site, layer) -> [hidden_size]: a list of numbers, a numpy array, or
             a torch tensor of any float dtype and device. Copied, as float32. Sites
             are those of the residual stream; `embed` has layer 0.
-        provenance: where they come from.
+        provenance: where the vectors come from.
         tiers: "prompt" or "generated" -> vectors in the same form, which are added for those
             tokens only, besides the vectors for every token.
 
     Raises:
-        SpecError: no vectors, a key that is not (site, layer), a vector of wrong rank
-            or type, with NaN or Inf (in float32), or of another size than the first.
+        SpecError: there are no vectors; a key is not (site, layer); or a vector has the
+            wrong rank or type, NaN or Inf (in float32), or another size than the first.
     """
 
     vectors: Mapping[SiteLayer, Vector]
@@ -117,7 +117,7 @@ class SteeringModule(Mapping[SiteLayer, Vector]):
                 yield (*stream, tier), vector
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Made by the constructor, so that the copy is read-only too.
+        # A copy, or an unpickled module, is made by the constructor, so that it is read-only too.
         tiers = {tier: dict(vectors) for tier, vectors in self.tiers.items()}
         return SteeringModule, (dict(self.vectors), self.provenance, tiers)
 
@@ -180,10 +180,10 @@ def name_of(place: VectorKey) -> str:
 
 
 def as_stream(key: object) -> SiteLayer:
-    """(site, layer) under the site's own name.
+    """(site, layer); an alias of a site is replaced by the site's own name.
 
     Raises:
-        SpecError: not a pair of a site of the residual stream and a layer from 0.
+        SpecError: `key` is not a pair of a site of the residual stream and a layer from 0.
     """
     if not isinstance(key, tuple) or len(key) != 2:
         raise SpecError(f"{shown(key)} is no (site, layer), such as ('resid_post', 5).")
@@ -203,10 +203,10 @@ def as_stream(key: object) -> SiteLayer:
 
 
 def as_vector(value: object, where: str) -> Vector:
-    """A read-only float32 copy, [hidden_size].
+    """A read-only float32 copy of a vector, [hidden_size].
 
     Raises:
-        SpecError: not numbers, not of rank 1, empty, or not finite in float32.
+        SpecError: the values are not numbers, not of rank 1, empty, or not finite in float32.
     """
     if hasattr(value, "detach"):
         # A torch tensor; torch is not imported. numpy has no bfloat16.

@@ -4,10 +4,11 @@ Owns:  their content, and `doubts`: does a request fit the data that the probe w
        Imports no torch, because clients read the files too.
 To:    analysis.probes, cli.watch, probe_weights.
 
-NAME.safetensors has `weight` [hidden_size] and `bias` [1], and if a scaler comes first, its
-`mean` and `scale`, which are folded into them. NAME.json has the probe's `site` and `layer`, and if
-known `pooling` (the tokens whose rows it was fitted to), `template` (the chat template of their
-prompts), `calibration`, `model` and `threshold`.
+NAME.safetensors has `weight` [hidden_size] and `bias` [1]. If a scaler comes before the probe, the
+file also has the scaler's `mean` and `scale`, which are folded into weight and bias when the file
+is read. NAME.json has the probe's `site` and `layer`. It may also have `pooling` (the tokens to
+whose rows the probe was fitted), `template` (the chat template of their prompts), `calibration`,
+`model` and `threshold`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from vllm_scope.vectors.module import as_stream, as_vector
 #: Templates of prompts without a chat template, and of prompts with an unknown one.
 RAW, CHAT = "none", "chat"
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
-#: Two selectors are compared on a request of so many positions, half of them its prompt's.
+#: Positions of the request on which two selectors are compared. Half of them are the prompt.
 _POSITIONS = 4096
 
 
@@ -61,10 +62,10 @@ def doubts(
     """Reasons why a probe's scores may mean nothing in a request, a sentence each.
 
     Args:
-        name: of the probe, for the sentences.
-        pooling, fitted: the tokens and the template that the probe was fitted to; None: unknown,
-            which is no reason.
-        tokens, template: those of the request.
+        name: the probe's name, for the sentences.
+        pooling, fitted: the tokens and the template to which the probe was fitted; None: unknown,
+            which makes no sentence.
+        tokens, template: the tokens and the template of the request.
     """
     found = []
     if pooling is not None and not _covers(pooling, tokens):
@@ -83,7 +84,7 @@ def doubts(
 
 
 def _covers(pooling: str, tokens: object) -> bool:
-    """Whether the tokens are a subset of those of a pooling; never if it is a mean of rows."""
+    """True if all the tokens are tokens of a pooling. False if the pooling is a mean of rows."""
     if pooling not in WORDS:
         return False
     sample = Tokens(
@@ -107,7 +108,7 @@ def _said(template: str) -> str:
 
 
 def checked_template(template: object) -> str | None:
-    """The template. Raises SpecError unless it is None, "none", "chat" or a digest."""
+    """The template itself. Raises SpecError unless it is None, "none", "chat" or a digest."""
     if template is None or template in (RAW, CHAT):
         return None if template is None else str(template)
     if not isinstance(template, str) or not _DIGEST.fullmatch(template):
@@ -119,7 +120,7 @@ def checked_template(template: object) -> str | None:
 
 
 def probe_path(path: str | Path) -> Path:
-    """The path. Raises SpecError unless it ends in .safetensors."""
+    """The path as a Path. Raises SpecError unless it ends in .safetensors."""
     path = Path(path)
     if path.suffix != ".safetensors":
         raise SpecError(f"{path} ends in {path.suffix!r}; a probe's file ends in .safetensors.")
@@ -130,8 +131,8 @@ def read_weights(path: Path) -> tuple[NDArray[np.float32], float]:
     """The weight, float32 [hidden_size], and the bias, for rows of the raw stream.
 
     Raises:
-        SpecError: too large, or malformed.
-        OSError: it cannot be read.
+        SpecError: the file is too large or malformed.
+        OSError: the file cannot be read.
     """
     arrays, _ = read_safetensors(read_bytes(path))
     needed, known = {"weight", "bias"}, {"weight", "bias", "mean", "scale"}
@@ -157,8 +158,8 @@ def read_place(path: Path) -> ProbeFields:
     """The fields of NAME.json: site, layer, and the optional ones that are present.
 
     Raises:
-        SpecError: too large, malformed, or fields that are missing or unknown.
-        OSError: it cannot be read.
+        SpecError: the file is too large or malformed, or its fields are missing or unknown.
+        OSError: the file cannot be read.
     """
     check_size(path.stat().st_size, str(path))
     try:
@@ -194,7 +195,7 @@ def finite(value: object, name: str) -> float:
         raise SpecError(f"{name} is {shown(value)}; it is a number.")
     try:
         found = float(value)
-    except OverflowError:  # a whole number
+    except OverflowError:  # a whole number that is too large for a float
         found = np.inf
     if not np.isfinite(found):
         raise SpecError(f"{name} is {shown(value)}; it must be finite.")
@@ -204,7 +205,7 @@ def finite(value: object, name: str) -> float:
 def fold_tensors(
     weight: np.ndarray, bias: float, tensors: Mapping[str, object]
 ) -> tuple[NDArray[np.float64], float]:
-    """`fold`, with `mean` and `scale` of some tensors. Raises SpecError if they do not fit."""
+    """`fold` with the `mean` and `scale` in `tensors`. Raises SpecError if they do not fit."""
     mean, scale = (as_vector(tensors[name], name) for name in ("mean", "scale"))
     if not len(mean) == len(scale) == len(weight) or not (scale > 0).all():
         raise SpecError(f"mean and scale are of {len(weight)} values, scale above 0.")
@@ -214,6 +215,6 @@ def fold_tensors(
 def fold(
     weight: np.ndarray, bias: float, mean: np.ndarray, scale: np.ndarray
 ) -> tuple[NDArray[np.float64], float]:
-    """((x - mean) / scale) . weight + bias, as x . folded + bias."""
+    """(folded, its bias): x . folded + its bias is ((x - mean) / scale) . weight + bias."""
     folded = np.asarray(weight, np.float64) / scale
     return folded, bias - float(folded @ np.asarray(mean, np.float64))

@@ -4,8 +4,8 @@ Owns:  `from_state_dict`, `from_safetensors`; callers import `from_sklearn` from
 Runs:  anywhere. numpy; torch is not imported, and scikit-learn only by `from_sklearn`.
 From:  layers, estimators.   To: request.actions.Probe.
 
-Promise: nothing is unpickled. A probe with these weights makes the score that the estimator or the
-module makes of the same row. What cannot be a probe is refused: no tensor is left out.
+Promise: nothing is unpickled. A probe with these weights gives a row the same score as the
+estimator or the module. Weights that cannot be a probe are refused: no tensor is ignored.
 
     found = from_sklearn(make_pipeline(StandardScaler(), LogisticRegression()).fit(rows, labels))
     Probe(found.weight, bias=found.bias, activation=found.activation, layer=5, name="mood")
@@ -45,23 +45,24 @@ def from_state_dict(
     hidden: Hidden = "relu",
     names: Sequence[str] | None = None,
 ) -> ProbeWeights:
-    """The weights of a torch module, without an activation: the tensors do not say one.
+    """The weights of a torch module, without an activation, because the tensors do not tell it.
 
     Args:
         state: a module's `state_dict()`, or arrays by the same names. Any float dtype and device.
-        kind: "linear": one torch.nn.Linear with one output; `mean` and `scale`, if they are there,
-            are of a scaler that comes first.
-            "mlp": the torch.nn.Linear of a torch.nn.Sequential.
+        kind: "linear": one torch.nn.Linear with one output. The state may also have `mean` and
+            `scale` of a scaler that comes before it.
+            "mlp": the torch.nn.Linear layers of a torch.nn.Sequential.
             "attention": query and value, each a torch.nn.Linear or a parameter, [num_heads, width]
-            or [width]; `bias`, if it is there, is added to the score. A bias of the query changes
-            nothing. A scale of the logits is not known here: multiply the query with it.
+            or [width]. The state may also have `bias`, which is added to the score. A bias of the
+            query changes nothing. If the module scales its logits, multiply the query by the scale:
+            the tensors do not tell it.
         hidden: the function between the layers of an mlp.
-        names: of the layers in their order; of the query and the value. None: there is one layer;
-            or they have numbers, such as `net.0` and `net.2`; or they are `query` and `value`, or
-            `q` and `v`.
+        names: the names of the layers in their order, or of the query and the value. They may be
+            left out if there is one layer, if the layers' names differ only in a number, such as
+            `net.0` and `net.2`, or if the names are `query` and `value`, or `q` and `v`.
 
     Raises:
-        SpecError: a tensor is missing or of a wrong shape, or the state has other tensors too.
+        SpecError: a tensor is missing or has a wrong shape, or the state has other tensors too.
     """
     if kind not in KINDS:
         raise SpecError(f"kind is {shown(kind)}; it is one of {', '.join(KINDS)}.")
@@ -100,12 +101,12 @@ def from_safetensors(
     """The weights in a .safetensors file that has the tensors of `from_state_dict`.
 
     Args:
-        path: of at most `containers.MAX_BYTES`.
+        path: the path of a file of at most `containers.MAX_BYTES`.
         kind, hidden, names: as for `from_state_dict`.
 
     Raises:
-        SpecError: as `from_state_dict`; or the file is too large, or malformed.
-        OSError: it cannot be read.
+        SpecError: as `from_state_dict`; or the file is too large or malformed.
+        OSError: the file cannot be read.
     """
     path = probe_path(path)
     tensors, _ = read_safetensors(read_bytes(path))
@@ -116,7 +117,7 @@ def from_safetensors(
 
 
 def _names_of(state: Mapping[str, object], kind: str) -> Sequence[str]:
-    """The layers, in their order; or the query and the value."""
+    """The names of the layers, in their order; or of the query and the value."""
     if kind == "attention":
         for pair in QUERY_AND_VALUE:
             if all(name in state or f"{name}.weight" in state for name in pair):
@@ -139,7 +140,7 @@ def _names_of(state: Mapping[str, object], kind: str) -> Sequence[str]:
 
 
 def _taken(rest: dict[str, object], name: str) -> tuple[Floats, Floats]:
-    """The weight and the bias of a layer, which go out of `rest`. No bias is a bias of zeros."""
+    """The weight and the bias of a layer, removed from `rest`. A missing bias becomes zeros."""
     prefix = f"{name}." if name else ""
     key = name if name in rest else f"{prefix}weight"
     if key not in rest:
@@ -152,7 +153,8 @@ def _taken(rest: dict[str, object], name: str) -> tuple[Floats, Floats]:
 
 
 def _numbers(value: object, name: str) -> Floats:
-    """The tensor; [1] if it is one number. Raises SpecError unless it is finite in float32."""
+    """The numbers of a tensor; [1] if it is one number. Raises SpecError unless they are finite in
+    float32."""
     if getattr(value, "shape", None) == ():
         return np.array([number(value, name)])
     return Array.parse(value, name).numpy.astype(np.float64)
@@ -170,8 +172,8 @@ def _linear(layer: tuple[Floats, Floats], scaler: dict[str, object]) -> ProbeWei
 
 
 def _pool(layers: Layers, bias: Floats) -> ProbeWeights:
-    # A bias of the query is the same at all positions, which leaves the softmax as it is. The
-    # weights of each average are 1 together, so that it has the bias of its value.
+    # A bias of the query adds the same number to the logits of all positions, so the softmax does
+    # not change. The weights of an average sum to 1, so the average has the bias of the value.
     (query, _), (value, of_value) = layers
     if bias.size != 1 or of_value.shape != np.atleast_2d(value).shape[:1]:
         raise SpecError(

@@ -1,8 +1,8 @@
 """The worker's end: one sender for each front-end that connected.
 
 base.py    Sender, the interface that the memory sink uses
-shared.py  to a front-end that maps this worker's ring
-tcp.py     to a front-end that cannot: rows follow their header, encrypted
+shared.py  sends to a front-end that maps this worker's ring
+tcp.py     sends to a front-end that cannot map it: rows follow their header, encrypted
 
 From:  sinks.memory.   To: receiver.
 

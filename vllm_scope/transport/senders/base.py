@@ -32,7 +32,7 @@ class Sender(ABC):
     @property
     @abstractmethod
     def dead(self) -> bool:
-        """True if the front-end has closed or is gone. What is sent to it is dropped."""
+        """True if the front-end has closed or is gone. Messages to it are dropped."""
 
     @abstractmethod
     def send_rows(self, batch: RowBatch) -> None:
@@ -44,7 +44,7 @@ class Sender(ABC):
         self._send(FinishHeader(key, stage, error, dict(manifests)))
 
     def send_ends(self, ends: Sequence[tuple[int, str | None]], stage: int) -> None:
-        """`send_finish` of several requests, (key, error) each, in one message."""
+        """`send_finish` for several requests in one message; `ends` has (key, error) of each."""
         self._send(EndsHeader([FinishHeader(key, stage, error) for key, error in ends]))
 
     def send_decided(self, key: int, decided: Decided) -> None:
@@ -57,7 +57,7 @@ class Sender(ABC):
     def _send(self, header: FinishHeader | EndsHeader | DecidedHeader | CountersHeader) -> None: ...
 
     def reclaim(self) -> None:  # noqa: B027
-        """Release the leases of what was read, and of what a dead front-end will never read."""
+        """Release the leases that the front-end has read; if it is dead, all its leases."""
 
     @property
     @abstractmethod
@@ -66,11 +66,11 @@ class Sender(ABC):
 
     @abstractmethod
     def holds(self, lease: Lease) -> bool:
-        """True if rows in this span were sent and not read."""
+        """True if the span of `lease` has rows that were sent and not read."""
 
     @abstractmethod
     def give_up(self) -> None:
-        """Drop what was not read. The front-end counts as dead from now on."""
+        """Drop the messages that were not read. The front-end counts as dead from now on."""
 
     @abstractmethod
     def close(self) -> None: ...

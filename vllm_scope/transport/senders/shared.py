@@ -1,4 +1,4 @@
-"""To a front-end that maps this worker's ring: only headers are sent.
+"""A sender to a front-end that maps this worker's ring: only headers are sent.
 
 Owns:  SharedSender.
 Runs:  on the caller's thread: the drain thread, and the main thread that waits for room.
@@ -35,7 +35,7 @@ class SharedSender(Sender):
     """Sends headers to a front-end that maps this worker's ring.
 
     Raises:
-        CompatError: the front-end cannot map it; the text says why.
+        CompatError: the front-end cannot map the ring; the text says why.
         CapacityError: the ring has no counter left.
     """
 
@@ -53,7 +53,7 @@ class SharedSender(Sender):
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         # Unbounded: headers are small, and the ring bounds their rows.
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        # A front-end that died must not hold a worker.
+        # A dead front-end must not delay the worker's end.
         self._socket.setsockopt(zmq.LINGER, 0)
         self._reader = ring.add_reader()
         try:
@@ -104,7 +104,7 @@ class SharedSender(Sender):
         self._release(read)
 
     def _release(self, read: int) -> None:
-        """Release the leases of messages up to this one; CLOSED: of all."""
+        """Release the leases of messages up to number `read`; CLOSED: of all messages."""
         while self._unread and self._unread[0][0] <= read:
             self._unread.popleft()[1].release()
 
@@ -124,15 +124,15 @@ class SharedSender(Sender):
         self._release(CLOSED)
 
     def _is_dead_by_now(self) -> bool:
-        """True if its process is gone. Looks it up at most every LOOK_S."""
+        """True if the front-end's process is gone. Checks at most every LOOK_S."""
         if time.monotonic() < self._look_at:
             return False
         self._look_at = time.monotonic() + LOOK_S
         return not self._address.alive
 
     def close(self) -> None:
-        """Deliver what waits. The counter of a dead front-end is reused once the front-end
-        cannot write it any more."""
+        """Deliver the messages that wait. The counter of a dead front-end is reused once that
+        front-end can no longer write it."""
         if self.dead:
             self._release(CLOSED)
             self._ring.free_reader_later(self._reader, self._has_left)

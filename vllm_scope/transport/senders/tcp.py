@@ -1,4 +1,4 @@
-"""To a front-end that cannot map the ring: rows follow their header.
+"""A sender to a front-end that cannot map the ring: rows follow their header.
 
 Owns:  TcpSender, which has a thread for its socket.
 """
@@ -41,11 +41,11 @@ from vllm_scope.transport.senders.base import ANSWER_S, Sender
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: A lost connection is dialled again at once, then MOST_DIALS times with a pause of DIAL_S
-#: before and DIAL_S to answer. Then the front-end counts as dead.
+#: A lost connection is dialled again at once, then MOST_DIALS times after a pause of DIAL_S.
+#: The front-end has DIAL_S to answer each time. After the last time it counts as dead.
 MOST_DIALS = 3
 DIAL_S = 2.0
-#: How long a closing worker waits for a front-end to read what it was sent.
+#: How long a closing worker waits for a front-end to read the messages that were sent.
 CLOSE_S = 5.0
 #: Batches are sent in pieces of about this size: the front-end copies one while the next
 #: travels, and neither end holds a large batch twice.
@@ -58,9 +58,9 @@ class _Sent:
     """A message, kept until the front-end has read it.
 
     Attributes:
-        frames: the header, and the rows where they lie in the ring.
-        lease: of the rows.
-        tracker: done once zmq does not read `frames` any more.
+        frames: the header, and a view of the rows in the ring.
+        lease: the lease of the rows.
+        tracker: done once zmq no longer reads `frames`.
     """
 
     number: int
@@ -74,13 +74,13 @@ class _Sent:
 
 
 class TcpSender(Sender):
-    """Sends headers and rows. Leases are released by its thread, as answers come.
+    """Sends headers and rows. Its thread releases leases when answers come.
 
-    zmq sends the rows from where they lie in the ring. A lost connection is dialled again, and
-    what the front-end has not read is sent again, in order.
+    zmq sends the rows straight from the ring. A lost connection is dialled again, and the messages
+    that the front-end has not read are sent again, in order.
 
     Raises:
-        CompatError: the front-end does not answer there, or zmq cannot encrypt.
+        CompatError: the front-end does not answer at the address, or zmq cannot encrypt.
     """
 
     road = "tcp"
@@ -90,9 +90,9 @@ class TcpSender(Sender):
         self._address, self._ring = address, ring
         self._session = secrets.randbits(62)
         self._num_sent = self._num_confirmed = 0
-        #: Appended by the caller, taken by the thread.
+        #: Messages to send: appended by the caller, taken by the thread.
         self._outgoing: deque[_Sent] = deque()
-        #: Sent and not read. Only the thread changes it.
+        #: Messages that were sent and not read. Only the thread changes it.
         self._unread: deque[_Sent] = deque()
         self._num_dials = 0
         self._dead = False
@@ -151,7 +151,7 @@ class TcpSender(Sender):
         self._wake_thread()
 
     def close(self, patience_s: float = CLOSE_S) -> None:
-        """Deliver what waits, if the front-end reads it within `patience_s`."""
+        """Deliver the messages that wait, if the front-end reads them within `patience_s`."""
         self._close_at = time.monotonic() + patience_s
         self._wake_thread()
         self._thread.join()
@@ -188,7 +188,7 @@ class TcpSender(Sender):
         socket.curve_serverkey = self._address.server_key.encode()
         socket.curve_publickey = self._address.client_key.encode()
         socket.curve_secretkey = self._address.client_secret.encode()
-        # Unbounded: what waits lies in the ring, which bounds it.
+        # Unbounded: the ring bounds the rows of the messages that wait.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
         keep_alive(socket)
@@ -232,7 +232,7 @@ class TcpSender(Sender):
 
     def _confirm(self, num_read: int) -> None:
         if num_read == CLOSED:
-            self._num_dials = MOST_DIALS + 1  # over
+            self._num_dials = MOST_DIALS + 1  # the thread ends
             return
         self._num_confirmed = num_read
         progress = not self._unread
@@ -255,8 +255,8 @@ class TcpSender(Sender):
                 self._address.endpoint, len(dropped),
             )  # fmt: skip
         for sent in dropped:
-            # The socket is closed, but zmq's thread may still read the rows. Overwritten rows
-            # must not reach a front-end that is alive after all.
+            # The socket is closed, but zmq's thread may still read the rows. If the front-end is
+            # alive after all, it must not get rows that were overwritten.
             if sent.tracker is not None:
                 sent.tracker.wait()
             sent.release()
