@@ -7,7 +7,11 @@ To:    files (stores the parts and, beside them, the metadata).
 
 base.py    Codec: the contract, the options and the checks
 packed.py  the parts of a row as one run of bytes
-The other files have one codec each, or a few similar ones.
+casts.py   rows as they are, or in float16
+scaled.py  8-bit numbers with a scale for each row
+rp8.py     random projections in 8 bits
+topk8.py   the largest numbers of a row in 8 bits
+zstd.py    compressed without loss
 
 Promise: `codec_from(codec.metadata())` decodes what `codec` encoded, in another
 process, on another device. docs/codecs.md says how much each codec loses.
