@@ -42,14 +42,18 @@ ifdef VLLM
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest $(CORE)
 else
-# Two parts at a time, which are what two cores carry; then what measures time, by itself. `make
-# test` leaves out the tests marked long, `make test-all` leaves out nothing.
+# Two parts at a time, which are what two cores carry, the longest first; then what measures time,
+# by itself. `make test` leaves out the tests marked long, `make test-all` leaves out nothing.
 MORE := ray openapi notebooks training
-PARTS := engine server compat unit interpreter inspect browser $(if $(ALL),$(MORE))
-TESTS := $(patsubst %,test-%,$(sort $(PARTS) $(MORE)))
+PARTS := engine-a engine-b unit $(if $(ALL),ray) server compat interpreter inspect browser \
+	$(if $(ALL),openapi notebooks training)
+TESTS := $(patsubst %,test-%,engine server compat unit interpreter inspect browser $(MORE))
 SHORT := $(if $(ALL),, and not long)
 # AGAIN: what runs pytest, see .ci/again.
 PYTEST = $(AGAIN) $(BIN)/python -m pytest -m "not alone$(SHORT)"
+# The files of tests/engine in two halves that take equally long.
+ENGINE_A := $(wildcard tests/engine/test_[a-m]*.py)
+ENGINE_B := $(filter-out $(ENGINE_A),$(wildcard tests/engine/test_*.py))
 
 test: .venv/.ready
 	$(MAKE) --no-print-directory -j $(or $(JOBS),2) --output-sync=target $(PARTS:%=test-%)
@@ -58,10 +62,14 @@ test: .venv/.ready
 test-all:
 	$(MAKE) --no-print-directory test ALL=1
 
-.PHONY: $(TESTS)
-$(TESTS): .venv/.ready
+.PHONY: $(TESTS) test-engine-a test-engine-b
+$(TESTS) test-engine-a test-engine-b: .venv/.ready
 test-engine test-server test-compat test-unit: test-%:
 	$(PYTEST) tests/$*
+test-engine-a:
+	$(PYTEST) $(ENGINE_A)
+test-engine-b:
+	$(PYTEST) $(ENGINE_B)
 test-inspect:
 	PYTHONPATH=.venv/inspect $(PYTEST) tests/compat/test_inspect.py \
 		tests/unit/compat/test_inspect_provider.py

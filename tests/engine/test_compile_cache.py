@@ -73,6 +73,7 @@ def start(cache, on: bool, before: str = "pass", check: bool = True):
         "VLLM_SCOPE": "1" if on else "0",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
+    environment.pop("VLLM_USE_AOT_COMPILE", None)  # tests/conftest.py sets it
     done = subprocess.run(
         [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300
     )

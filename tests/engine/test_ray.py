@@ -35,6 +35,7 @@ def test_rows_of_ray_actors_arrive(executor_v2, num_stages, road, expected, tmp_
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "VLLM_CACHE_ROOT": vllm.envs.VLLM_CACHE_ROOT,
         "HOME": str(tmp_path),  # where Ray keeps the cluster's token
     }
     run = subprocess.run(

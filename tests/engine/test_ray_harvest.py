@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import vllm.envs
 
 import vllm_scope
 from tests.conftest import TOYWORLD, local_engine
@@ -33,6 +34,7 @@ def env_of_ray(home: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",  # it is 15, and then engines start late on a busy machine
         "RAY_memory_monitor_refresh_ms": "0",  # it kills actors when others need the memory
+        "VLLM_CACHE_ROOT": vllm.envs.VLLM_CACHE_ROOT,
         "HOME": str(home),  # where Ray keeps the cluster's token
     }
 
