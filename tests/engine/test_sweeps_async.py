@@ -139,7 +139,8 @@ def test_a_sweep_yields_to_other_requests_while_they_run(engine, loop):
 
     async def watched():
         sweep = Sweep(OTHER, metric=METRIC)
-        swept = [sweep_async(engine, [ASKED] * 6, sweep, progress=False) for _ in range(2)]
+        # Long enough that many counts are taken after the request has ended.
+        swept = [sweep_async(engine, [ASKED] * 16, sweep, progress=False) for _ in range(2)]
         tasks, most = [asyncio.ensure_future(one) for one in swept], [0, 0]
         while await counted(engine) < 32:
             await asyncio.sleep(0)
