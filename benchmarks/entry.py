@@ -114,7 +114,8 @@ class Road:
         from vllm_scope.engine.worker.sizes import Sizes
         from vllm_scope.engine.worker.worker import ScopeWorker
         from vllm_scope.graph.tap import op
-        from vllm_scope.graph.tap.tables import Tables, capacity
+        from vllm_scope.graph.tap.program_tables import capacity
+        from vllm_scope.graph.tap.tables import Tables
         from vllm_scope.program.layout import Widths
         from vllm_scope.results.inbox import inbox
         from vllm_scope.worker.arena import Arena

@@ -3,7 +3,7 @@
 Owns:  Held.
 Runs:  in EngineCore and in the front-end, to count what a request takes; in workers, when a request
        arrives. numpy, no torch.
-From:  compiled.   To: core.admission, graph.tap.tables, worker.plan.
+From:  compiled.   To: core.admission, graph.tap.program_tables, worker.plan.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Owns:  Op, Program, and Cost (how many places a request takes in the device tables).
 Runs:  in workers, when a request arrives and when its tokens are planned; in
        EngineCore, to count what a request needs. numpy, no torch.
-From:  compiled, layout.   To: worker.plan (per token), graph.tap.tables (on the device).
+From:  compiled, layout.   To: worker.plan (per token), graph.tap.program_tables (on the device).
 """
 
 from __future__ import annotations

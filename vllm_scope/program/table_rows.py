@@ -3,7 +3,7 @@
 Owns:  OpList (every operation that a token of a spec may get, in order), and TableRows.
 Runs:  in workers, when a request whose programs have vectors arrives; in EngineCore, to count what
        it takes. numpy, no torch.
-From:  compiled.   To: graph.tap.tables, core.admission.
+From:  compiled.   To: graph.tap.program_tables, core.admission.
 
 Promise: the operations are those of the programs that `Compiled.program` builds one by one. Here
 they are selected for all programs together: a request may have hundreds of programs and thousands

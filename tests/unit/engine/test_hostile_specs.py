@@ -27,7 +27,8 @@ from vllm_scope.engine.frontend.connection import Connection, connections
 from vllm_scope.engine.frontend.running import runs
 from vllm_scope.engine.params import ticket_of
 from vllm_scope.engine.worker.sizes import Limits
-from vllm_scope.graph.tap.tables import FREE_PROGRAMS, HELD_OPS, HELD_PROGRAMS, Tables
+from vllm_scope.graph.tap.program_tables import FREE_PROGRAMS, HELD_OPS, HELD_PROGRAMS
+from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.layout import Widths
 from vllm_scope.program.table_rows import OpList

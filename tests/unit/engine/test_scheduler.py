@@ -20,7 +20,7 @@ from vllm_scope.core.sums_room import SumsRoom
 from vllm_scope.engine.core import scheduler as scheduling
 from vllm_scope.engine.core.entered import Entered, keep
 from vllm_scope.engine.core.verdicts import tell_workers
-from vllm_scope.graph.tap.tables import capacity
+from vllm_scope.graph.tap.program_tables import capacity
 from vllm_scope.program.held import Held
 from vllm_scope.program.operations import Cost
 from vllm_scope.request.resolved import NOTHING

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_scope import Add, Replace
-from vllm_scope.graph.tap.tables import MOST_IDLE_SETS, Tables
+from vllm_scope.graph.tap.program_tables import MOST_IDLE_SETS
+from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.held import Held
 from vllm_scope.program.layout import Widths
@@ -89,7 +90,7 @@ def test_a_large_set_that_no_request_holds_does_not_stay(monkeypatch):
     held = _held(list(range(12)), 1)
     tables = _tables(held)
     for most, stays in ((4 * HIDDEN_SIZE * len(held.vectors), True), (4 * HIDDEN_SIZE, False)):
-        monkeypatch.setattr("vllm_scope.graph.tap.tables.MOST_IDLE_BYTES", most)
+        monkeypatch.setattr("vllm_scope.graph.tap.program_tables.MOST_IDLE_BYTES", most)
         tables.hold(held)
         tables.release_set(held)
         assert (held in tables._sets) is stays

@@ -22,7 +22,8 @@ from vllm_scope.graph.tap.definition import (
     WORD,
     WORD_IN_TAP,
 )
-from vllm_scope.graph.tap.tables import HELD_OPS, HELD_PROGRAMS, Tables, capacity
+from vllm_scope.graph.tap.program_tables import HELD_OPS, HELD_PROGRAMS, capacity
+from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.layout import Widths
 from vllm_scope.program.operations import (
     NO_PROGRAM,

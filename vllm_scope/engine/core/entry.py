@@ -37,7 +37,7 @@ from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import EngineCore, EngineCoreRequest, Request, VllmConfig
 from vllm_scope.engine.worker.replies import Described
 from vllm_scope.errors import CapacityError, SpecError, shown
-from vllm_scope.graph.tap.tables import capacity
+from vllm_scope.graph.tap.program_tables import capacity
 from vllm_scope.program.block_keys import BlockKeys
 from vllm_scope.program.compiler import OVERSHOOT, RequestProgram
 from vllm_scope.program.held import Held

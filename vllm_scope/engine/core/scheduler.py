@@ -37,7 +37,8 @@ from vllm_scope.engine.vllm_types import (
     Scheduler,
     SchedulerOutput,
 )
-from vllm_scope.graph.tap.tables import capacity, log_places
+from vllm_scope.graph.tap.program_tables import capacity
+from vllm_scope.graph.tap.tables import log_places
 from vllm_scope.program.held import Held
 from vllm_scope.program.operations import Cost, LogRange
 from vllm_scope.sinks.request import Ended

@@ -32,7 +32,8 @@ from vllm_scope.graph.anatomy.parts import install_part_taps
 from vllm_scope.graph.anatomy.split import Split
 from vllm_scope.graph.anatomy.tapped import install_taps
 from vllm_scope.graph.tap import op
-from vllm_scope.graph.tap.tables import Tables, capacity
+from vllm_scope.graph.tap.program_tables import capacity
+from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.layout import SLOT_BYTES, Widths
 from vllm_scope.request.sites import (
     ATTENTION_SITES,

@@ -4,6 +4,7 @@ definition.py  what a tap does, in torch and numpy; the CPU runs it, the kernel 
 kernel.py      the same in Triton, one program instance per token row
 states.py      states of gates: how a tap advances them, and where they are kept
 tables.py      the device tables that tell a tap what to do, refilled between steps
+program_tables.py  those of them that hold programs and vectors while requests use them
 places.py      which row of a table belongs to which content
 staging.py     host memory from which a step's table is uploaded
 op.py          the registered op, which runs the definition or the kernel
