@@ -42,8 +42,8 @@ class ActivationCache(Mapping[str, Tensor]):
         results: the rows of one completion, or of several, which make a batch. Every stream
             of a result must have the same positions 0, 1, 2, ... without a gap: read
             `tokens="all"` or "prompt". All results must have the same streams.
-        num_layers: the model's number of layers. Needed for a layer that counts from the end, and
-            for all layers (None).
+        num_layers: the model's number of layers. Needed for a negative layer, as in
+            `cache["resid_post", -1]`, and for methods that are called with `layer=None`.
 
     Attributes:
         lengths: int64 [batch], number of positions of each result. The batch is padded on the

@@ -70,7 +70,8 @@ class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
         admin_key: the server's VLLM_SCOPE_ADMIN_KEY, for calls that change the engine.
         model: one of the server's models; None: its first one.
         timeout: seconds for an answer.
-        binary: ask for binary answers, which take a fraction of the server's CPU time for rows.
+        binary: ask for binary answers. An answer with rows then costs the server a fraction of the
+            CPU time of JSON.
         transport: an httpx transport, for tests and proxies.
 
     Raises:

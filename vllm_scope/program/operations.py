@@ -258,8 +258,8 @@ _CHECK = Op(OP_CHECK)
 _boundary_of = itemgetter(0)
 
 
-#: The value of an edit's pick for a token -> the edit's operations on the token. For a replacement,
-#: the value is the number of the token's row, from 1.
+#: Returns an edit's operations on a token. The argument is the token's number in `Pick.values`: 1
+#: if the edit applies to the token; for a replacement, the number of the new row, from 1.
 OpsOf = Callable[[int], Sequence[Op]]
 
 

@@ -305,7 +305,8 @@ class Resolved:
         gates = [edit.gate for edit in self.edits if edit.gate is not None]
         vectors |= {id(gate.vector): len(gate.vector.data) for gate in gates}
         cells = (cell for one in self.banked for cell in one.cells)
-        # If taps apply a weight, its rows are kept in addition to the weight.
+        # If taps compute a net, its weight is in memory twice: as a matrix, and as a vector for
+        # each row of the matrix.
         nets = {
             id(cell.net): cell.net.num_bytes * (2 if isinstance(cell.bank, Scored) else 1)
             for cell in cells if cell.net is not None

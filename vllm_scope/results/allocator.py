@@ -58,7 +58,8 @@ class AllocatorStats(NamedTuple):
     Attributes:
         lent: in use.
         free: kept for the next use.
-        reused, new: lent by all calls of `empty` so far: free segments, and new ones.
+        reused: of the free segments that calls of `empty` have taken so far.
+        new: of the segments that calls of `empty` have mapped so far, as none was free.
     """
 
     lent: int

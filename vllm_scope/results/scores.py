@@ -372,7 +372,8 @@ class Scores(Named[Tensor]):
     """Name of the probe -> its scores: float32 [num_positions], CPU, in position order.
 
     Args:
-        aggregates: True for aggregates in place of scores, of the probes that have an aggregate.
+        aggregates: True if the values are aggregates instead of scores. The mapping then has only
+            the probes with an aggregate.
     """
 
     def __init__(self, table: ScoreTable, of: Snapshot, aggregates: bool = False) -> None:

@@ -228,8 +228,8 @@ class Answer:
         self._kept.clear()
 
     async def _ended(self, number: int) -> tuple[Json, Json]:
-        """(The faces' fields of a choice that has ended, their fields of the response). The second
-        are empty unless the choice is the last one to end."""
+        """(The faces' fields of a choice that has ended, their fields of the whole response). Only
+        the last choice that ends has fields of the response."""
         self._num_ended += 1
         own: Json = {}
         whole: Json = {}

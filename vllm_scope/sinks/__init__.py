@@ -84,7 +84,8 @@ class Block:
     """Rows of one stream, scores of one probe, or some features, of one request.
 
     Attributes:
-        site, layer: the stream. The site of rows from before its edits ends in ".before".
+        site, layer: the stream. If the rows were read before the edits of their site
+            (`when="before"`), `site` ends in ".before".
         positions: int64 [n], absolute.
         values: the rows, encoded if their read has a codec, the scores, or the values of features.
             Valid during the call: copy what you keep.

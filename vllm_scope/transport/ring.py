@@ -263,6 +263,6 @@ class RingReader:
         return bool(self._revoked[reader])
 
     def acknowledge(self, reader: int, message: int) -> None:
-        """Report that all messages up to this one are read. With CLOSED: that this front-end reads
-        no more."""
+        """Report that all messages up to this one are read. If `message` is CLOSED, report that
+        this front-end reads no more."""
         self._counters[reader] = message

@@ -204,7 +204,7 @@ class Banks:
         return self._loaded[bank]
 
     def stack(self, banks: tuple[Bank, ...]) -> DeviceStack:
-        """The stack of some banks, all of which are held and have an equal `like`."""
+        """The stack of several banks. All of them are held, and `like` returns the same for all."""
         with self._lock:
             found = self._stacks.pop(banks, None)
             if found is None:

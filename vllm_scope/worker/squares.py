@@ -71,8 +71,8 @@ def load(dtype: torch.dtype, width: int) -> None:
 
 
 def _steps(rows: Tensor) -> tuple[int, int]:
-    """(units from one row to the next, numbers of a unit). The kernels are compiled for each unit.
-    Rows that begin at slots all have one unit, whatever the distance between them."""
+    """(units from one row to the next, numbers of a unit). The kernels are compiled once for each
+    unit. All distances that are multiples of a slot share one unit: the numbers of a slot."""
     unit = SLOT_BYTES // rows.element_size()
     step = rows.stride(0)
     return (step // unit, unit) if step % unit == 0 else (step, 1)

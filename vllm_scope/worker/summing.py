@@ -43,8 +43,9 @@ logger = logging.getLogger("vllm.vllm_scope")
 #: Bytes of raw rows that are gathered at once: 8,192 rows of 4,096 16-bit numbers. Fewer rows would
 #: take a GPU longer to start than to add.
 CHUNK_BYTES = 64 << 20
-#: Rows of generated tokens wait until they take more than MOST_BYTES, or until more than MOST_STEPS
-#: steps have brought some, or more than MOST_STEPS requests have ended.
+#: Rows of generated tokens wait until their tokens are accepted. The waiting rows are looked
+#: through when they take more than MOST_BYTES, or when more than MOST_STEPS steps have added rows
+#: or more than MOST_STEPS requests have ended since the last look.
 MOST_BYTES, MOST_STEPS = 64 << 20, 256
 
 

@@ -67,7 +67,8 @@ _calls: set[asyncio.Task[None]] = set()
 
 
 def _engines_of(client: object) -> tuple[object, ...]:
-    """The EngineCores of a client; empty if its only one is in this process."""
+    """The EngineCores that a client reaches in other processes; none if its only EngineCore is in
+    this process."""
     return tuple(getattr(client, "core_engines", ()))
 
 

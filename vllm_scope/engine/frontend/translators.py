@@ -218,8 +218,8 @@ def _joined(text: object, translations: list[Translation]) -> tuple[str, dict[st
 
 
 def text_of(actions: tuple[Action, ...]) -> str:
-    """The text of the spec of a request that has no actions itself and gets these; the same text
-    as `translated` makes of the same actions."""
+    """The JSON text of a spec with exactly these actions. `translated` gives the same text to a
+    request without actions of its own."""
     return _joined(None, [Translation(actions)])[0]
 
 

@@ -4,8 +4,9 @@ Owns:  Steps, the worker's state of the current step.
 Runs:  in every worker process, on its main thread.
 From:  runners (StepBatch), worker.plan.   To: tap.tables, arena, transport.ring, drain.
 
-Promise: a step that delivers has room before its forward starts: as a whole in the ring or in
-the arena, or tap by tap in the arena if the step is larger.
+Promise: if a step's rows fit into the arena, the worker reserves their room, in the ring or in the
+arena, before the forward starts. If they do not fit, it reserves room in the arena for one tap at a
+time, before the tap writes.
 """
 
 from __future__ import annotations
