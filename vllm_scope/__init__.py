@@ -131,8 +131,8 @@ def set_monitors(llm: LLM, monitors: Mapping[str, object]) -> None:
     Args:
         llm: vllm.LLM. For an AsyncLLM call `vllm_scope.engine.monitors.set_on_async`; to a server
             send `PUT /v1/scope/monitors`.
-        monitors: name -> the fields of a probe with a threshold, as in JSON (docs/probes.md); empty
-            for no monitors.
+        monitors: name -> the fields of a probe with a threshold, as in JSON (docs/monitors.md);
+            empty for no monitors.
 
     Raises:
         SpecError: a monitor is malformed, or this engine cannot have it. The monitors from before

@@ -60,7 +60,7 @@ class ScopeConfig(BaseModel):
             a state and each token that a running request may generate. If it is full, a request
             waits for its turn.
         monitors: an operator's probes on every request: name -> the fields of a probe with a
-            threshold (engine.monitors.parse; docs/probes.md).
+            threshold (engine.monitors.parse; docs/monitors.md).
         controller: for a server: the name of an entry point in the group `vllm_scope.controller`,
             which makes a Controller. It runs while the server runs (docs/control.md).
         scores_mib: host memory of each worker for scores of tokens whose KV is in the prefix

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -83,9 +84,40 @@ def test_what_a_folder_lists_is_in_it_once(folder):
 
 def test_the_glossary_names_types_where_they_are():
     rows = re.findall(
-        r"\| `(\w+)` \|.*\| `([\w/]+\.py)` \|$", (ROOT / "docs/glossary.md").read_text(), re.M
-    )
-    assert rows
-    for name, path in rows:
-        pattern = rf"^(?:class|def) {name}\b|^{name}\b.* = "
-        assert re.search(pattern, (PACKAGE / path).read_text(), re.M), (name, path)
+        r"^\| [^|]+ \| ((?:`\w+`(?:, )?)+) \|.*\| `([\w/]+\.py)` \|$",
+        (ROOT / "docs/glossary.md").read_text(), re.M,
+    )  # fmt: skip
+    assert len(rows) > 100
+    for names, path in rows:
+        for name in re.findall(r"\w+", names):
+            pattern = rf"^(?:class|def) {name}\b|^{name}\b.* = "
+            assert re.search(pattern, (PACKAGE / path).read_text(), re.M), (name, path)
+
+
+def _prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    seen: Counter[str] = Counter()
+    found = set()
+    for heading in re.findall(r"^#{1,6}\s+(.*?)\s*$", _prose(page), re.M):
+        plain = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").replace("*", "")
+        slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+        found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", _prose(page))):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = page.parent / path if path else page
+        assert there.exists(), target
+        if anchor:
+            assert anchor in _anchors(there), target

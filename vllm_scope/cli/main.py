@@ -93,7 +93,7 @@ def _paths(option: str, text: str | None) -> dict[str, str]:
 @app.command()
 def read(
     prompt: str,
-    site: Annotated[str, typer.Option(help="As q, z ...: docs/reading.md.")] = "resid_post",
+    site: Annotated[str, typer.Option(help="As q, z ...: docs/sites.md.")] = "resid_post",
     layers: Annotated[str, typer.Option(help="all, or numbers such as 2,5 or 0-3.")] = "all",
     tokens: Annotated[
         str, typer.Option(help="all, prompt, generated, last_prompt or last.")

@@ -118,7 +118,7 @@ class EditsInfo(BaseModel):
     digest: str | None = Field(default=None, description="Of what was set just now.")
 
 
-#: The server checks more than this schema says: docs/probes.md.
+#: The server checks more than this schema says: docs/monitors.md.
 _MONITOR = {
     "type": "object",
     "description": "The fields of a probe, as in a spec, without name and to.",
