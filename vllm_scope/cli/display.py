@@ -1,9 +1,9 @@
-"""Displays of `watch`: an answer that streams as coloured tokens or as plain lines.
+"""Displays of `watch`, which show a streaming answer as coloured tokens or as plain lines.
 
 Coloured  on a terminal
 Lines     on anything else (a pipe, a file, a terminal without colours); no control characters
 
-Each has `add(chunk)` and `end()`.
+Each display has `add(chunk)` and `end()`.
 """
 
 from __future__ import annotations
@@ -136,6 +136,6 @@ class Lines:
 
 
 def _quoted(text: str) -> str:
-    """JSON without control characters."""
+    """The text as a JSON string without control characters."""
     quoted = json.dumps(text, ensure_ascii=False)
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in quoted)

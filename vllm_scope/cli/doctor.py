@@ -1,7 +1,7 @@
 """`vllm-scope doctor`: which sites of a model can be read, on this machine, with this vLLM.
 
 vLLM's own worker builds the model without weights, and each site is tapped. If vLLM's sources are
-not those for which vllm-scope was written, a second table lists the differences.
+not those for which vllm-scope was written, another table lists the differences.
 
 Exit statuses: READABLE, UNREADABLE and UNKNOWN.
 """

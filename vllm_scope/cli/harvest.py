@@ -18,7 +18,7 @@ from vllm_scope.request.sites import MODEL_SITES
 
 
 def reads_of(sites: Sequence[str], layers: str, tokens: str, codec: str | None) -> list[Read]:
-    """A Read for each site. Raises ScopeError."""
+    """A Read for each site. Raises ScopeError if an option is wrong."""
     chosen = tokens if tokens in WORDS else _json(tokens, "--tokens", f"{', '.join(WORDS)}, or")
     named = codec if codec is None or not codec.startswith("{") else _json(codec, "--codec", "")
     return [

@@ -64,7 +64,7 @@ def doctor(
     it cannot, and with 2 if there is no answer: an unknown model, wrong
     options, or no memory.
     """
-    gc.disable()  # saves 1.5 of 10 s: imported objects live as long as the process
+    gc.disable()  # saves 1.5 of 10 s; imported objects live as long as the process anyway
     from vllm_scope.cli.doctor import examine
 
     options: dict[str, object] = {

@@ -26,12 +26,12 @@ from vllm_scope.views.monitors import fill, mib, monitor_page, share, time_of
 if TYPE_CHECKING:
     from vllm_scope.client import ScopeClient
 
-#: The time for an answer. It is short, because no model runs for it.
+#: Seconds for an answer. Few, because the model does not run for it.
 _TIMEOUT_S = 30.0
 _BARS = " ▁▂▃▄▅▆▇█"
-#: From this width of the console on, a bar is made of two ranges of scores; below it, of four.
+#: On a console of this width or more, a bar covers two ranges of scores, else four.
 _WIDE = 100
-#: Verdicts that are listed, of all monitors together.
+#: Most verdicts that are listed, for all monitors together.
 _MOST_VERDICTS = 5
 
 
@@ -39,11 +39,12 @@ def monitor(
     url: str, api_key: str | None, admin_key: str | None, interval: float, once: bool,
     page: Path | None = None,
 ) -> None:  # fmt: skip
-    """Show a server's monitors until Ctrl-C; one table if `once`, or if stdout is no terminal.
+    """Show a server's monitors until Ctrl-C. If `once`, or if stdout is no terminal, show one
+    table.
 
     Args:
         interval: seconds between two requests to the server.
-        page: a .html file to write instead.
+        page: a .html file to write instead of the table.
     """
     console = Console()
     try:
@@ -157,8 +158,8 @@ def _cells(name: str, one: Found, now_s: float) -> list[Text]:
 
 
 def bars(one: Found, step: int) -> Text:
-    """A histogram in two lines: bars, with a line at the threshold and red bars above it; and the
-    scores at which the bars begin and end.
+    """A histogram in two lines. The first line has the bars, with a mark at the threshold and red
+    bars above it. The second line has the scores at which the bars begin and end.
 
     Args:
         step: the number of ranges that make one bar. No bar is on both sides of the threshold.

@@ -1,4 +1,4 @@
-"""The server of `read`, `steer` and `watch`: its address, errors, layers and printable text."""
+"""The server that `read`, `steer` and `watch` ask, its errors, and their options as values."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Server:
 
 @contextmanager
 def asking(server: Server, console: Console) -> Iterator[ScopeClient]:
-    """A client of the server. An error in the `with` block is printed as a sentence, and ends the
-    program with status 1."""
+    """A client of the server. If the `with` block raises an error, a sentence about it is printed,
+    and the program ends with status 1."""
     try:
         from vllm_scope.client import ScopeClient, UnreachableError
     except ImportError as error:
@@ -59,7 +59,7 @@ def sentence_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}; give another path, or mend this one."
     said = str(error) or type(error).__name__
-    if isinstance(error, ImportError):  # as of the client, whose KEYS cannot be imported then
+    if isinstance(error, ImportError):  # as without httpx: then KEYS cannot be imported
         return said
     from vllm_scope.client.messages import KEYS
 
@@ -78,7 +78,7 @@ def check_whole(scope: ScopeData | None) -> None:
 
 
 def layers_of(text: str) -> str | list[int]:
-    """The layers that a text names: "all" as it is, or the numbers of a text such as 2,5 or 0-3."""
+    """The layers that a text names: "all", or a list of numbers for a text such as 2,5 or 0-3."""
     if text == "all":
         return text
     found: list[int] = []

@@ -89,8 +89,8 @@ class Watched:
 
 
 def load(path: Path, layer: int | None, tokens: str | None, template: str) -> Watched:
-    """The probe of a file, under the file's name. Its place is that of the .json beside the file,
-    or else `resid_post` at `layer`."""
+    """The probe of a file, under the file's name. The .json beside the file has the probe's place.
+    Without a .json, the place is `resid_post` at `layer`."""
     weight, bias = read_weights(probe_path(path))
     beside = path.with_suffix(".json")
     if beside.exists():

@@ -113,7 +113,7 @@ class ScopeData(OverStreams, Counts):
     `data["resid_post", 5]` is [positions, hidden_size], and `data["q", 5]` is [positions, heads,
     numbers of a head]. The dtype is float32 or float16; bfloat16 becomes float32.
     `data["resid_post", 5, "before"]` has rows that were read before edits. Iteration, `len` and
-    `in` are those of a ScopeResult: over (site, layer) of each stream.
+    `in` use the (site, layer) of each stream, as in a ScopeResult.
 
     Attributes:
         status: "complete", "incomplete", "aborted" or "failed"; "streaming" in a chunk
@@ -124,11 +124,11 @@ class ScopeData(OverStreams, Counts):
             its files (with the operator's key also `details`, which has the files' paths).
         features: name of a `Features` -> its SparseFeatures.
         lens: name of a `LensTopK` -> layer -> its TopTokens.
-        aggregates: as `scores`, for the probes with an aggregate.
+        aggregates: name of a probe -> its aggregates, for the probes with an aggregate.
         verdicts: name of a probe -> its verdict, for the probes that have one. A chunk repeats the
             verdicts of the earlier chunks.
-        begun: name of a probe with `after` -> the first position that it scores, if its first
-            stage has a verdict. A chunk repeats the entries of the earlier chunks.
+        begun: name of a probe with `after` -> the first position that it scores, if the probe that
+            `after` names has a verdict. A chunk repeats the entries of the earlier chunks.
         decisions: the decisions of the request's policy; in a stream, the last chunk has them.
     """
 

@@ -110,7 +110,7 @@ class Method(Generic[P, T]):
 
 
 class Calls(Generic[StreamT]):
-    """Base of both clients. They implement `_run` for a flow and `_iterate` for a stream."""
+    """The calls of both clients, which implement `_run` for a flow and `_iterate` for a stream."""
 
     _model: str | None
     _binary: bool
@@ -266,8 +266,8 @@ class Calls(Generic[StreamT]):
         """The chunks of one event of a stream.
 
         Args:
-            read: the features that were read, from earlier events; pass the same dict for all
-                events of a stream. New ones are added to it.
+            read: the features that were read, as the earlier events told. Pass the same dict for
+                all events of a stream: `_chunks` adds what this event tells.
         """
         body = event_body(event)
         return [] if body is None else (yield from self._parts(body, Chunk, event, read))

@@ -41,10 +41,11 @@ class SparseFeatures:
     asked: tuple[int, ...] | None = None
 
     def dense(self, index: int) -> NDArray[np.float32]:
-        """float32 [num_tokens]: one feature at each of `tokens`; 0 where it was not delivered.
+        """The values of one feature, float32 [num_tokens]; 0 at tokens without a delivered value.
 
-        If the read has `top_k`, a feature that is not among the `top_k` strongest of a token is 0,
-        as is a feature that is not active. A value below the read's `threshold` is 0 too.
+        No value is delivered if the feature is not active at the token, if its value is below the
+        read's `threshold`, or, for a read with `top_k`, if the feature is not among the token's
+        `top_k` strongest.
 
         Raises:
             KeyError: the read named other features, or the SAE has no such feature.

@@ -18,12 +18,12 @@ import safetensors
 from vllm_scope.errors import ScopeError
 from vllm_scope.request.media import ANSWER, prefix_of
 
-#: The limit of the safetensors library, which accepts no longer header.
+#: The safetensors library accepts no longer header.
 MAX_HEADER_BYTES = 100_000_000
 
 
 class FileTensor(TypedDict):
-    """A tensor of a safetensors file, as its library returns it."""
+    """A tensor of a safetensors file, as the safetensors library returns it."""
 
     dtype: str
     shape: list[int]
@@ -73,7 +73,7 @@ def tensors_of(file: bytes, what: str) -> dict[str, FileTensor]:
 
 
 def metadata_of(file: bytes) -> dict[str, str]:
-    """The metadata of a safetensors file, which `tensors_of` has accepted."""
+    """The metadata of a safetensors file that `tensors_of` has accepted."""
     (size,) = struct.unpack_from("<Q", file)
     return msgspec.json.decode(file[8 : 8 + size], type=_Header).metadata or {}
 
@@ -82,7 +82,7 @@ class Frames:
     """The files of a binary stream, which follow one another without anything between them.
 
     Attributes:
-        done: the server has sent its last event.
+        done: True if the server has sent its last event.
     """
 
     def __init__(self) -> None:

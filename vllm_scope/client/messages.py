@@ -35,7 +35,8 @@ class UnreachableError(ScopeError):
 
 @dataclass(frozen=True)
 class Call:
-    """One HTTP request. `admin`: send the operator's key. `binary`: ask for a binary answer."""
+    """One HTTP request. If `admin`, the operator's key is sent. If `binary`, a binary answer is
+    asked for."""
 
     method: str
     path: str
@@ -85,7 +86,7 @@ class Response:
 
     @property
     def frame(self) -> Frame:
-        """The answer with its tensors; without tensors if it is JSON, as from older servers."""
+        """The answer with its tensors. A JSON answer, such as older servers send, has none."""
         return Frame.parse(self.content) if self.kind == BINARY else Frame(self.content, {})
 
 

@@ -222,8 +222,8 @@ def _parse_tensors(
     """The values in the tensors of a file or of a binary answer.
 
     Args:
-        read: name of features -> the features that were read. Under other names, the features that
-            were read are not known.
+        read: name of features -> the features that were read. For a name that is not
+            in `read`, the features that were read are not known.
     """
     dtypes = {name: _FILE_DTYPES.get(one["dtype"], one["dtype"]) for name, one in found.items()}
     arrays = {name: _array(o["data"], dtypes[name], o["shape"]) for name, o in found.items()}

@@ -23,7 +23,7 @@ try:
 except ImportError as error:
     raise ImportError("the client needs httpx: pip install 'vllm-scope[client]'.") from error
 
-#: The time for an answer; a long prompt on a busy server takes a while.
+#: Seconds for an answer. Many, because a long prompt on a busy server takes a while.
 TIMEOUT_S = 600.0
 HttpT = TypeVar("HttpT", httpx.Client, httpx.AsyncClient)
 
@@ -33,7 +33,7 @@ class Events:
     because JSON may contain other line ends than LF.
 
     Attributes:
-        done: the server has sent its last event.
+        done: True if the server has sent its last event.
     """
 
     def __init__(self) -> None:
@@ -62,16 +62,16 @@ def _check_done(events: Events | Frames) -> None:
 
 
 class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
-    """The server's address and keys, for both clients.
+    """The parts of both clients that do not wait: the server's address and keys, and requests.
 
     Args:
         base_url: the server's URL, with or without /v1.
         api_key: the key of vLLM's --api-key.
         admin_key: the server's VLLM_SCOPE_ADMIN_KEY, for calls that change the engine.
-        model: one of the server's models; None: its first one.
+        model: one of the server's models; None for its first one.
         timeout: seconds for an answer.
-        binary: ask for binary answers. An answer with rows then costs the server a fraction of the
-            CPU time of JSON.
+        binary: True to ask for binary answers. With rows, a binary answer costs the server a
+            fraction of the CPU time of a JSON answer.
         transport: an httpx transport, for tests and proxies.
 
     Raises:
@@ -118,7 +118,7 @@ class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
             raise UnreachableError(f"no answer from {self._url}: {reason}.") from error
 
     def _request(self, call: Call) -> httpx.Request:
-        # Other servers, and older ones, ignore this header.
+        # Servers without vllm-scope, or with an older version, ignore this header.
         headers = {"Accept": f"{BINARY}, */*;q=0.5"} if call.binary else {}
         if call.admin and self._admin_key:
             headers["X-Scope-Admin-Key"] = self._admin_key
@@ -205,7 +205,7 @@ class ScopeClient(_Client[httpx.Client, Iterator[Chunk]]):
 
 
 class AsyncScopeClient(_Client[httpx.AsyncClient, AsyncIterator[Chunk]]):
-    """The client for asyncio: answers are awaited, streams are for `async for`."""
+    """The client for asyncio: calls are awaited, and streams are read with `async for`."""
 
     _open = httpx.AsyncClient
 

@@ -1,7 +1,7 @@
-"""What `vllm serve` gains: a scope in each answer, results to fetch, operators' routes.
+"""The HTTP side of vllm-scope: the `scope` in answers, results to fetch, operators' routes.
 
 limits.py    the first check of every request: size of the body, Authorization, path
-rpc.py       vLLM's development routes, which need the operator's key for our methods
+rpc.py       vLLM's development routes, which need the operator's key for vllm-scope's methods
 exchange.py  one HTTP request on its way through the server
 options.py   fields of `vllm_xargs` that say how a request wants its tensors
 answer.py    the results of one HTTP request, put into its answer or its chunks
@@ -18,7 +18,7 @@ reading.py   GET /v1/scope and below
 operating.py operators' routes of /v1/scope
 sweeps.py    /v1/scope/sweeps
 pages.py     the operator's page, which shows live what monitors do
-access.py    who may use a route, and what a route can ask of the engine
+access.py    the guards of routes, and the engine's calls that routes need
 changes.py   one operator's change at a time, in all processes of a server
 shared.py    the monitors that one process has set, for the other processes
 peers.py     what monitors have found in each process, for the other processes
@@ -26,5 +26,5 @@ edits.py     server-wide edits, as they are sent and shown
 schemas.py   the bodies that routes take and return, for OpenAPI
 settings.py  limits and the operator's key, from the environment
 
-Nothing here imports vLLM; engine/http/serving.py connects the two.
+No file of this folder imports vLLM; engine/http/serving.py connects the folder to vLLM.
 """

@@ -1,4 +1,4 @@
-"""Who may use a route, and what a route can ask of the engine; compat's routes use this file too.
+"""The guards of routes, and the engine's calls that routes need. compat's routes use this file too.
 
 Owns:  Engine, RunningSweep, ScopeState (`app.state.scope`), RefusalError, Route, `admin`,
        `in_turn`.
@@ -33,7 +33,7 @@ from vllm_scope.sweeps.table import SweepTable
 from vllm_scope.sweeps.wire import AskedSweep
 
 T = TypeVar("T")
-#: Most numbers in the lists of a body. 80 layers with 8,192 numbers each have fewer.
+#: Most numbers in the lists of a body. Vectors of 8,192 numbers for 80 layers have fewer.
 MOST_NUMBERS = 1 << 20
 #: Most characters in the message of a refusal.
 MOST_MESSAGE = 2000
@@ -63,7 +63,8 @@ class Engine(Protocol):
 
 
 class RunningSweep(Protocol):
-    """One of the sweeps that the server runs at once. `close` makes room for another sweep.
+    """A sweep that a request has started. The server runs a limited number of sweeps at a time, and
+    `close` makes room for another one.
 
     Attributes:
         table: the sweep's values; they arrive while the sweep runs.
@@ -82,10 +83,10 @@ class RunningSweep(Protocol):
 
 @dataclass(frozen=True)
 class ScopeState:
-    """What the server keeps for its routes; `app.state.scope`.
+    """The objects that all routes of a server share; `app.state.scope`.
 
     Attributes:
-        engine: returns the engine; None if there is none with taps.
+        engine: returns the engine, or None if the server has no engine with taps.
         showing: held while an answer with edits (up to 8 MiB) or with sums is made, so that only
             one such answer is made at a time.
     """
@@ -101,8 +102,8 @@ class ScopeState:
 
 
 class RefusalError(Exception):
-    """Raised by a route. The answer has its status and its message, in the shape of OpenAI's
-    errors."""
+    """Raised by a route to refuse a request. The answer has the error's status and message, in the
+    shape of OpenAI's errors."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -141,7 +142,7 @@ class _Bounded(Request):
 
 
 class Route(APIRoute):
-    """A route whose errors all have OpenAI's shape, those that FastAPI raises too.
+    """A route whose errors all have OpenAI's shape, also the errors that FastAPI raises.
 
     If a route needs the operator's key, the key is checked before the body is read; FastAPI
     would check the route's dependencies only after it has read the body.
@@ -190,11 +191,11 @@ async def asked(call: Awaitable[T]) -> T:
 
 @asynccontextmanager
 async def in_turn(request: Request, clearing: bool = False) -> AsyncIterator[Engine]:
-    """Wait until the server makes no other operator's change, then yield the engine. Other changes
+    """Wait until no other change by an operator is being made, then yield the engine. Other changes
     wait until the `async with` block ends.
 
     Args:
-        clearing: True if the change ends edits, which must be possible with a full disk too.
+        clearing: True if the change ends edits. Such a change must work with a full disk too.
     """
     engine = engine_of(request)
     try:
@@ -217,7 +218,8 @@ AdminKeyOrBearer = Annotated[
 
 
 def admin(request: Request, key: AdminKey = None) -> None:
-    """A dependency of routes that need the operator's key."""
+    """Raises RefusalError for a request without the operator's key. Routes that need the key have
+    this function as a dependency."""
     if key is None:
         raise RefusalError(401, "this needs the operator's key in the header X-Scope-Admin-Key.")
     if not state_of(request).settings.is_operators(key):
@@ -225,8 +227,8 @@ def admin(request: Request, key: AdminKey = None) -> None:
 
 
 def admin_or_bearer(request: Request, key: AdminKeyOrBearer = None) -> None:
-    """As `admin`; the operator's key may also be the bearer token. vLLM accepts that token if it
-    is one of the server's API keys, or if the server has no API keys."""
+    """As `admin`, but the operator's key may also be the bearer token. vLLM accepts that token if
+    it is one of the server's API keys, or if the server has no API keys."""
     scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
     operators = scheme.lower() == "bearer" and state_of(request).settings.is_operators(bearer)
     if key is not None or not operators:
@@ -240,7 +242,7 @@ A_FILE: dict[int | str, dict[str, object]] = {
 
 
 def takes(media: str, schema: Mapping[str, object], description: str = "") -> dict[str, object]:
-    """For OpenAPI: the body of requests to a route that parses it itself."""
+    """For OpenAPI: the request's body, for a route that parses the body itself."""
     told = {"description": description} if description else {}
     return {"requestBody": {"required": True, **told, "content": {media: {"schema": schema}}}}
 
@@ -250,5 +252,5 @@ def json_answer(content: bytes) -> Response:
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, object]]:
-    """For OpenAPI: answers with these statuses are Refusals."""
+    """For OpenAPI: the answers with these statuses, which are Refusals."""
     return {status: {"model": Refusal} for status in statuses}

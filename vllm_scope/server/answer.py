@@ -5,8 +5,8 @@ Runs:  in an API server process, on its event loop.
 From:  engine.http, which passes on each output.   To: choice, store, faces.
 
 Promise: if a request has no `scope`, its answer has a `scope` only for the verdicts of an
-operator's monitors. The fields of faces come with the last chunk of a choice. Files that no sent
-part of the answer names are deleted.
+operator's monitors. The fields of faces come with the last chunk of a choice. A file is deleted
+if no sent part of the answer names it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class VllmResponse(Protocol):
 
 
 class Answer:
-    """What one HTTP request's generations deliver.
+    """The results of one HTTP request's generations, as fields of vLLM's response or chunks.
 
     Args:
         options: None if the request has no `scope`.
@@ -160,8 +160,8 @@ class Answer:
             choice.cursor.look(completion.scope)
 
     def late(self, prompt: int, completion: CompletionOutput, behind: int) -> bool:
-        """True if a stream lacks data of a token that is `behind` or more tokens before the last
-        one."""
+        """True if the completion's stream lacks data of a token that is `behind` or more tokens
+        before the last one."""
         last = len(completion.scope.transcript) - 1 - behind
         return self._choice(prompt, completion).cursor.late(last)
 
@@ -228,8 +228,8 @@ class Answer:
         self._kept.clear()
 
     async def _ended(self, number: int) -> tuple[Json, Json]:
-        """(The faces' fields of a choice that has ended, their fields of the whole response). Only
-        the last choice that ends has fields of the response."""
+        """(The faces' fields of a choice that has ended, the faces' fields of the whole response).
+        The second mapping is empty until the last choice has ended."""
         self._num_ended += 1
         own: Json = {}
         whole: Json = {}

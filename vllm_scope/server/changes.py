@@ -1,4 +1,4 @@
-"""A lock, so that the API server processes of a server make operators' changes one at a time.
+"""A lock that lets the API server processes of a server make operators' changes one at a time.
 
 Owns:  Changes.
 Runs:  in each API server process, on its event loop.
@@ -21,7 +21,7 @@ from filelock import AsyncFileLock
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Seconds between two attempts to lock, and until a change is given up.
+#: Seconds between two attempts to lock, and seconds after which a change is given up.
 _POLL_S, MOST_WAIT_S = 0.02, 60.0
 
 
@@ -33,7 +33,7 @@ class Changes:
     """A lock among the processes of one server. A process that ends releases the lock.
 
     Args:
-        folder: makes the folder that the processes share if it is missing, and returns it.
+        folder: returns the folder that the processes share; makes the folder if it is missing.
     """
 
     def __init__(self, folder: Callable[[], Path]) -> None:
@@ -47,9 +47,9 @@ class Changes:
         """Hold the lock.
 
         Args:
-            clearing: True if the change ends edits. If the lock's file cannot be made, the change
-                then waits for those of this process alone, so that harmful edits can always be
-                ended.
+            clearing: True if the change ends edits. If the lock's file cannot be made, such
+                a change waits only for other changes of this process, so that harmful edits can
+                always be ended.
 
         Raises:
             NoTurnError: the lock was not free within MOST_WAIT_S, or its file cannot be made.

@@ -35,20 +35,22 @@ from vllm_scope.server.tokens import ScoredTokens
 #: Limit of the rows in one chunk. If the new rows are larger, the chunk has none of them: they
 #: come as a file with the last chunk.
 MAX_CHUNK_BYTES = 8 << 20
-#: Work on so many bytes takes as long as to start a thread. From this size on, a thread works.
+#: From this many bytes on, work is done in a thread. Work on fewer bytes takes less time than the
+#: start of a thread.
 THREAD_BYTES = 128 << 10
-#: Estimated size in JSON: of a score, and of a token without its scores.
+#: Estimated bytes in JSON of a score, and of a token without its scores.
 _SCORE_BYTES, _TOKEN_BYTES = 20, 80
 T = TypeVar("T")
 
 
 class ChoiceScope:
-    """What one choice delivers.
+    """Makes the `scope` of one choice, whole or chunk by chunk.
 
     Args:
-        inline_bytes: rows of a choice are inside the answer if they take at most this much.
-        take_room: takes bytes of the room inside the answer; False if fewer are left.
-        body: takes the values of rows; a binary body also the values of features and lenses.
+        inline_bytes: rows of a choice are inside the answer if they take at most this many bytes.
+        take_room: takes a number of bytes from the room inside the answer; returns False if fewer
+            bytes are left.
+        body: takes the values of rows; a binary body also takes those of features and lenses.
         number: the choice's index.
 
     Attributes:
@@ -73,13 +75,13 @@ class ChoiceScope:
 
     def flags(self) -> Json:
         """The field `scope` of a choice whose request has no scope: the verdicts of monitors. The
-        field is absent if there are none."""
+        field is absent if there are no verdicts."""
         result = self.completion.scope
         found = {} if result is None else encode.verdicts(result.verdicts, result.begun)
         return {"scope": found} if found else {}
 
     async def whole(self) -> Json:
-        """The `scope` of a choice of a whole answer."""
+        """The `scope` of the choice in a whole answer."""
         result = self.completion.scope
         scores, rows = await _aside(_is_large(result), lambda: _split(result.columns()))
         num_numbers = encode.num_numbers(scores)
@@ -97,7 +99,7 @@ class ChoiceScope:
         return body | await self._rows(rows, [], keep=not inline)
 
     async def part(self, ended: bool, holds: bool) -> Json:
-        """The `scope` of a chunk.
+        """The `scope` of the choice in its next chunk.
 
         Args:
             ended: True if it is the choice's last chunk.
@@ -138,7 +140,7 @@ class ChoiceScope:
 
     def _new(self, scores: list[Column], late: Sequence[Column] = ()) -> Json:
         """The fields of scores, features and lenses of a chunk. Only the first chunk with the
-        features of a name says which features were read: up to 256 numbers."""
+        features of a name lists the features that were read (up to 256 numbers)."""
         told = encode.told(scores, late, self._sparse_values, self._said)
         self._said.update(column.label for column in (*scores, *late))
         return told
@@ -154,7 +156,8 @@ class ChoiceScope:
         return []
 
     def _told(self, scores: Sequence[Column], settled: int | None) -> Json:
-        """The field `tokens`; empty if the caller asked for no probes, or for too many scores."""
+        """The field `tokens`. Empty if the caller asked for no probes, or if the tokens have too
+        many scores."""
         result = self.completion.scope
         if not result.own_probes:
             return {}
@@ -169,7 +172,7 @@ class ChoiceScope:
 
         Args:
             sent: items of `rows` that are encoded already.
-            keep: write the file even if the rows are inline.
+            keep: True to write the file even if the rows are inline.
         """
         size = sum(column.nbytes for column in rows)
         in_file = size > 0 and (
@@ -195,8 +198,8 @@ class ChoiceScope:
         return body
 
     async def _with_values(self, rows: list[Column]) -> list[Json]:
-        """The items of `rows` with their values. Base64 or decoding of many bytes is done in a
-        thread, because other threads can run meanwhile."""
+        """The items of `rows` with their values. Many bytes are encoded as base64, or decoded, in
+        a thread, because the event loop can run meanwhile."""
         works = not self._binary or any(isinstance(c.source, EncodedRows) for c in rows)
         large = works and sum(column.nbytes for column in rows) >= THREAD_BYTES
         return await _aside(large, lambda: encode.rows(rows, self._values))

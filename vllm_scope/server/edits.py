@@ -14,7 +14,7 @@ from vllm_scope import errors
 from vllm_scope.errors import SpecError
 from vllm_scope.request.bounded_json import MOST_ITEMS, decode
 
-#: If the edits take more, vectors are shown by dtype and shape alone.
+#: If the edits take more bytes, vectors are shown by dtype and shape alone.
 MOST_SHOWN_BYTES = 8 << 20
 #: A list of at most so many items is always shown.
 _SHORT_LIST = 64
@@ -33,7 +33,8 @@ def decoded(body: bytes, most_items: int = MOST_ITEMS) -> tuple[str, object]:
     """(A request's body as text, the value of its JSON).
 
     Raises:
-        SpecError: the body is not UTF-8, not JSON, or has more than `bounded_json.decode` takes.
+        SpecError: the body is not UTF-8 or not JSON, or has more nodes or items than
+            `bounded_json.decode` takes.
     """
     try:
         text = body.decode()
@@ -92,7 +93,7 @@ def shown(text: str | None, digest: str | None = None) -> bytes:
 
 
 def _short(edit: dict[str, object]) -> dict[str, object]:
-    """An edit without its numbers."""
+    """An edit without the numbers of its vectors, except for lists of at most _SHORT_LIST items."""
     found: dict[str, object] = {}
     for name, value in edit.items():
         if isinstance(value, list) and len(value) > _SHORT_LIST:

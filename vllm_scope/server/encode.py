@@ -1,6 +1,6 @@
-"""Results as JSON: counts, positions, scores and features; and as tensors with names.
+"""Results as JSON (counts, positions, scores and features), and as tensors with names.
 
-Owns:  what a choice's `scope` looks like; docs/http.md describes it.
+Owns:  the format of a choice's `scope`, which docs/http.md describes.
 
 Positions are written as half-open spans: [[0, 3], [7, 8]] is 0, 1, 2 and 7. JSON has
 no NaN: a score that is not finite is null.
@@ -67,7 +67,7 @@ def spans(positions: np.ndarray) -> list[list[int]]:
 
 
 def counts(result: ScopeResult) -> Json:
-    """The request's status and counts, and those of each sink. The request's counts leave out the
+    """The status and counts of the request, and of each sink. The request's counts leave out the
     rows and scores that go to sinks."""
     body = _fields(result, "status", "error")
     if result.manifests:
@@ -142,7 +142,7 @@ def _sparse_tensors(name: str, rows: SparseRows, positions: Tensor) -> dict[str,
 
 
 def rows(columns: Iterable[Column], values: Values | None) -> list[Json]:
-    """The items of `rows`; without the values if `values` is None."""
+    """The items of the field `rows`, without their values if `values` is None."""
     return [_rows(column) | (values(column) if values else {}) for column in columns]
 
 
@@ -172,8 +172,10 @@ def told(
 
     Args:
         late: columns whose values are left out.
-        values: takes the values of features and lenses; None: the values are numbers in the JSON.
-        said: labels of features without `num_features` and `asked`: an earlier chunk has them.
+        values: takes the values of features and lenses. If None, the values are numbers in the
+            JSON.
+        said: labels of features whose `num_features` and `asked` are left out, because an earlier
+            chunk has them.
     """
     of_probes: list[list[Column]] = [[], []]
     of_features: dict[str, Json] = {}
@@ -197,7 +199,7 @@ def told(
 
 
 def scores(columns: Iterable[Column], inline: bool) -> Json:
-    """`scores`, by the probes' names; without the values if they are not inline."""
+    """The field `scores`, by the probes' names; without the values if `inline` is False."""
     return {str(column.label): _scores(column, inline) for column in columns}
 
 
@@ -235,7 +237,7 @@ def num_numbers(columns: Iterable[Column]) -> int:
     total = 0
     for column in columns:
         if isinstance(column.source, SparseRows):
-            # A position counts once by itself: without features it is still a pair of brackets.
+            # Each position counts as one number: without features it is still a pair of brackets.
             total += len(column.positions) + 2 * int(column.source.counts.sum())
         else:
             total += len(column.positions) * (1 if column.aggregates is None else 2)

@@ -1,4 +1,4 @@
-"""One HTTP request on its way through a server: who asks, and how its answer is sent.
+"""One HTTP request and its answer on their way through the server.
 
 Owns:  Exchange, which also disconnects clients that do not read.
 Runs:  in each API server process, on its event loop.
@@ -35,8 +35,8 @@ class Exchange(Asker):
         timed: True if the client has `write_timeout_s` to read each piece of the answer. Plain
             requests are not timed.
         untold: functions that delete one file each, called at the end of the request. A function
-            is removed once a part of the body was sent after the function was appended, because
-            that part names the file.
+            is removed when the next part of the body has been sent, because that part names the
+            function's file.
         closing: functions that are called and awaited when the request is over, the last one first.
             They close objects that otherwise only the garbage collector would close, such as the
             generator of a stream whose client left while a chunk was sent.
@@ -48,11 +48,12 @@ class Exchange(Asker):
     untold: list[Callable[[], None]] = field(default_factory=list)
     closing: list[Callable[[], Awaitable[object]]] = field(default_factory=list)
     body: Body = field(default_factory=JsonBody)
-    #: The client has left, or was disconnected.
+    #: True if the client has left, or was disconnected.
     _gone: bool = False
 
     def sender(self, scope: Scope, receive: Receive, send: Send, timeout_s: float) -> Send:
-        """ASGI's `send`, with the timeout and the record of what was sent."""
+        """ASGI's `send` with the timeout. Removes the functions of `untold` whose files have been
+        named to the client."""
 
         async def sending(message: Message) -> None:
             if not (self.timed or self.untold or self._gone):
@@ -142,7 +143,8 @@ def _hang_up(scope: Scope) -> bool:
     connections = list(getattr(getattr(server, "server_state", None), "connections", ()))
     found = [one for one in connections if getattr(one, "scope", None) is scope]
     if not found and _is_peer(scope):
-        # A connection has one scope: if the client has sent two requests, the second one's scope.
+        # A connection has the scope of its newest request. If the client has sent a second request
+        # meanwhile, the connection is found by the client's address.
         found = [one for one in connections if getattr(one, "client", None) == scope["client"]]
     for connection in found:
         connection.transport.abort()

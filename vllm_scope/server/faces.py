@@ -46,7 +46,7 @@ class CompletionOutput(Protocol):
 
 
 class Reply:
-    """What a face adds to the answer of one request; the base class adds nothing.
+    """The fields that a face adds to the answer of one request; the base class adds none.
 
     The methods run in a thread, one at a time, and may block. They return JSON. An error in
     a method fails the request, so a method reports missing data as a field's value.
@@ -61,7 +61,7 @@ class Reply:
         Args:
             number: the choice's index.
             of: how many choices the answer has: n for each prompt.
-            completion: also has the attributes that the face's decorator gave it.
+            completion: with the attributes that the decorator of the face's translation has set.
         """
         return {}
 
@@ -105,17 +105,17 @@ Begin = Callable[[Mapping[str, object], Keep], Reply]
 
 @dataclass(frozen=True)
 class HttpFace:
-    """What a face does over HTTP.
+    """A face over HTTP: its keys, its Reply to a request, and its routes.
 
     Attributes:
         keys: the keys of `vllm_xargs` that the face's translator understands. Their values are
-            numbers, strings (JSON too) and lists of these.
+            numbers, strings (also JSON text) and lists of these.
         fields: keys that may also be fields of the body, with any JSON as value.
         begin: makes the Reply to a request that has some of the keys.
         reading: routers for everyone with the API key. Each has a prefix of its own below /v1,
             where vLLM authenticates.
         changing: routers for the operator; they exist only if there is an operator's key.
-        bearer: True if, for `changing`, the operator's key may also be the bearer token.
+        bearer: True if the operator's key for `changing` may also be the bearer token.
     """
 
     name: str
@@ -151,7 +151,7 @@ def registered() -> list[HttpFace]:
 
 
 def has_fields(body: Mapping[str, object]) -> bool:
-    """Whether a body has a field of a face."""
+    """True if a body has a field of a face."""
     return any(not face.fields.isdisjoint(body) for face in _faces.values())
 
 

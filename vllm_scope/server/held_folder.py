@@ -1,4 +1,4 @@
-"""The folder that the processes of one server share, which other servers do not remove.
+"""A folder that the processes of one server share, and that other servers do not remove.
 
 Owns:  HeldFolder.
 Runs:  in each API server process. The caller serialises the calls.

@@ -1,4 +1,4 @@
-"""The first middleware of every request: bounds the body, records the sender and the path.
+"""The first middleware of every request: it bounds the body, and records the sender and the path.
 
 Owns:  Door, an ASGI middleware. It runs behind vLLM's authentication.
 To:    exchange, answer; rpc (which methods vLLM's development route may call).
@@ -28,7 +28,7 @@ class Door:
     """Refuses a body with 413 if its announced or its real length is over the limit.
 
     Args:
-        limits: prefix of a path -> most bytes of a body; the longest prefix that matches holds.
+        limits: prefix of a path -> most bytes of a body; the longest prefix that matches counts.
         timed: prefixes of paths whose answers the client must read within the timeout.
     """
 

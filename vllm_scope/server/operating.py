@@ -51,8 +51,8 @@ Name = Annotated[str, Path(min_length=1, max_length=MAX_NAME, description="Of th
 
 @router.get("/monitors", summary="The operator's probes on every request")
 async def get_monitors(request: Request) -> dict[str, dict[str, object]]:
-    """For each name of a monitor: site, layers, tokens, activation, aggregate, threshold, action
-    and after."""
+    """Each monitor by its name: site, layers, tokens, activation, aggregate, threshold, action and
+    after."""
     found = await asked(engine_of(request).monitors())
     return {name: dict(monitor) for name, monitor in found.items()}
 
@@ -74,8 +74,8 @@ async def get_moments(request: Request, name: Name) -> schemas.MomentsInfo:
 async def get_sums(
     request: Request, name: Name, site: str, layer: int, label: str = "all"
 ) -> Response:
-    """A safetensors file of float64 tensors: `count`, `missing`, `x`, and where there are such sums
-    `xx`, `xy`, `y` and `yy`."""
+    """A safetensors file of float64 tensors: `count`, `missing`, `x`, and, if there are such
+    sums, `xx`, `xy`, `y` and `yy`."""
     async with state_of(request).showing:
         data = await asked(engine_of(request).moments_at(name, site, layer, label))
     return Response(data, media_type="application/octet-stream")

@@ -41,7 +41,7 @@ class ScopeOptions:
 
     @staticmethod
     def parse(xargs: Mapping[str, object], operator: bool = False) -> ScopeOptions | None:
-        """The options of a request; None if it has no field of ours.
+        """The options of a request; None if no field's name begins with `scope`.
 
         Args:
             operator: True if the request has the operator's key.
@@ -79,9 +79,12 @@ class ScopeOptions:
 
 
 def _check_answerable(spec: Spec) -> None:
-    """Raises SpecError for codec rp8, whose rows take this process seconds to decode (an inverse
-    of the whole projection), for names that are kept for an operator's monitors, and for names that
-    end as the tensors of positions, indices or tokens do in a file."""
+    """Raises SpecError for a spec that cannot be answered over HTTP.
+
+    The codec rp8 is refused, because its rows take this process seconds to decode (an inverse of
+    the whole projection). So are names that are reserved for an operator's monitors, and names that
+    end in one of `encode.ENDINGS`, the endings of other tensors in a file.
+    """
     names = [(f"probes[{i}].name", probe.name) for i, probe in enumerate(spec.probes)]
     names += [(f"features[{i}].name", one.name) for i, one in enumerate(spec.features)]
     names += [(f"lens[{i}].name", one.name) for i, one in enumerate(spec.lens)]

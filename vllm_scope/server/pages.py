@@ -4,7 +4,7 @@ Owns:  the routes of the page and of its data.
 Runs:  in each API server process, if VLLM_SCOPE_ADMIN_KEY is set; without it they do not exist.
 From:  control.activity, views.monitors.   To: routes, which adds them to the app.
 
-Promise: the page itself says nothing about the server: a browser sends no keys when it opens an
+Promise: the page itself says nothing about the server. A browser sends no keys when it opens an
 address, so everybody may have the page. The page's data need the operator's key and vLLM's API key,
 as the other routes of `/v1/scope/monitors` do.
 """

@@ -1,4 +1,4 @@
-"""The activity of monitors that each API server process has counted, told to the other processes.
+"""The files by which API server processes tell each other what monitors have found.
 
 Owns:  Peers.
 Runs:  in each API server process of a server that has several. A thread writes the file of this
@@ -30,7 +30,7 @@ class Peers(Background):
 
     Args:
         folder: makes the folder if it is missing, and returns it.
-        text: returns what this process has counted. Called on the thread.
+        text: returns the content of this process's file. Called on the thread.
     """
 
     def __init__(self, folder: Callable[[], Path], text: Callable[[], bytes]) -> None:
@@ -40,7 +40,7 @@ class Peers(Background):
         self._changed = threading.Event()
 
     def changed(self) -> None:
-        """Let the thread write the file soon. Any thread; never waits for a file."""
+        """Let the thread write the file soon. Called on any thread; never waits for a file."""
         self._start()
         self._changed.set()
 

@@ -1,4 +1,4 @@
-"""`GET /v1/scope` and what is below it: what the model can be asked, and results to fetch.
+"""`GET /v1/scope` and the routes below it: sites and limits, results, modules and edits.
 
 Owns:  the router of the routes that change nothing.
 Runs:  in each API server process.

@@ -1,4 +1,4 @@
-"""How many bytes of files one key has, and all keys have, in a bounded folder.
+"""Bytes of files in a bounded folder: of each key, and of all keys together.
 
 Owns:  Room.
 Runs:  in each API server process, under the store's lock.
@@ -20,7 +20,7 @@ class Room:
     Attributes:
         most_bytes: limit of all files together; `budget.fits` decides how much of it one key may
             have.
-        num_bytes: charged for all files.
+        num_bytes: charged bytes of all files.
     """
 
     def __init__(self, most_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""The routes of vllm-scope in an app: `/v1/scope`, the operator's page, and those of compat.
+"""The routes of vllm-scope in an app: `/v1/scope`, the operator's page, compat's routes.
 
 Owns:  `attach`, which adds them with their guards and the middleware.
 From:  reading, operating, sweeps, pages; faces (compat's).
@@ -49,7 +49,7 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
     """Add the routes and the middleware to an app.
 
     Args:
-        engine: returns the app's engine; None if there is none with taps (yet).
+        engine: returns the app's engine, or None if there is no engine with taps (yet).
 
     Raises:
         ConfigError: a setting in the environment is wrong; the server does not start.
@@ -69,7 +69,8 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
     limits |= dict.fromkeys(prefixes, MAX_OPERATOR_BYTES)
     app.add_middleware(Door, limits=limits, settings=settings, timed=prefixes)
     app.add_exception_handler(RefusalError, refused)
-    # vLLM adds its handlers later, and an app has one for each kind of error: ours wraps vLLM's.
+    # vLLM adds its handlers later. An app has one handler for each kind of error, so our handler
+    # must wrap vLLM's.
     app.build_middleware_stack = partial(_built, app, app.build_middleware_stack)  # type: ignore[method-assign]
     app.openapi = partial(_described, app.openapi)  # type: ignore[method-assign]
     for router in open_to_all:
@@ -98,7 +99,8 @@ _Handler = Callable[[Request, Any], Awaitable[Response]]
 
 
 def _built(app: FastAPI, original: Callable[[], ASGIApp]) -> ASGIApp:
-    """The app's middleware stack, made once all handlers are known: ours then wraps vLLM's."""
+    """The app's middleware stack. It is made after vLLM has added its handlers, so that our handler
+    wraps vLLM's."""
     theirs: Any = app.exception_handlers.get(
         RequestValidationError, request_validation_exception_handler
     )

@@ -48,7 +48,7 @@ async def whole_body(receive: Receive) -> tuple[bytes, Receive]:
 
 
 def names_ours(body: bytes) -> bool:
-    """True if a body names one of our methods anywhere in it, because some methods call others.
+    """True if a body names one of our methods in any string, because some methods call others.
     Also True if the body may name one and is too long to look through.
 
     The body is parsed as vLLM parses it: in any encoding, and the last of two equal fields counts.

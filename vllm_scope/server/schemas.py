@@ -1,4 +1,4 @@
-"""The bodies of requests to the routes, and of their answers, for OpenAPI."""
+"""The bodies of the routes' requests and answers, for OpenAPI."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Refusal(BaseModel):
 
 
 class SiteInfo(BaseModel):
-    """Where rows can be read, probed and edited."""
+    """A site where rows can be read, probed and edited, and its layers."""
 
     site: str
     layers: list[int] = Field(description="Layers with a tap, from 0; [0] for `embed`.")
@@ -45,7 +45,7 @@ class HttpLimits(BaseModel):
 
 
 class Load(BaseModel):
-    """What this API server process holds now; `requests` counts those of the whole engine."""
+    """The load of this API server process now; `requests` counts those of the whole engine."""
 
     requests: int = Field(description="Running requests that read, probe or edit.")
     pending: int = Field(description="Requests whose rows are awaited, or not yet answered.")
@@ -69,7 +69,7 @@ class MomentsInfo(BaseModel):
 
 
 class ServerInfo(BaseModel):
-    """What this server's model can be asked."""
+    """The sites of this server's model, the limits, and the load."""
 
     version: str = Field(description="Of vllm-scope.")
     runner: str = Field(description="vLLM's model runner: V1 or V2.")
@@ -167,7 +167,7 @@ _TOKENS = {"anyOf": [*_TOKEN["anyOf"], {"type": "array", "items": _TOKEN, "minIt
 
 
 def _only(description: str = "", **properties: object) -> dict[str, object]:
-    """An object with these fields and no others."""
+    """The schema of an object that has these fields and no others."""
     return {
         "type": "object", "properties": properties, "required": list(properties),
         "additionalProperties": False, "description": description,

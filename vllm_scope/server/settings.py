@@ -21,18 +21,18 @@ from vllm_scope.vectors.containers import MAX_BYTES
 
 #: The header that has the operator's key.
 ADMIN_KEY = "X-Scope-Admin-Key"
-#: Most bytes of a body below /v1/scope: a module, and what safetensors adds to it.
+#: Most bytes of a body below /v1/scope: a module, and the header that safetensors adds.
 MAX_OPERATOR_BYTES = MAX_BYTES + (1 << 20)
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How the server treats results and bodies.
+    """The limits of results, bodies and sweeps, and the operator's key.
 
     Attributes:
-        admin_key: VLLM_SCOPE_ADMIN_KEY; None: nothing can be changed over HTTP.
-        inline_bytes: VLLM_SCOPE_INLINE_KIB: tensors of a choice up to this are inside the
-            answer, larger ones in a file.
+        admin_key: VLLM_SCOPE_ADMIN_KEY; if None, nothing can be changed over HTTP.
+        inline_bytes: VLLM_SCOPE_INLINE_KIB: if the rows of a choice take at most this many bytes,
+            they are inside the answer, else in a file.
         binary_bytes: the same limit for binary answers: also VLLM_SCOPE_INLINE_KIB, but 8 MiB if
             the variable is not set.
         rows_bytes: VLLM_SCOPE_ROWS_MIB: rows and scores of the running requests of an API
@@ -49,7 +49,7 @@ class ServerSettings:
         sweep_cells: VLLM_SCOPE_SWEEP_CELLS: most cells of one sweep.
         sweep_share: VLLM_SCOPE_SWEEP_SHARE: the part of a step's sequences and tokens that the
             cells of all sweeps may take together, above 0 and at most 1. While the engine has other
-            requests, it has cells for `sweep_share / 5` of the time: a tenth with 0.5.
+            requests, it runs cells for `sweep_share / 5` of the time: a tenth with 0.5.
     """
 
     admin_key: str | None
@@ -66,8 +66,8 @@ class ServerSettings:
 
     @staticmethod
     def from_environment(environ: Mapping[str, str] = os.environ) -> ServerSettings:
-        """The settings in `environ`. Raises ConfigError for a limit that is not a number above
-        0."""
+        """The settings in `environ`. Raises ConfigError for a limit that is not a number above 0,
+        or for a sweep_share above 1."""
         rows = environ.get("VLLM_SCOPE_ROWS_MIB") and _number(environ, "VLLM_SCOPE_ROWS_MIB", 0)
         return ServerSettings(
             environ.get("VLLM_SCOPE_ADMIN_KEY") or None,

@@ -1,4 +1,4 @@
-"""A text that the API server processes of a server share: the operator's monitors.
+"""The operator's monitors as a text, which the API server processes of a server share.
 
 Owns:  Shared.
 Runs:  in each API server process: `set` while the process holds the lock of `changes`, `news` for
@@ -39,7 +39,7 @@ class Shared:
         self._seen = 0
 
     def set(self, text: bytes) -> None:
-        """Replace the text. Raises OSError if it cannot be written; the earlier text stays."""
+        """Replace the text. Raises OSError if it cannot be written; then the earlier text stays."""
         part = self.folder() / f"monitors.{os.getpid()}"
         part.write_bytes(text)
         # The file system's own time may be equal for two changes within some milliseconds.

@@ -6,8 +6,8 @@ Runs:  in each API server process. The processes of one server share a folder, s
 
 Promise: a file is found only by its id together with its owner: the id has 192 random bits, and
 the owner is part of the file's name. The files of a process never exceed the bound, and the files
-of one key leave room for others. A file that is older than its time to live is not served. A
-check for room costs the same for any number of files.
+of one key leave room for others. A file that is older than its time to live is not served. The
+cost of a check for room does not grow with the number of files.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class _File:
     """A file of this process.
 
     Attributes:
-        charged: bytes that are counted for it, LEAST_BYTES or more.
-        ends_at: monotonic seconds.
+        charged: bytes that are counted for the file, LEAST_BYTES or more.
+        ends_at: the end of the file's time to live, as time.monotonic().
     """
 
     path: Path
@@ -161,7 +161,7 @@ class Store:
         return Kept(name, num_bytes, self.ttl_s)
 
     def open(self, name: str, owner: str) -> BinaryIO | None:
-        """The file of this id and owner; None if there is none, or its time is over."""
+        """The file of this id and owner; None if there is none, or its time to live is over."""
         if _ID.fullmatch(name) is None:
             return None
         try:
@@ -204,13 +204,13 @@ class Store:
                     self._forget(name)
 
     def sweep(self) -> None:
-        """Delete the files whose time is over. Blocks; the timer's thread calls it."""
+        """Delete the files whose time to live is over. Blocks."""
         while gone := self._ended():
             for path in gone:
                 path.unlink(missing_ok=True)
 
     def _ended(self) -> list[Path]:
-        """Stop counting up to FEW files whose time is over, and return their paths."""
+        """Take at most FEW files whose time to live is over from the count; return their paths."""
         found: list[Path] = []
         now = time.monotonic()
         with self._lock:
@@ -245,8 +245,8 @@ class Store:
     def forget_deleted(self) -> None:
         """Give back the room of files that another process has deleted after they were read.
 
-        Blocks in proportion to the number of files. With more files than FEW, not every call looks
-        for deleted ones.
+        Blocks for a time in proportion to the number of files. With more files than FEW, some calls
+        do nothing, to keep to LOOK_PART.
         """
         with self._lock:
             written = [(name, file.path) for name, file in self._files.items()]
@@ -277,8 +277,8 @@ class Store:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
-    """Write a file under a hidden name and rename it, so that readers see it whole. Returns its
-    bytes."""
+    """Write a file under another name and rename it, so that readers see it whole. Returns its size
+    in bytes."""
     hidden = path.with_suffix(".part")
     try:
         with open(hidden, "xb", buffering=0) as raw:

@@ -79,8 +79,8 @@ def _parsed(body: bytes) -> AskedSweep:
 
 class _Arrived:
     """Cells that have arrived and were not sent yet. The task refers to this object and not to the
-    SweepAnswer, which has the task. Otherwise a cancelled task would keep itself alive, because its
-    error keeps its frames."""
+    SweepAnswer, which refers to the task. Otherwise a cancelled task would keep itself alive,
+    because its error keeps its frames."""
 
     def __init__(self) -> None:
         self._cells: list[Cell] = []
@@ -117,7 +117,7 @@ class SweepAnswer:
         self._run.close()  # a task that is cancelled before it began does not close the sweep
 
     async def whole(self, request: Request) -> Response:
-        """The table, when all cells have come. Raises RefusalError if the sweep failed."""
+        """The table, once all cells have arrived. Raises RefusalError if the sweep failed."""
         gone = asyncio.create_task(_gone(request))
         try:
             await asyncio.wait({self._task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -131,8 +131,8 @@ class SweepAnswer:
         return Response(msgspec.json.encode(body), media_type="application/json")
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events: the names of the table; the cells, where one event has all cells that
-        have arrived since the last; the counts, or why the sweep failed; `[DONE]`."""
+        """Server-sent events: the names of the table; the cells, each event with all cells that
+        have arrived since the last event; the counts, or the reason of a failure; `[DONE]`."""
         table = self._run.table
         yield _event({"table": wire.head(table), "num_cells": self._run.num_cells})
         ended = False

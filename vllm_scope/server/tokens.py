@@ -1,6 +1,6 @@
 """The tokens of a choice, each with the text that it added and the scores of its own row.
 
-Owns:  ScoredTokens; what `tokens` of a choice's `scope` looks like.
+Owns:  ScoredTokens; the format of `tokens` in a choice's `scope`.
 From:  results (columns).   To: choice.
 
 The model computes a token's row one step after the token was sampled and its text was sent. A
@@ -55,7 +55,8 @@ class ScoredTokens:
 
         Args:
             texts: the text of each generated token.
-            settled: the scores of all positions below it have arrived; None: no more will arrive.
+            settled: the scores of all positions below this one have arrived. None: no more scores
+                will arrive.
         """
         start = result.num_prompt + self._num_told
         stop = len(result.transcript) if settled is None else max(settled, start)
