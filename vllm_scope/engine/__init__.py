@@ -3,11 +3,11 @@
 frontend/         the front-end: requests in, results out
 core/             EngineCore: what a request means, keys of KV blocks, the scheduler
 worker/           the workers: attach, plan each forward, deliver rows
-http/             `vllm serve`: a scope in each answer, our routes beside vLLM's
-plugin.py         the entry point
+http/             `vllm serve`: results in vLLM's answers, our routes beside vLLM's
+plugin.py         the entry point by which vLLM loads this package
 seams.py          the contract: every symbol of vLLM that is wrapped or used
 vllm_types.py     the parts of vLLM's objects that are used, for mypy
-beside.py         keeps this package's state about an object of vLLM's
+beside.py         keeps this package's state about vLLM's objects
 heap.py           makes garbage collections rarer while many requests run
 wrapping.py       replaces a symbol of vLLM after a check that it has not changed
 digests.py        compares symbols of the installed vLLM with the releases that were read
@@ -17,9 +17,9 @@ refusals.py       carries an error from EngineCore to the caller
 rust_frontend.py  refuses requests with a scope that come from vLLM's Rust front-end
 model.py          whether this model can be tapped, and where its decoder layers are
 monitors.py       an operator's probes on every request
-judge.py          what monitors found in a request: counted, and told
+judge.py          counts what monitors found in a request, and tells webhooks and the controller
 webhook.py        sends verdicts to an operator's HTTP address
-control.py        an engine's server-wide edits, for a controller
+control.py        gives a controller access to an engine's server-wide edits
 moments.py        reads the sums of Moments from the workers, and drops them
 offline.py        an engine that computes the prompts of a harvest
 describe.py       which sites of a model can be read, without an engine (`vllm-scope doctor`)

@@ -17,7 +17,7 @@ State = TypeVar("State")
 class Beside(Generic[State]):
     """Maps objects to one State each. A State is dropped when its object is freed.
 
-    Objects are told apart by identity: some of vLLM's objects equal others, or have no hash.
+    Objects are compared by identity: some of vLLM's objects are equal to others, or have no hash.
 
     A State must not refer to its object, directly or through a traceback: else neither is freed.
     """

@@ -67,7 +67,7 @@ class _OfLlm(_Listening):
             waiting.clear()
             _set(self._engine, text)
             return
-        # EngineCore checks the edits too, but later: its refusal cannot reach the callback.
+        # Checked here, so that a refusal reaches the callback. EngineCore's own check comes later.
         connection = connections.of(self._engine.output_processor)
         if connection is not None and text is not None:
             connection.resolve(Spec.from_json(text))
@@ -100,7 +100,8 @@ class _OfAsync(_Listening):
         return asyncio.run_coroutine_threadsafe(call, self._loop).result(TIMEOUT_S)[0]
 
 
-#: LLMEngine -> the newest edits that wait for the caller's thread, as a spec; empty if none wait.
+#: LLMEngine -> the newest edits that wait for the caller's thread: a spec as JSON, or None, which
+#: removes all edits. The deque is empty if no edits wait.
 _waiting: Beside[deque[str | None]] = Beside()
 
 

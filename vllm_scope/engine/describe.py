@@ -41,7 +41,8 @@ LEAST_MEMORY = 0.01
 
 @dataclass(frozen=True)
 class SiteReport:
-    """The layers at which a site can be tapped (MODEL_SITES: 0), and why the others cannot."""
+    """The layers at which a site can be tapped, (0,) for a site in MODEL_SITES; and the reason why
+    another layer cannot be tapped, None if all can."""
 
     layers: tuple[int, ...]
     reason: str | None
@@ -52,13 +53,15 @@ class ModelReport:
     """What `describe_model` found.
 
     Attributes:
-        vllm_version, runner: vLLM's version, and its model runner, "V1" or "V2".
+        vllm_version, runner: vLLM's version, and its model runner: "V1", "V2", or "-" if `sites` is
+            empty.
         num_layers, hidden_size, dtype: of the model.
         reason: why an engine with the configured sites reads nothing of this model, or None.
         sites: site -> its report, for every site of vllm-scope; empty if taps do not support the
             model's layers, or this engine.
-        configured: the sites that were asked for.
-        num_taps, arena_mib: of an engine with the configured sites; 0 if there is a reason.
+        configured: the configured sites.
+        num_taps, arena_mib: the number of taps and the size of the arena in an engine with the
+            configured sites; 0 if there is a `reason`.
         unread: True if the reason is that the model's source is not understood. An engine that
             compiles the model then decides by the numbers of a forward.
     """
@@ -112,7 +115,7 @@ def _config_of(model: str, options: dict[str, object]) -> VllmConfig:
     arguments: dict[str, object] = {
         "load_format": LOAD_FORMAT,
         "skip_tokenizer_init": True,
-        # Of a multimodal model only the decoder is tapped. The model's processor would need a
+        # Only the decoder of a multimodal model is tapped. The model's processor would need a
         # tokenizer, and files beside the configuration.
         "language_model_only": True,
         "gpu_memory_utilization": LEAST_MEMORY,
@@ -171,7 +174,7 @@ def _register_loader() -> None:
         registry._run_in_subprocess = lambda ask: ask()
 
     class NoWeights(BaseModelLoader):
-        """The model's modules, with parameters that have shapes and no values."""
+        """Makes the model's modules, with parameters that have shapes and no values."""
 
         def download_model(self, model_config: ModelConfig) -> None:
             pass

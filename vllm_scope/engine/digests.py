@@ -5,7 +5,8 @@ Runs:  in `vllm-scope doctor`; and as a script, which adds a release to digests.
        python -m vllm_scope.engine.digests 0.32.0=.venv/lib/python3.11/site-packages/vllm
 From:  seams.CONTRACT. Sources are parsed; nothing of vLLM is imported.
 
-A release was read if this package's authors checked its source: digests.json has its digests.
+"Read" means that this package's authors checked the release's source. digests.json has the digests
+of these releases.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ FILE = Path(__file__).with_name("digests.json")
 
 @dataclass(frozen=True)
 class Change:
-    """A symbol that differs from the release that was read.
+    """A symbol of the installed vLLM that differs from the symbol of a release that was read.
 
     Attributes:
-        symbol: "vllm.v1.core.block_pool.BlockPool.get_new_blocks".
-        wrapped: vllm-scope replaces the symbol.
+        symbol: such as "vllm.v1.core.block_pool.BlockPool.get_new_blocks".
+        wrapped: True if vllm-scope replaces the symbol.
         exists: False if the symbol is gone.
     """
 
@@ -46,9 +47,9 @@ class Comparison:
     """The differences between an installed vLLM and a release that was read.
 
     Attributes:
-        version: of the installed vLLM.
-        release: the release that was read and is compared with `version`: the same one, or else
-            the last one before it.
+        version: the version of the installed vLLM.
+        release: the release with which `version` is compared: among those that were read, the same
+            one, or else the last one before `version`.
         is_new: True if the installed version was not read.
     """
 
@@ -84,7 +85,7 @@ def compare(root: Path, version: str) -> Comparison:
 
 
 def digest(root: Path, seam: Seam) -> str | None:
-    """16 hex digits: a hash of what vllm-scope relies on. None if the symbol does not exist.
+    """A hash of what vllm-scope relies on: 16 hex digits; None if the symbol does not exist.
 
     For a function, its source is hashed; for a class, its first line and the definitions of the
     attributes that are read. For both, the names that `missing` returns are hashed too.
@@ -103,7 +104,8 @@ def digest(root: Path, seam: Seam) -> str | None:
 
 
 def missing(root: Path, seam: Seam) -> list[str]:
-    """A seam's `reads` that its module does not name, and `parameters` that its function lacks."""
+    """The names in a seam's `reads` that do not occur in its module, and the names in its
+    `parameters` that its function lacks."""
     node, text = _symbol(root, seam)
     arguments = None if node is None or isinstance(node, ast.ClassDef) else node.args
     taken = set() if arguments is None else {each.arg for each in _parameters(arguments)}

@@ -46,11 +46,11 @@ class Functions(Protocol):
     def call(
         self, child: int, place: tuple[int, bool], rows: Tensor, first: int, model: nn.Module
     ) -> Tensor | None:
-        """Read rows of the stream; return new rows of the same shape, or None.
+        """Read rows of the stream; return new rows of the same shape, or None to keep the rows.
 
         Args:
             child: index of the completion.
-            rows: [num_rows, hidden_size], a copy; of consecutive positions.
+            rows: [num_rows, hidden_size], a copy of the rows at consecutive positions.
             first: position of the first row.
         """
 
@@ -110,14 +110,15 @@ def check_engine(engine: Engine) -> None:
 
 
 def salt(request: EngineCoreRequest, child: int) -> None:
-    """Let no other request use the KV of a request with functions: vLLM keys blocks by the salt."""
+    """Give a request with functions a salt of its own. The keys of KV blocks depend on the salt, so
+    no other request uses this request's KV."""
     if _find(request.sampling_params) is not None:
         token = request.sampling_params.extra_args[FUNCTIONS]
         request.cache_salt = f"{request.cache_salt or ''}|{token}.{child}"
 
 
 class StepFunctions:
-    """The functions of a worker's requests, and which of them the running step has."""
+    """The functions of a worker's requests, and the rows of these requests in the running step."""
 
     def __init__(self, anatomy: Anatomy, model: nn.Module) -> None:
         self._anatomy, self._model = anatomy, model

@@ -53,8 +53,8 @@ def frozen_heap() -> Iterator[None]:
 
     Each request makes hundreds of objects, which starts collections again and again. If each
     collection looked at the old objects too, this would take a tenth of this process's time (with
-    EngineCore in another process). Old garbage is freed at the end: to collect it at the start
-    would make the engine wait for 0.3 s.
+    EngineCore in another process). Old garbage is freed only after the end: to collect it at the
+    start would make the engine wait for 0.3 s.
     """
     # The heap may be frozen already: by the caller, or by vLLM if EngineCore is in this process.
     freezes = not gc.get_freeze_count()

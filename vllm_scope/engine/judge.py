@@ -56,13 +56,14 @@ class Judge:
         peers: Peers | None,
     ) -> None:  # fmt: skip
         self._monitors, self._tell, self._peers = monitors, tell, peers
-        #: Completions that were given to the backlog.
+        #: The indices of the completions that were given to the backlog.
         self._counted: set[int] = set()
 
     def told(self, output: RequestOutput, completion: CompletionOutput) -> None:
         """Have a completion counted once it has ended. Called with each snapshot of its rows.
 
-        Scores are looked at only then, so that a step's cost does not grow with the tokens so far.
+        Scores are looked at only after the end, so that a step's cost does not grow with the number
+        of tokens so far.
         """
         reason = completion.finish_reason
         if reason is None or completion.index in self._counted:

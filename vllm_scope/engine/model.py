@@ -49,8 +49,8 @@ _UNFIT: tuple[tuple[str, object, str], ...] = (
 
 
 def worker_is_here(vllm_config: VllmConfig) -> bool:
-    """True if the only worker runs in EngineCore's process. EngineCore then hands objects to the
-    worker as they are."""
+    """True if the only worker runs in EngineCore's process. EngineCore then passes objects to the
+    worker without serialization."""
     return vllm_config.parallel_config.distributed_executor_backend == "uni"
 
 
@@ -63,7 +63,7 @@ def hidden_size_of(vllm_config: VllmConfig) -> int:
 
 
 def sites_of(vllm_config: VllmConfig, config: ScopeConfig) -> Sites:
-    """What the configuration asks this engine to tap.
+    """The sites and layers that the configuration asks this engine to tap.
 
     Raises:
         ConfigError: a layer that the model does not have, or a site that this engine
@@ -71,7 +71,7 @@ def sites_of(vllm_config: VllmConfig, config: ScopeConfig) -> Sites:
     """
     num_layers = num_layers_of(vllm_config)
     boundaries = set(config.boundaries(num_layers))
-    # Edited requests are checked after the last layer.
+    # Edited requests are checked after the last layer, so a tap is added there.
     last = Place("resid_post", num_layers - 1).boundary
     guard = last if boundaries and last not in boundaries else None
     return Sites(

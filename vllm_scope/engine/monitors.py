@@ -9,7 +9,7 @@ From:  config (`monitors`), server.shared, server.peers.   To: frontend.translat
 A monitor is a probe with a threshold. In a request it is called `monitor/NAME`.
 
 Promise: a monitor harms no request. If this model cannot have a monitor of the configuration, the
-engine does not start. If it cannot have one that is set later, that monitor is refused.
+engine does not start. If the model cannot have a monitor that is set later, the monitor is refused.
 """
 
 from __future__ import annotations
@@ -89,12 +89,13 @@ def parse(name: str, body: object) -> Monitor:
 
     Args:
         body: the fields of a probe (`weight`, `layers`, `threshold`, ...), without `name` and `to`.
-            `file` in place of `weight`: a safetensors file (vectors.probe_weights), with `kind`.
+            `file` may take the place of `weight`: a safetensors file (vectors.probe_weights); then
+            `kind` is the probe's kind, "linear" if it is left out.
             `action` may be "escalate", which needs `url`: the address that is told of a verdict.
             `after` names another monitor, the first stage.
 
     Raises:
-        SpecError: malformed; the sentence names the monitor and the field.
+        SpecError: `body` is malformed; the message names the monitor and the field.
         OSError: the file cannot be read.
     """
     where = f"monitors[{name!r}]"
@@ -137,7 +138,7 @@ def parse(name: str, body: object) -> Monitor:
 
 
 def parse_all(bodies: object) -> tuple[Monitor, ...]:
-    """Monitors by name, from JSON."""
+    """Make monitors from a JSON object: name -> the fields of a monitor, as for `parse`."""
     if not isinstance(bodies, Mapping):
         raise SpecError(f"monitors is {shown(bodies)}; it is an object: name to monitor.")
     if len(bodies) > MOST_MONITORS:
@@ -201,7 +202,7 @@ def configured(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
 
 
 def told(vllm_config: VllmConfig) -> dict[str, dict[str, object]]:
-    """Name -> what a monitor is, without its weights."""
+    """Name -> the fields of a monitor as JSON, without its weights."""
     found = {}
     for monitor in monitors_of(vllm_config):
         body = monitor.probe.to_json()
@@ -329,7 +330,7 @@ async def set_on_async(engine: AsyncLLM, bodies: object) -> None:
     connection = _connection_of(engine)
     await asyncio.to_thread(set_monitors, engine, bodies, connection.sites)
     ahead.send_soon(engine, monitors_of(engine.vllm_config))
-    await asyncio.to_thread(_make_ready, engine, connection)  # the event loop has others to serve
+    await asyncio.to_thread(_make_ready, engine, connection)  # keeps the event loop free
 
 
 def _connection_of(engine: Engine) -> Connection:
@@ -340,8 +341,8 @@ def _connection_of(engine: Engine) -> Connection:
 
 
 def _make_ready(engine: Engine, connection: Connection) -> None:
-    """Resolve and check now the spec of a request that has only monitors. Otherwise the first such
-    request, and those that come with it, would wait for this."""
+    """Resolve and check the spec of a request that has only monitors. Otherwise the first such
+    request, and the requests that come with it, would wait for this work."""
     monitors = monitors_of(engine.vllm_config)
     if connection.reason is not None or not monitors:
         return
@@ -417,7 +418,7 @@ def _everywhere(vllm_config: VllmConfig) -> Mapping[str, object] | None:
     return {_KEY: (monitors, _listeners.of(vllm_config), _peers_of(vllm_config))}
 
 
-#: Not a key that a caller may send: it has a space, and is not registered as a translator's key.
+#: A caller cannot send this key: it has a space, and is not registered as a translator's key.
 _KEY = "scope monitors"
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Requests and tokens that are in the engine at once, as a multiple of what one step may take.
+#: Requests and tokens that are in the engine at once, as a multiple of the most in one step.
 #: With this many the scheduler never waits for the next prompt.
 _AHEAD = 4
 #: Seconds between two checks that EngineCore is alive.
@@ -39,7 +39,8 @@ _LOOK_S = 0.5
 
 
 class OfflineEngine:
-    """A `vllm.LLM`, for prompts of which nothing is generated.
+    """Computes the rows of prompts with a `vllm.LLM`. The token that the LLM samples after each
+    prompt is not used.
 
     Args:
         model: name or folder, as vLLM takes it, or an LLM. `close` does not end a given LLM.
@@ -50,8 +51,9 @@ class OfflineEngine:
         model: name or folder.
 
     Raises:
-        SpecError: an LLM is given together with options. Or, before the engine starts: a read is of
-            a layer or site that the named model does not have.
+        SpecError: `model` is neither a name nor an LLM; an LLM is given together with options; or
+            an engine of the named model would have no tap for a read. Such an engine is not
+            started.
         ScopeError: vLLM cannot start.
     """
 
@@ -87,7 +89,7 @@ class OfflineEngine:
         """The settings that rows depend on, besides the prompts, as JSON.
 
         Raises:
-            SpecError: a read of a layer or a site that has no tap.
+            SpecError: a read names a layer or a site that has no tap.
         """
         config = self._config.model_config
         found: dict[str, Any] = {
@@ -162,8 +164,7 @@ class OfflineEngine:
         Raises:
             SpecError: the engine cannot deliver these reads.
             CompatError: vllm-scope is switched off.
-            ScopeError: an LLM that was given has requests that run, vLLM refuses a prompt, or the
-                engine dies.
+            ScopeError: the LLM has running requests, vLLM refuses a prompt, or the engine dies.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind

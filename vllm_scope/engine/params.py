@@ -77,7 +77,7 @@ def _has_name(text: str) -> bool:
     return _NAME.search(text) is not None
 
 
-#: Finds a field `module`, or a string where numbers may stand: that string is a module's name.
+#: Matches a field `module`, or a string in place of numbers, which is the name of a module.
 _NAME = re.compile(r'"module"|"(?:vector|direction|values|weight)"\s*:\s*"')
 
 

@@ -4,7 +4,7 @@ Runs:  `register` in the front-end, in EngineCore and in every worker process, m
        more than once. It is cheap and idempotent.
 
 Promise: with VLLM_SCOPE=0 nothing is wrapped. Otherwise an unknown version of vLLM, or a symbol
-that lacks what its wrapper needs, is refused with an error that names it.
+that lacks what its wrapper needs, is refused with an error that names the version or the symbol.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def register() -> None:
 
 @contextmanager
 def checking_sites(check: Callable[[Sites], object]) -> Iterator[None]:
-    """An engine that is configured inside starts only if `check` does not raise."""
+    """Inside, call `check` with the sites of each engine that is configured. If `check` raises, the
+    engine does not start."""
     token = _check_sites.set(check)
     try:
         yield
@@ -85,15 +86,16 @@ def checking_sites(check: Callable[[Sites], object]) -> Iterator[None]:
 
 
 def wrap_engine_args() -> None:
-    """Put the whole configuration into additional_config, for workers and the compile key. Before a
-    process is started, refuse missing files, and sites and layers that the model does not have."""
+    """Put the whole configuration into additional_config, for workers and for the key of vLLM's
+    compile cache. Before a process is started, refuse missing files, and sites and layers that the
+    model does not have."""
     from vllm_scope.engine.frontend import requests
     from vllm_scope.engine.model import sites_of
 
     def create_engine_config(
         original: Callable[..., VllmConfig], self: EngineArgs, *args: object, **kwargs: object
     ) -> VllmConfig:
-        reuse_bytes()  # before anything starts, refuse a bound that is no number
+        reuse_bytes()  # before anything starts, refuse a VLLM_SCOPE_REUSE_MIB that is no number
         if "vllm.entrypoints.llm" in sys.modules:  # LLM calls this before its first request
             requests.wrap_llm()
         additional = dict(self.additional_config or {})
@@ -112,7 +114,8 @@ def wrap_engine_args() -> None:
 
 
 def wrap_log() -> None:
-    """Keep the sinks' options, some of which are secret, out of the log of the arguments."""
+    """Keep the values of options of sinks and policies, some of which are secret, out of vLLM's log
+    of its arguments."""
 
     def redact(
         original: Callable[..., dict[str, object]], args: dict[str, object]

@@ -1,11 +1,11 @@
-"""Our errors as vLLM passes them on: as an HTTP status, and from EngineCore to the caller.
+"""Turns our errors into errors that vLLM passes on: to HTTP, and from EngineCore to the caller.
 
 Owns:  `refusal`, `busy` and `named` (our errors as vLLM's server knows them), and the way by which
        an error in EngineCore reaches the caller, after the front-end accepted the request.
 Runs:  in EngineCore (input thread) and in the front-end.
 
-vLLM tells the front-end only that such a request ended with an error. The error's text travels in
-the output's `stop_reason`, which vLLM leaves empty for an error.
+If EngineCore refuses a request, vLLM tells the front-end only that the request ended with an error.
+The error's text travels in the output's `stop_reason`, which vLLM leaves empty for an error.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def sentence_in(stop_reason: object) -> str:
     """Why a request failed.
 
     Args:
-        stop_reason: of the request's last output.
+        stop_reason: the stop_reason of the request's last output.
     """
     text = str(stop_reason)
     return _parts(text)[1] if text.startswith(_MARK) else "the request failed"

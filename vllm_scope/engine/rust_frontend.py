@@ -1,6 +1,6 @@
-"""Requests that did not pass our front-end: vLLM's Rust front-end sends them to EngineCore itself.
+"""Refuses requests with a scope that vLLM's Rust front-end, not ours, sends to EngineCore.
 
-Owns:  the refusal of such requests, and the warning when that front-end is started.
+Owns:  the refusal of such requests, and the warning when the Rust front-end is started.
 Runs:  the refusal in EngineCore (input thread), the warning in `vllm serve`.
 
 `VLLM_USE_RUST_FRONTEND=1 vllm serve` runs no Python between HTTP and EngineCore: nothing checks a
@@ -47,7 +47,7 @@ def _preprocess(original: Callable[..., T], self: EngineCore, request: EngineCor
     extra = getattr(params, "extra_args", None) or {}
     asked = asks(params) or translators.has_keys(extra)
     if (asked and TICKET not in extra) or (TICKET in extra and serves(self.vllm_config)):
-        # The Rust front-end answers with a bare error, so the log has the sentence, too.
+        # The Rust front-end's answer does not have the error's text, so the log has it.
         logger.warning("vllm-scope: request %s is refused: %s", request.request_id, REFUSED)
         raise SpecError(REFUSED)
     return original(self, request)

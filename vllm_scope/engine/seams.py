@@ -49,7 +49,7 @@ def _uses(name: str, reads: str = "", parameters: str = "") -> Seam:
     return Seam("", name, tuple(parameters.split()), tuple(reads.split()))
 
 
-# The official extension points that come nearest, and what they would have to offer.
+# The nearest official extension points, and the condition under which each could be used.
 _SCHEDULER = "scheduler_cls, if several plugins and the user could each name a class"
 _ROUTES = "the entry-point group vllm.endpoint_plugins, if VLLM_PLUGINS did not have to name it"
 _WORKER = "worker_extension_cls, if it could extend methods of the worker"
@@ -109,7 +109,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     ),
     "v1.engine.exceptions": (_uses("EngineDeadError"),),
     "v1.engine.core_client": (
-        # Before 0.32 it has no call_utility_all_async.
+        # AsyncMPClient has call_utility_all_async since 0.32.
         _uses("AsyncMPClient", "call_utility_all_async _call_utility_async core_engines"),
         _uses("InprocClient", "engine_core"),
         _uses("SyncMPClient", "outputs_queue resources"),
@@ -305,12 +305,13 @@ CONTRACT: tuple[Seam, ...] = tuple(
 )
 
 
-#: vLLM's configuration -> our part, as given and parsed. Kept because each request asks for it.
+#: vLLM's configuration -> (our part as it was given, our part parsed). Each request needs it, so it
+#: is parsed once.
 _parsed: Beside[tuple[object, ScopeConfig]] = Beside()
 
 
 def config_of(vllm_config: VllmConfig) -> ScopeConfig | None:
-    """This package's configuration that the engine was started with; None without one."""
+    """The configuration of this package with which the engine was started; None if it has none."""
     additional = vllm_config.additional_config
     body = additional.get(KEY) if isinstance(additional, dict) else None
     if body is None:

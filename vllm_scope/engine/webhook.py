@@ -41,7 +41,7 @@ class Webhook(Background):
         self._waiting: queue.Queue[tuple[bytes, Callable[[], object] | None]] = queue.Queue(
             MOST_WAITING
         )
-        #: `tell` counts "dropped", the thread counts the others: no key has two writers.
+        #: `tell` counts "dropped", the webhook's thread the other outcomes: no key has two writers.
         self._ended = dict.fromkeys(OUTCOMES, 0)
         self._said = False
 
@@ -54,7 +54,7 @@ class Webhook(Background):
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """What became of the verdicts so far (control.activity.OUTCOMES)."""
+        """Outcome (control.activity.OUTCOMES) -> the number of verdicts so far."""
         return self._ended | {"waiting": self._waiting.unfinished_tasks}
 
     def _count(self, outcome: str) -> None:

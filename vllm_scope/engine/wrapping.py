@@ -50,10 +50,11 @@ def require(*names: str) -> None:
 
 
 def owners(name: str) -> list[type | ModuleType]:
-    """Where a symbol of CONTRACT is replaced: in a method's class, or in the modules of a function.
+    """The objects in which a symbol of CONTRACT is replaced: a method's class, or the modules that
+    hold a function.
 
     Raises:
-        CompatError: one of them is gone.
+        CompatError: one of these objects is gone.
     """
     seam, above = _find(name), name.rpartition(".")[0]
     try:
@@ -160,7 +161,7 @@ def _refused_parameter(
 
 
 def check_version(version: str) -> None:
-    """Raises CompatError if a vLLM is outside of FIRST to LAST.
+    """Raises CompatError if the version of vLLM is not one from FIRST to LAST.
 
     Args:
         version: as `vllm.__version__` has it.

@@ -18,9 +18,9 @@ from vllm_scope.engine.worker.worker import ScopeWorker
 from vllm_scope.errors import reason_of
 from vllm_scope.graph.tap import graphs
 
-#: vLLM's calls that change the weights. When one of the first begins, the weights are still those
-#: that computed the rows so far. When one of the second ends, they are others. All workers get each
-#: call.
+#: vLLM's calls that change the weights. When a call in _OLD_WEIGHTS begins, the weights are still
+#: those that computed the rows so far. When a call in _NEW_WEIGHTS ends, the weights have changed.
+#: All workers get each call.
 _OLD_WEIGHTS = ("reload_weights", "start_weight_update")
 _NEW_WEIGHTS = ("reload_weights", "finish_weight_update")
 
@@ -109,7 +109,7 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
             clearing.zero(runner, news.zeroed)
         if news is not None and news.accepted:
             scope.accept(news.accepted)
-        # Ended requests first: the scheduler has given their places to new requests.
+        # Ended requests come first: the scheduler has given their places to new requests.
         if scheduler_output.finished_req_ids:
             ended = {} if news is None else news.ended
             scope.finish_requests(scheduler_output.finished_req_ids, ended)

@@ -1,4 +1,4 @@
-"""vLLM's attention modules: which are tapped, how wide their rows are, what their kernel does.
+"""Finds the attention modules that are tapped, their heads, and the parameters of their kernels.
 
 Owns:  `heads_of`, `attention_of`, `kernel_of`.
 Runs:  `heads_of` in every process that has the configuration; the others in every worker, after
@@ -112,7 +112,7 @@ def kernel_of(module: Any, gather: Callable[[Tensor], Tensor] | None = None) -> 
     """The parameters of an attention module's kernel beside q, k and v, as plain numbers.
 
     Args:
-        gather: as in Split, if the ranks share the heads; every rank then calls `kernel_of`.
+        gather: as in Split, if the heads are split among ranks; every rank then calls `kernel_of`.
 
     Returns:
         layer_name: vLLM's. scale: the factor of q.k. sliding_window: how many positions a query

@@ -1,10 +1,11 @@
-"""vLLM's attention and MLP blocks: the modules whose inputs are `attn_in` and `mlp_in`.
+"""Finds the attention and MLP blocks, whose inputs are `attn_in` and `mlp_in`.
 
 Owns:  `blocks_of`.
 Runs:  in every worker, after load.
 
-Promise: if a layer that carries a tap has no such block, or several, or if the block's forward does
-not name its input, the engine does not start. Every rank has the whole row.
+Promise: if a layer that carries a tap has no such block, or several, or if the block's forward has
+no parameter with a known name of the input, the engine does not start. Every rank has the whole
+row.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def blocks_of(anatomy: Anatomy, sites: Sites) -> dict[Place, nn.Module]:
     """A tapped place of `attn_in` or `mlp_in` -> the module whose input it is.
 
     Raises:
-        ConfigError: a layer has no such module or several, or the module does not name its input.
+        ConfigError: a layer has no such module or several, or no parameter of the module's forward
+            has a known name of the input.
     """
     return {
         place: _block_in(layer, place)

@@ -41,7 +41,7 @@ def rows_at(
         boundaries: boundaries with a tap on this worker.
         slots: the slots that the taps write: [n, elements of a slot], model dtype.
         first_slot: index of the first of `slots` in the arena, or in host memory.
-        to_host: `slots` are in host memory.
+        to_host: True if `slots` are in host memory.
         forward: calls its argument, then runs a forward of one dummy token.
     """
     program = Program.reading(tuple(point_of(boundary, 0) for boundary in boundaries))
@@ -54,7 +54,11 @@ def rows_at(
 
 
 def silent_taps(found: Mapping[int, Tensor]) -> list[int]:
-    """The boundaries at which nothing was written. `found`: as `rows_at` returns it."""
+    """The boundaries at which nothing was written.
+
+    Args:
+        found: as `rows_at` returns it.
+    """
     return [boundary for boundary, row in found.items() if not (row.float() != POISON).any()]
 
 
@@ -68,7 +72,7 @@ def row_at(
     """The row of one tap in a dummy forward: a copy, flat, with the padding of its last slot, CPU.
 
     Args:
-        slots, first_slot, forward: as for `rows_at`, in the arena.
+        slots, first_slot, forward: as for `rows_at`; the slots are in the arena.
     """
     program = Program.reading((point_of(boundary, 0),))
     return _read(program, tables, slots, first_slot, False, forward).flatten()

@@ -22,7 +22,7 @@ def carrying(output: Any, name: str, find: Callable[[], dict[str, Any]]) -> Any:
     the result is empty.
 
     Args:
-        output: of `execute_model` or `sample_tokens`.
+        output: what `execute_model` or `sample_tokens` returned.
         find: called when the output is made: by its `get_output` if it is asynchronous, else now.
     """
     if hasattr(output, "get_output"):

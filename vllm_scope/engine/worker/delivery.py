@@ -1,4 +1,4 @@
-"""How rows leave a worker: ring, drain and sinks, and which request goes where.
+"""Delivers a worker's rows through its ring, drain and sinks, to the destinations of each request.
 
 Owns:  WorkerDelivery.
 Runs:  in workers that deliver rows, on the worker's thread; the drain and the sinks have threads
@@ -56,7 +56,7 @@ class WorkerDelivery:
     Verbs: `add_request`, `finish_request`, `close`. Steps are submitted to `drain`.
 
     Attributes:
-        widths: of raw rows.
+        widths: the widths of raw rows.
         info: a RequestInfo with the fields that all requests share: stage and model.
         here: boundaries with a tap on this worker.
     """
@@ -183,7 +183,7 @@ class WorkerDelivery:
         """Keep a request's scores with its KV blocks, and deliver the scores of its cached tokens.
 
         Args:
-            layout: of all tokens of the request, at this stage.
+            layout: the layout of all tokens of the request at this stage.
         """
         self.drain.later(partial(self.store.begin, key, layout, entrant.block_size), wake=False)
         if not entrant.cached:

@@ -1,4 +1,4 @@
-"""Edits whose rows are not finite: the request ends with an error, and other requests go on.
+"""Ends requests whose edits make rows that are not finite; other requests go on.
 
 Owns:  the way of a fault from a tap to the caller.
 Runs:  Faults in every worker, where a step's output is made; `end_faulty` in EngineCore, where
@@ -49,8 +49,8 @@ class Faults:
         """A step's output, with the faults so far in its attribute `scope_faults`.
 
         Args:
-            output: of `execute_model` or `sample_tokens`. An asynchronous output gets the faults
-                when its `get_output` is called.
+            output: what `execute_model` or `sample_tokens` returned. An asynchronous output gets
+                the faults when its `get_output` is called.
         """
         if not self:
             return output
@@ -86,7 +86,7 @@ class Faults:
 
 
 def _with_sharers(scheduler: Scheduler, faults: Mapping[str, str]) -> dict[str, str]:
-    """The faults, and the same for requests that share KV with a faulty request."""
+    """The faults, with the same fault for each request that shares KV with a faulty request."""
     found, left = dict(faults), list(faults)
     while left:
         req_id = left.pop()

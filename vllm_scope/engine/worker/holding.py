@@ -1,4 +1,4 @@
-"""Loads what an operator has a worker hold on its device: encoders of SAEs, and maps of lenses.
+"""Loads the encoders of SAEs and the maps of lenses that a worker holds on its device.
 
 Owns:  `held_saes`, `held_maps`.
 Runs:  in workers that drain, when the model is loaded, so that vLLM counts the memory.
@@ -45,7 +45,7 @@ def held_maps(
     config: ScopeConfig, sites: Sites, here: Collection[int], dtype: torch.dtype,
     device: torch.device,
 ) -> dict[LensKey, DeviceMap]:  # fmt: skip
-    """The maps of the configured lenses whose rows have a tap on this worker.
+    """The maps of the configured lenses, for the boundaries with a tap on this worker.
 
     Args:
         here: boundaries with a tap on this worker.

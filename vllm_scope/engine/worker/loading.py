@@ -1,7 +1,7 @@
 """Puts taps on a loaded model, and makes the arena and the tables that the taps use.
 
-Owns:  Loaded, `load_taps`, its parts for `vllm-scope doctor`, and the check that every tap of the
-       compiled model writes.
+Owns:  Loaded, `load_taps`, those of its parts that `vllm-scope doctor` also calls, and the check
+       that every tap of the compiled model writes.
 Runs:  in every worker process: after vLLM loaded the model, and after its warm-up.
 From:  worker.   To: graph.anatomy, graph.tap, worker.arena, canary.
 """
@@ -49,7 +49,7 @@ from vllm_scope.worker.arena import Arena
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Calls its argument, which plans a step; then runs the forward, of one dummy token. Returns the
+#: Calls its argument, which plans a step; then runs a forward of one dummy token. Returns the
 #: model's output.
 Forward = Callable[[Callable[[], None]], object]
 
@@ -60,7 +60,7 @@ class Loaded:
 
     Attributes:
         here: boundaries with a tap on this worker.
-        sizes: of the tables and rings; `limits` follow from them.
+        sizes: the sizes of the tables and rings; `limits` follow from them.
     """
 
     here: tuple[int, ...]
@@ -89,8 +89,8 @@ def load_taps(
         optimistic: as Limits.optimistic.
 
     Raises:
-        CompatError: a layer cannot be tapped. ConfigError: `arena_mib` is too small, or options ask
-            for more memory than is free.
+        CompatError: a layer cannot be tapped.
+        ConfigError: `arena_mib` is too small, or options ask for more memory than is free.
     """
     vllm_config, device = worker.vllm_config, worker.device
     dtype = vllm_config.model_config.dtype
@@ -132,7 +132,7 @@ def _check_room(
     """Raises ConfigError if options ask for more memory than is free now, beside the weights.
 
     Args:
-        num_slots: of the arena.
+        num_slots: the size of the arena.
     """
     ring = sizes.host_slots(num_slots) * SLOT_BYTES if drains else 0
     moments_mib = config.moments_mib if drains else 0.0
@@ -146,7 +146,7 @@ def _check_room(
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + kept
         check_memory(asked, config, free, f"the device {device}")
-        asked = {"arena_mib": ring}  # the ring in host memory follows from the arena
+        asked = {"arena_mib": ring}  # the size of the ring in host memory follows from the arena's
     else:
         asked["arena_mib"] += ring
     check_memory(asked, config, psutil.virtual_memory().available, "this host")
@@ -208,7 +208,7 @@ def check_taps(
     ring: HostRing | None,
     forward: Forward,
 ) -> None:
-    """Read one row at every tap: through the arena, and on a GPU through host memory too.
+    """Check that every tap writes a row: to the arena, and on a GPU to host memory too.
 
     Args:
         here: boundaries with a tap on this worker.
@@ -231,7 +231,8 @@ def check_taps(
         found |= silent(lease.slots.view(arena.slots.dtype), lease.start, True)
         lease.release()
     elif arena.slots.is_cuda:
-        # The ranks of a layer compute together, so each runs as many forwards as the first rank.
+        # Tensor-parallel ranks compute each layer together, so this rank runs as many forwards as
+        # the first rank.
         forward(lambda: None)
     if found:
         raise CompatError(
@@ -273,7 +274,8 @@ def compiled_rows(
 def last_rows(
     sites: Sites, widths: Widths, tables: Tables, arena: Arena, forward: Forward
 ) -> tuple[Tensor, Tensor]:
-    """Two rows of a dummy forward: at the exit of the last layer, and what the model returned.
+    """The row at the exit of the last layer, and the row that the model returned, in one dummy
+    forward.
 
     Returns:
         Two rows, [hidden_size] each, on the device.

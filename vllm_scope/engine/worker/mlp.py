@@ -1,4 +1,4 @@
-"""vLLM's MLPs: the module whose input is `mlp_post`, and how wide its rows are.
+"""Finds the module of each MLP whose input is `mlp_post`, and the size of a row of this site.
 
 Owns:  `mlp_size_of`, `projections_of`.
 Runs:  `mlp_size_of` in every process that has the configuration; `projections_of` in every worker,
@@ -20,8 +20,8 @@ from vllm_scope.errors import ConfigError
 from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.request.sites import MLP_SITE, Place, Sites
 
-#: Names of the MLP's width in configurations. GPT-2 and Falcon may leave it None: the width is then
-#: four times the hidden size. Bloom always has that width, under no name.
+#: Names of the MLP's width in configurations. GPT-2 and Falcon may set it to None, which means four
+#: times the hidden size. Bloom always has that width, and its configuration has no such name.
 _NAMES = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _NAMED = f"additional_config['scope'].sites has {MLP_SITE!r}"
 
@@ -50,8 +50,8 @@ def projections_of(anatomy: Anatomy, sites: Sites, num_ranks: int = 1) -> dict[i
         num_ranks: the number of ranks among which tensor parallelism splits the rows.
 
     Raises:
-        ConfigError: a layer has experts, has no down projection or several, or has one of another
-            width or one whose input the ranks do not share in equal parts.
+        ConfigError: a layer has experts, or not exactly one down projection; or its down projection
+            has another width, or an input that is not split equally among the ranks.
     """
     found: dict[int, nn.Module] = {}
     for number, layer in anatomy.layers.items():
@@ -92,7 +92,7 @@ def _projections(layer: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     for part in layer.children():
         modules = dict(part.named_modules())
         if any(isinstance(module, AttentionLayerBase) for module in modules.values()):
-            continue  # attention, or a state space in its place
+            continue  # attention, or a state-space block in place of attention
         for name, module in modules.items():
             if isinstance(module, RowParallelLinear):
                 # LoRA wraps the layer, and calls parts of it.

@@ -94,11 +94,11 @@ class OwnLens:
             self._parts = gather_parts(head, group, self._config.unembedding_mib)
 
     def renew(self, group: Any, failed: str | None) -> None:
-        """Take the weights that the model has now, unless those of some rank could not be changed.
-        Every rank of the group calls `renew`.
+        """Copy the model's current weights into the lens, unless the weights of some rank could not
+        be changed. Every rank of the group calls `renew`.
 
         Args:
-            failed: why this rank's weights could not be changed; None if they were.
+            failed: why this rank's weights could not be changed; None if they were changed.
         """
         if self._head is None or self._parts is None:
             return
@@ -125,19 +125,19 @@ class OwnLens:
                 return {}
             lens = lens_of(call, self._final_norm, row, self._parts)
             warm(lambda: lens.reserve(row))
-        except Exception as error:  # as in `_gather`
+        except Exception as error:  # the model is served, without a lens
             self.reason = _said(error)
             return {}
         self.reason = None
         return {LENS: lens, **{key: lens.of(one) for key, one in self.maps.items()}}
 
     def describe(self) -> dict[str, list[int]]:
-        """As Described.lenses."""
+        """Name of a lens -> the boundaries for which this worker has a map: Described.lenses."""
         names = self._config.lenses if self._delivers and self._is_last else ()
         return {name: [b for of, b in self.maps if of == name] for name in names}
 
     def _check(self) -> None:
-        """Raises CompatError for a reason that all ranks know."""
+        """Raises CompatError if this engine cannot have a lens. All ranks find the same reason."""
         if not self._config.lens_rows:
             raise CompatError("it was started with additional_config['scope'].lens_rows 0")
         check_lens(

@@ -2,12 +2,12 @@
 
 Owns:  `proved_anatomy`, Proved, `agreed`.
 Runs:  in every worker, when the model is loaded, before vLLM compiles it. vLLM's own profile run
-       comes later and is compiled, and hooks do not run in compiled code. So this is one more
-       dummy forward, of two rows, without compilation.
+       comes later and is compiled, and hooks do not run in compiled code. So this file runs one
+       more dummy forward, of two rows, without compilation.
 From:  graph.anatomy (Watch, find_faults), runners (the forward).   To: worker.
 
 If the model's source is not understood, its convention is the one for which every equality holds.
-The compiled graph must later give the same rows as another such forward (`Proved.rows`).
+The compiled graph must later give the same rows as a second uncompiled forward (`Proved.rows`).
 
 Promise: all ranks of an engine give the same answer. If one rank refuses the model, all do.
 """
@@ -37,8 +37,8 @@ from vllm_scope.request.sites import ATTENTION_SITES, Place, Sites, place_at
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Tokens of the dummy forward. With one token, PyTorch would compile a graph for one token alone if
-#: some part of the model is compiled nevertheless.
+#: Tokens of the dummy forward. If some part of the model is compiled nevertheless, a forward of one
+#: token would make PyTorch compile a graph that is valid for one token only.
 _NUM_TOKENS = 2
 
 
@@ -47,7 +47,7 @@ class Proved:
     """What a worker may tap.
 
     Attributes:
-        anatomy: with the modules inside layers that are to be tapped.
+        anatomy: the model's anatomy, with the modules inside layers that are to be tapped.
         moved: layers before which the model changes the stream.
         rows: for a model whose source is not understood: boundary on the stream -> the dummy
             token's row without compilation, [hidden_size], float32, CPU. Otherwise empty.
@@ -64,12 +64,13 @@ def proved_anatomy(
     """The anatomy of a loaded model without taps, compared with the model's numbers.
 
     Args:
-        version: of the runner.
+        version: the runner's version, "V1" or "V2".
         groups: vLLM's groups of ranks that must agree, one group after the other.
 
     Raises:
         CompatError: this rank or another one cannot tap the model.
-        ConfigError: a configured site is not what its name says; and as `with_parts`.
+        ConfigError: by the numbers, a configured site is not what its name says; or as for
+            `with_parts`.
     """
     proved = findings = None
     reason = None
@@ -113,7 +114,7 @@ def agreed(reason: str | None, groups: Sequence[Any]) -> str | None:
 def _findings(
     runner: ModelRunner, version: str, config: VllmConfig, anatomy: Anatomy, sites: Sites
 ) -> Findings | None:
-    """What a forward shows; None if it cannot run here, so that the source alone is the proof."""
+    """What a forward shows; None if the forward fails. The source is then the only proof."""
     try:
         watch = _watched(Watch(anatomy), runner, version, config)
         middles, dtype = _middles(anatomy, sites), config.model_config.dtype

@@ -24,7 +24,7 @@ class Described(TypedDict):
     Attributes:
         reason: why the model cannot be tapped; None if it can.
         runner: "V1" or "V2".
-        stage, num_stages: of the pipeline.
+        stage, num_stages: the number of this pipeline stage, and how many stages there are.
         drains: True if the worker delivers rows.
         sites: fields of request.sites.Sites, for Sites.from_body.
         taps_here: boundaries with a tap on this worker.

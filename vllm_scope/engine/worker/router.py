@@ -1,11 +1,11 @@
-"""vLLM's routers of experts: the module whose output is `router_logits`, and how wide its rows are.
+"""Finds the routers of experts, whose output is `router_logits`, and the size of such a row.
 
 Owns:  `num_experts_of`, `routers_of`.
 Runs:  `num_experts_of` in every process that has the configuration; `routers_of` in every worker,
        after load.
 
 Promise: if a layer that carries a tap has no router, several routers, or one of another width, the
-engine does not start. Every rank has the whole row, so tensor parallelism needs nothing more.
+engine does not start. Every rank has the whole row, so tensor parallelism needs no extra code.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Reads from the model runner what a forward will compute, just before the forward runs.
 
 Owns:  one seam per runner, wrapped on the instance.
-Runs:  in the worker, just before the forward. With V1 for real steps; with V2 for dummy steps
-       too, whose requests are not known here.
+Runs:  in the worker, just before the forward. With V1 for real steps only; with V2 also for dummy
+       steps, whose requests are not known here.
 To:    steps (`begin` with a StepBatch).
 
-Both runners reorder batches, so the scheduler's order does not tell which request has a row.
+Both runners reorder batches, so the scheduler's order does not tell the request of a row.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def dummy_forward(
     """Call `plan`, then run one forward of dummy tokens, without attention, KV cache or graph.
 
     Returns:
-        On the last pipeline stage the model's output, [num_tokens, hidden_size]; the row of a
+        On the last pipeline stage, the model's output: [num_tokens, hidden_size]. The row of a
         single token is the first one.
     """
     plan()
@@ -89,8 +89,8 @@ def dummy_forward(
 
 @contextmanager
 def _zero_attention(runner: ModelRunner) -> Iterator[None]:
-    """Inside, attention without metadata returns 0, as it does on a GPU. On a CPU vLLM's attention
-    writes nothing, and the model would go on with what is in the memory, which may be NaN.
+    """Inside, attention without metadata returns 0, as it does on a GPU. On a CPU, vLLM's attention
+    then writes nothing, and the model would compute with whatever the memory holds, maybe NaN.
     vllm 0.32, v1/attention/backends/cpu_attn.py, CPUAttentionBackendImpl.forward
     """
     layers = runner.vllm_config.compilation_config.static_forward_context.values()

@@ -1,4 +1,4 @@
-"""How large a worker's rings are, and what one token may take of them.
+"""Computes the sizes of a worker's arena and ring, and how many slots one token may take.
 
 Owns:  Sizes, Limits, `check_memory`.
 Runs:  in every worker, at load; `Limits` travels to front-ends.
@@ -20,7 +20,7 @@ from vllm_scope.request.sites import kind_of
 
 #: Bound of an arena on a CPU, unless one tap of the largest step needs more.
 HOST_ARENA_BYTES = 64 << 20
-#: Steps of the largest captured graph that an arena on a GPU holds.
+#: How many steps of the largest captured graph an arena on a GPU holds.
 STEPS_IN_ARENA = 3
 #: Room for one token at one tap, in rows: one row for each of three points, and one for scores.
 ROWS_PER_TAP = 4
@@ -62,7 +62,7 @@ class Limits(msgspec.Struct, frozen=True):
         return next(filter(None, (_excess(self, one) for one in layouts)), None)
 
     def check(self, layouts: Sequence[Layout]) -> None:
-        """Raises CapacityError if a step could deliver more than the ring holds.
+        """Raises CapacityError if a token may not deliver one of these layouts.
 
         The front-end checked the request alone. Global sinks may read more, server-wide edits
         may make two points' rows differ, and one row may be delivered under several codecs.
@@ -76,12 +76,12 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 def check_memory(asked: Mapping[str, int], config: ScopeConfig, free: int, where: str) -> None:
-    """Check the memory that options take, before it is taken.
+    """Check that the memory that options take is free, before they take it.
 
     Args:
         asked: option of `config` -> bytes, in the order in which they are taken.
-        free: bytes.
-        where: whose memory it is: "the device cuda:0".
+        free: the number of free bytes.
+        where: what has this memory, for the error's text, such as "the device cuda:0".
 
     Raises:
         ConfigError: an option takes more than is free.
@@ -107,7 +107,7 @@ def check_memory(asked: Mapping[str, int], config: ScopeConfig, free: int, where
 @lru_cache(maxsize=4096)  # many requests have the same layouts
 def _excess(limits: Limits, layout: Layout) -> str | None:
     widths = limits.widths
-    # After the arena a token may take more slots: one row under several codecs.
+    # A token may take more slots in the ring than in the arena: one row under several codecs.
     slots = max(layout.arena.slots(widths), layout.slots(widths))
     if limits.token_slots and slots > limits.token_slots:
         return f"{slots} slots a token, of {limits.token_slots}"
@@ -124,10 +124,10 @@ class Sizes:
     """The quantities from which the sizes of a worker's rings follow.
 
     Attributes:
-        boundaries: of the whole model's taps.
+        boundaries: the boundaries of the whole model's taps.
         max_rows: tokens of the largest step.
         graph_rows: tokens of the largest captured graph; 0 without graphs.
-        cuda: the arena is on a GPU.
+        cuda: True if the arena is on a GPU.
     """
 
     widths: Widths
@@ -138,7 +138,8 @@ class Sizes:
 
     @property
     def _row_slots(self) -> list[int]:
-        """Slots of a row of each tap. Without taps there is an arena too, so there is one entry."""
+        """Slots of one row at each tap. An engine without taps has an arena too, so the list then
+        has one entry."""
         return [self.widths.row_slots[kind_of(b)] for b in self.boundaries or (0,)]
 
     @property
@@ -169,7 +170,7 @@ class Sizes:
 
     @staticmethod
     def host_slots(arena_slots: int) -> int:
-        """Slots of the host ring: twice the arena's, within bounds, so that a front-end may lag."""
+        """Slots of the host ring: twice the arena's, within bounds, so that front-ends may lag."""
         return max(arena_slots, min(2 * arena_slots, MAX_HOST_BYTES // SLOT_BYTES))
 
     def limits(self, arena_slots: int, capacity: Cost, optimistic: bool, states: int = 0) -> Limits:

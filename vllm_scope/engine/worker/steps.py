@@ -41,7 +41,7 @@ class Steps:
     Verbs: `begin`, `end`, and `clear` before a forward that is not planned.
 
     Args:
-        boundaries: of the whole model's taps; the index is the tap's number.
+        boundaries: the boundaries of the whole model's taps; an index in it is a tap's number.
         delivery: None on a rank that delivers nothing.
         functions: the Python functions of requests; None if this engine runs none.
         fail: called with the id of a request that cannot be planned, and the reason.
@@ -129,7 +129,7 @@ class Steps:
         if direct and self._arena.slots.is_cuda and not plan.labels.encodes:
             self._lease = self._delivery.ring.acquire(plan.num_slots)
             return self._lease.start
-        # The ring is at least as large as the arena.
+        # The ring is at least as large as the arena, so these rows also fit into the ring.
         if max(plan.num_slots, plan.num_delivered) <= self._arena.num_slots:
             self._region = self._arena.acquire(plan.num_slots)
             return self._region.start

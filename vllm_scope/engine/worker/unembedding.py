@@ -1,4 +1,4 @@
-"""The final norm and the unembedding of a loaded model, as the lens of its rows.
+"""Makes the lens of a loaded model from its final norm and its unembedding.
 
 Owns:  LogitsCall, `logits_call`, `lens_of`, `check_lens`.
 Runs:  in every worker, once, after the canary. With several ranks `logits_call` also runs when the
@@ -7,8 +7,8 @@ From:  graph.anatomy (the final norm), vLLM's LogitsProcessor.   To: own_lens, w
 
 Promise: fail closed. The lens applies what the model itself applies: the norm that it calls after
 its layers, then its LogitsProcessor, with the same head and bias. A dummy forward shows that
-nothing else is between the last layer and the logits. If this does not hold for a model, it has no
-lens, and requests are told why.
+nothing else is between the last layer and the logits. If this does not hold for a model, the model
+has no lens, and requests are told why.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LogitsCall:
         return self.args[0]
 
     def logits_by(self, parts: Sequence[nn.Module]) -> Callable[[Tensor], Tensor]:
-        """A function, rows [n, hidden_size] -> logits [n, vocab_size], with the parts of all ranks.
+        """A function, rows [n, hidden_size] -> logits [n, vocab_size], made from all ranks' parts.
 
         Raises:
             CompatError: the call takes a tensor whose parts on the other ranks are not known.
@@ -81,8 +81,9 @@ class LogitsCall:
         return made
 
     def _of(self, head: nn.Module, value: object) -> object:
-        """The argument in place of `value` for a call with `head`. For a tensor of this call's own
-        head, that is the tensor of `head` with the same name. Other values stay."""
+        """The argument that a call with `head` needs in place of `value`. If `value` is a tensor of
+        this call's own head, it is replaced by the tensor of `head` with the same name. Other
+        values stay."""
         if not isinstance(value, Tensor):
             return value
         for name, one in tensors_of(self.head).items():
@@ -96,7 +97,7 @@ class LogitsCall:
 def check_lens(
     config: VllmConfig, is_last: bool, sites: Sites, here: Collection[int], unembedding_mib: float
 ) -> None:
-    """Check what a lens needs of an engine, before the model is looked at.
+    """Check that an engine has what a lens needs. The model itself is checked later.
 
     Args:
         is_last: True on the last pipeline stage.
@@ -140,7 +141,7 @@ def lens_of(
     Args:
         call: the LogitsCall for the row that the model returned when `row` left its last layer.
         final_norm: `Anatomy.norm_here`.
-        row: [hidden_size], the exit of the last layer in a forward.
+        row: [hidden_size], the row at the exit of the last layer in a forward.
         parts: the unembedding's parts of all tensor-parallel ranks, as vocabulary.gather_parts
             makes them. None if the model's own unembedding is whole.
 
@@ -186,7 +187,7 @@ def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
     def norm(rows: Tensor) -> Tensor:
         made = call(rows)
-        found = made[0] if isinstance(made, tuple) else made  # Cohere's returns (rows, residual)
+        found = made[0] if isinstance(made, tuple) else made  # Cohere's norm: (rows, residual)
         assert isinstance(found, Tensor)
         return found
 
@@ -230,7 +231,7 @@ def logits_call(model: nn.Module, hidden: Tensor) -> LogitsCall:
     if len(calls) != 1:
         raise CompatError(f"{name} does not make its logits with one LogitsProcessor")
     (call,) = calls
-    # compute_logits itself must not change the row or the logits, also not in place.
+    # compute_logits itself must change neither the row nor the logits, not even in place.
     same = (
         len(call.args) > 1 and isinstance(call.args[0], nn.Module)
         and call.args[1] is hidden and call.logits is logits

@@ -25,7 +25,7 @@ def check_part(head: nn.Module, group: Any) -> None:
     """Raises CompatError if the parts of a head cannot be gathered.
 
     Args:
-        head: the model's own.
+        head: the model's own unembedding on this rank.
         group: vLLM's tensor-parallel group.
     """
     ranks = getattr(head, "tp_size", None)
@@ -41,7 +41,7 @@ def gather_parts(head: nn.Module, group: Any, most_mib: float) -> tuple[nn.Modul
     Every rank of the group calls it, on its main thread. The tensors travel through host memory.
 
     Args:
-        head: this rank's, as `check_part` allows.
+        head: this rank's unembedding, which `check_part` has allowed.
         group: vLLM's tensor-parallel group.
         most_mib: additional_config['scope'].unembedding_mib.
 
@@ -78,13 +78,13 @@ def renew_parts(head: nn.Module, parts: Sequence[nn.Module], group: Any) -> None
 
 
 def _others(head: nn.Module, group: Any) -> list[int]:
-    """The ranks whose parts are not the first rank's."""
+    """The ranks with a part that the first rank lacks; none if each rank has the whole head."""
     return list(group.ranks[1:]) if head.tp_size != 1 else []
 
 
 def _exchanged(head: nn.Module, group: Any) -> list[dict[str, Tensor]]:
-    """The tensors of each rank with a part; those of other ranks are in host memory. Empty on all
-    ranks but the first. When the call returns, no rank waits for another one."""
+    """The tensors of each rank's part, on the first rank; empty on all other ranks. Those of the
+    other ranks are in host memory. When the call returns, no rank waits for another one."""
     tensors, others = tensors_of(head), _others(head, group)
     if not group.rank_in_group:
         came = [

@@ -98,7 +98,7 @@ class ScopeWorker:
         self._scaling: Scaling | None = None
         self._pair_makers: dict[str | LensKey, PairMaker] = {}
         self._heard = Heard()
-        #: Requests that EngineCore has named and that are not over, also those that failed.
+        #: Requests that EngineCore has named and that are not over, including those that failed.
         self._entered: set[str] = set()
         #: Requests whose scores are kept with KV blocks -> key, and digest of the probes.
         self._keeping: dict[str, tuple[int, bytes]] = {}
@@ -106,7 +106,7 @@ class ScopeWorker:
     # Load
 
     def load(self) -> None:
-        """Install taps on the loaded model, or remember why not."""
+        """Install taps on the loaded model. If the model cannot be tapped, set `reason`."""
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
         self.stage = get_pp_group().rank_in_group
@@ -119,8 +119,8 @@ class ScopeWorker:
             self.reason = str(error)
             logger.warning("vllm-scope: no taps on this model: %s.", error)
             return
-        # These parts of the configuration are used from the first request on. An error in them must
-        # end the engine's start.
+        # These parts of the configuration are used from the first request on. They are checked now,
+        # because an error in them must prevent the engine's start.
         if global_reads(self.config, self.sites) != global_reads(
             self.config, replace(self.sites, moved=())
         ):
@@ -185,10 +185,11 @@ class ScopeWorker:
             self._delivery.drain.settle()
 
     def renew(self, failed: str | None = None) -> None:
-        """Take the weights that the model has now. Every worker calls this after they changed.
+        """Copy the model's current weights into the lens. Every worker calls this after a change of
+        the weights, even if the change failed.
 
         Args:
-            failed: why this worker's weights were not changed; None if they were.
+            failed: why this worker's weights were not changed; None if they were changed.
         """
         from vllm.distributed.parallel_state import get_tp_group
 
@@ -208,7 +209,7 @@ class ScopeWorker:
         return self.steps
 
     def check_canary(self) -> None:
-        """Read one row at every tap of a dummy forward.
+        """Check in dummy forwards that every tap writes a row; then prepare the model's lens.
 
         Raises:
             CompatError: some tap wrote nothing; the engine does not start.
@@ -294,7 +295,7 @@ class ScopeWorker:
             self._planner.resume_request(req_id, num_tokens)
         for request in new_requests:
             entrant = news.entrants.get(request.req_id)
-            # V2 sends a preempted request again; what it has read stays valid.
+            # V2 sends a preempted request again; the rows that were read before stay valid.
             if entrant is not None and request.req_id not in self._entered:
                 self._entered.add(request.req_id)
                 self._add_request(request, entrant, news.held.get(request.req_id))
@@ -306,7 +307,8 @@ class ScopeWorker:
         """Plan one request, or answer it with the reason why not.
 
         Args:
-            made: the programs that the request holds, if EngineCore runs in this process.
+            made: the programs that the request holds, if EngineCore runs in this process; else
+                None.
         """
         assert self._planner is not None
         recipient, vectors = entrant.recipient, True
@@ -320,7 +322,8 @@ class ScopeWorker:
                 cell.place.boundary in self.here
                 for one in asked.banked if one.after is None for cell in one.cells
             ):  # fmt: skip
-                # EngineCore expects these scores. If the request is refused, they are told as lost.
+                # EngineCore expects these scores. If the request is refused, they are reported to
+                # EngineCore as lost.
                 self._keeping[request.req_id] = key, entrant.scores
             vectors = bool(asked.edits or asked.banked)
             delivery = self._expect(request, told)
@@ -349,7 +352,8 @@ class ScopeWorker:
                 held = None
                 if program.has_vectors:
                     held = made
-                    # EngineCore's programs deliver. If room is lacking, this request's do not.
+                    # The programs that EngineCore made deliver rows. If room is lacking here, the
+                    # request's programs must not.
                     if held is None or not program.made(held):
                         held = program.held(entrant.columns, self._heard.digest_of(entrant.spec))
                 self._planner.add_request(request.req_id, key, program, held, entrant.logged)
@@ -358,7 +362,7 @@ class ScopeWorker:
                 self._scaling.add_request(
                     request.req_id, asked, prompt_ids, entrant.columns, drains
                 )
-            # Without probes at this stage there is no program.
+            # `every` is None if no program is needed here: the probes are at other stages.
             every = program.generated_superset() if entrant.scores and key != NOBODY else None
             if every is not None and self._delivery is not None:
                 self._delivery.keep_scores(key, entrant, every.layout)
@@ -366,7 +370,8 @@ class ScopeWorker:
             self._refuse(request.req_id, vectors, key, error)
 
     def accept(self, accepted: Mapping[str, int]) -> None:
-        """Note how many tokens of requests with Moments are accepted, before these end or go on."""
+        """Tell the drain how many tokens of requests with Moments are accepted. Called before these
+        requests end or go on."""
         if self._planner is None or self._delivery is None:
             return
         keys = {req_id: self._planner.key_of(req_id) for req_id in accepted}
@@ -375,7 +380,11 @@ class ScopeWorker:
         )
 
     def begin_stages(self, begun: Mapping[str, Sequence[str]]) -> None:
-        """Begin the later stages of requests that waited for the verdicts of these probes."""
+        """Begin the later stages of requests.
+
+        Args:
+            begun: request -> the probes for whose verdicts these stages waited.
+        """
         for req_id, firsts in begun.items():
             try:
                 if self._planner is not None:
@@ -445,7 +454,8 @@ class ScopeWorker:
         """Forget requests that are over.
 
         Args:
-            ended: id of a request with sinks -> what the scheduler accepted.
+            ended: id of a request with sinks -> the tokens that the scheduler accepted, and why the
+                request ended.
         """
         if self._planner is None or not self._entered:
             return
@@ -461,16 +471,18 @@ class ScopeWorker:
             if key is not None:
                 self._finish(key, error, (ended or {}).get(req_id))
         if not self._planner and self._delivery is not None:
-            # No request runs that the drain thread could delay, and the callers wait for rows.
+            # The callers wait for rows, and the drain thread can delay no request: none is running.
             self._delivery.drain.hurry()
 
     def deliver_soon(self) -> None:
-        """Send the kept scores of new requests' prompts. Called once their forward is enqueued."""
+        """Have the kept scores of new requests' prompts delivered. Called once the forward of these
+        requests is enqueued."""
         if self._delivery is not None:
             self._delivery.drain.nudge()
 
     def keep_blocks(self, news: StepNews) -> None:
-        """Keep the scores of blocks that were filled by the forward that was just enqueued."""
+        """Keep the scores of blocks that were filled by the forward that was just enqueued, and
+        drop the scores that EngineCore has forgotten."""
         if self._delivery is None:
             return
         filled = []
