@@ -1,4 +1,4 @@
-"""What EngineCore keeps for requests. Does not import vLLM.
+"""What EngineCore keeps for requests. This folder does not import vLLM.
 
 registry.py     steering modules by name, and server-wide edits
 sent_ahead.py   vectors that tickets name by digest

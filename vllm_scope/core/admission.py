@@ -6,7 +6,7 @@ From:  program.held, engine.core.scheduler (which asks).
 
 Promise: the tables have room for every request that Admission admits. Requests of one spec with the
 same programs share their places, and equal vectors share one place. In the tables, requests with
-few operations also share equal programs; Admission does not count on that.
+few operations also share equal programs; Admission does not rely on that.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ class Admission(Generic[Waiting]):
 
     Attributes:
         most: as above.
-        lines: requests for which there is no room yet: those without a lens, and those with one.
-        num_waited: requests that have had to wait so far.
+        lines: the requests for which there is no room yet: the line of those without a lens, and
+            the line of those with one.
+        num_waited: how many requests have had to wait so far.
         held: the places that are taken or reserved.
     """
 
@@ -91,7 +92,7 @@ class Admission(Generic[Waiting]):
         #: use the vector.
         self._sets: Counter[Held] = Counter()
         self._vectors: Counter[bytes] = Counter()
-        #: Request -> what it may take later.
+        #: Request -> its `reserve`, as in `admit`.
         self._reserved: dict[str, Cost] = {}
         self.held = Cost()
 
@@ -103,8 +104,8 @@ class Admission(Generic[Waiting]):
     def enter(
         self, request: Waiting, held: Held | None, num_logged: int = 0, reserve: Cost = NOTHING
     ) -> bool:
-        """True if a new request may go to the scheduler now; otherwise it is put in line. Arguments
-        as for `admit`; `held` is None for a request without programs."""
+        """True if a new request may go to the scheduler now. Otherwise the request is put in line.
+        Arguments as for `admit`; `held` is None for a request without programs."""
         line = self.lines[reserve.lens_rows > 0]
         if held is None:
             # A piece of streamed input may not overtake an earlier piece that waits.
@@ -134,13 +135,13 @@ class Admission(Generic[Waiting]):
     def admit(
         self, request_id: str, held: Held, num_logged: int = 0, reserve: Cost = NOTHING
     ) -> bool:
-        """Take places for a request; False if there is no room.
+        """Take places for a request. Returns False if there is no room.
 
         Args:
-            held: ignored if the request holds places already.
+            held: the request's programs. If the request holds places already, it takes no more.
             num_logged: places of the log that the request needs.
-            reserve: what the request may take later if a policy changes its scales, and the rows
-                of its lenses.
+            reserve: the places that the request may take later if a policy changes its scales, and
+                the rows of its lenses.
         """
         if request_id in self._held:
             return True
@@ -163,7 +164,7 @@ class Admission(Generic[Waiting]):
         return True
 
     def release(self, request_id: str) -> bool:
-        """Free a request's places; False if it held none."""
+        """Free a request's places. Returns False if the request held none."""
         held = self._held.pop(request_id, None)
         if held is None:
             return False

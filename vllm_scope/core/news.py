@@ -64,8 +64,8 @@ class StepNews(msgspec.Struct):
 
     Attributes:
         entrants: request id -> a request that enters.
-        specs: number -> reads, probes and edits. The server's edits and the reads of global
-            sinks are among them.
+        specs: number -> a packed spec. The spec includes the server's edits and the reads of global
+            sinks.
         arrays: digest -> shape and data of vectors that workers do not hold.
         forgotten_specs, forgotten_arrays: numbers of specs and digests of vectors that workers
             drop once the entrants have entered.
@@ -74,9 +74,10 @@ class StepNews(msgspec.Struct):
         filled: request id -> the number of the first block that the request fills with this step,
             and the hashes of all blocks that it fills. Workers keep the scores of these blocks.
         forgotten_scores: the keys of scores that workers drop.
-        resumed: id of a request whose gates have states, and that begins, or begins again after
-            it was preempted -> its number of tokens.
-        begun: request id -> probes that have their verdict now, and for which other probes wait.
+        resumed: id of a request that begins, or begins again after preemption, and whose gates have
+            states -> its number of tokens.
+        begun: request id -> names of its probes that now have a verdict, and for which later stages
+            wait.
         scales: request id -> the new scales that its policy decided.
         accepted: id of a request with Moments, running or ended -> its number of accepted tokens.
         resolved: number -> a new spec that is not packed.
@@ -125,7 +126,7 @@ def digest_of(asked: Resolved) -> bytes:
 
 
 def know_digest(asked: Resolved, digest: bytes) -> None:
-    """Set what `digest_of` returns for a spec, so that the spec need not be packed for it."""
+    """Set the digest that `digest_of` returns for a spec. The spec need not be packed then."""
     asked.__dict__["_digest"] = digest
 
 
@@ -133,14 +134,15 @@ class Told:
     """What the workers hold, as EngineCore knows it.
 
     Args:
-        here: True if there is one worker, in this process. It takes specs that are not packed.
+        here: True if there is one worker, in this process. The worker then takes specs that are not
+            packed.
     """
 
     def __init__(self, here: bool = False) -> None:
         self._here = here
         self._numbers = itertools.count()
-        #: By id of the Resolved. The entry keeps the Resolved alive: Python could otherwise give
-        #: its id to another object.
+        #: Id of a Resolved -> the Resolved, and its number. The entry keeps the Resolved alive:
+        #: Python could otherwise give its id to another object.
         self._specs: Remembered[int, tuple[Resolved, int]] = Remembered(SPEC_BYTES)
         self._arrays: Remembered[bytes, bool] = Remembered(ARRAY_BYTES)
 
@@ -160,7 +162,7 @@ class Told:
 
     def _pack(self, asked: Resolved, number: int, news: StepNews) -> int:
         """Add the packed spec and its missing vectors to the news, for workers in other processes.
-        Returns the bytes of the packed spec."""
+        Returns the size of the packed spec in bytes."""
         packed, arrays = packed_of(asked)
         for digest, array in arrays.items():
             if self._arrays.get(digest) is None:
@@ -176,7 +178,7 @@ class Heard:
     """The specs and vectors that a worker holds."""
 
     def __init__(self) -> None:
-        #: By number: the spec, and its digest.
+        #: Number of a spec -> the spec, and its digest.
         self._specs: dict[int, tuple[Resolved, bytes]] = {}
         self._arrays: dict[bytes, Array] = {}
 

@@ -101,7 +101,7 @@ class Registry:
         return module.digest
 
     def unregister(self, name: str) -> bool:
-        """Forget a name; False if it was not known."""
+        """Forget a name and its module. Returns False if the name was not known."""
         with self._lock:
             self._change_names()
             self._vectors.pop(name, None)
@@ -112,7 +112,8 @@ class Registry:
         self._meanings.forget()
 
     def modules(self) -> dict[str, dict[str, Any]]:
-        """name -> `digest`, and `streams`: [site, layer] or [site, layer, tier] of each vector."""
+        """Name -> its module's `digest`, and `streams`: [site, layer] or [site, layer, tier] of
+        each vector."""
         return {
             name: {"digest": digest, "streams": [list(s) for s in self._vectors[name]]}
             for name, digest in self.names.items()
@@ -129,7 +130,7 @@ class Registry:
             The edits' digest; None if `text` is None.
 
         Raises:
-            SpecError: not a spec of edits, or one that this engine cannot do.
+            SpecError: `text` is not a spec of edits, or this engine cannot apply the edits.
         """
         edits = () if text is None else self.parse_edits(text)
         digest = hashlib.sha256(b"".join(e.digest + repr(e.tokens).encode() for e in edits))
@@ -175,7 +176,7 @@ class Registry:
         return spec.resolve(self._sites, self._vectors).edits
 
     def hold(self, frontend: str, data: bytes) -> list[bytes]:
-        """Hold vectors for a front-end, in place of those that it has sent before.
+        """Hold vectors for a front-end, in place of the vectors that it sent before.
 
         Args:
             data: as `request.ticket.encode_arrays` makes it.
@@ -194,8 +195,8 @@ class Registry:
         return held
 
     def resolve(self, ticket: Ticket | None) -> tuple[Resolved, Resolved]:
-        """What a request that enters now asks for: its own spec, and the same with the server's
-        edits before its own.
+        """The spec of a request that enters now, resolved: without the server's edits, and with
+        them before the request's own edits.
 
         Args:
             ticket: None for a request without a spec.
@@ -215,7 +216,8 @@ class Registry:
 
     def _own(self, ticket: Ticket) -> Resolved:
         arrays = _Held(ticket.own_arrays(), self.ahead.arrays)
-        # The number of changes stands for the modules, because a spec may name a thousand of them.
+        # The version is the number of changes, and not the modules themselves: a spec may name a
+        # thousand modules.
         version = (self._num_changes,) if ticket.modules else ()
         return self._meanings.of(ticket.spec, arrays, self._vectors, version)
 

@@ -45,9 +45,10 @@ class ScoreIndex:
         #: Running request that has filled blocks -> the hashes of its blocks, and the digest of
         #: its probes.
         self._chains: dict[str, tuple[Sequence[bytes], bytes]] = {}
-        #: Running request -> its first position whose block is not kept.
+        #: Running request -> how many of its first tokens may lie in blocks that are kept.
         self._frozen: dict[str, int] = {}
-        #: Number of steps so far. Step -> requests that `due` returns then; request -> that step.
+        #: Number of steps so far; step -> requests to look at in that step; request -> the step in
+        #: which `due` returns it.
         self._step = 0
         self._due: dict[int, dict[str, None]] = {}
         self._due_at: dict[str, int] = {}
@@ -72,7 +73,7 @@ class ScoreIndex:
         return [r for r in found if self._due_at.get(r) == self._step]
 
     def look_again(self, request_id: str, num_tokens: int) -> None:
-        """Have `due` return a request before it can have filled another block.
+        """Make `due` return a request again, before the request can have filled another block.
 
         Args:
             num_tokens: how many tokens of the request are known now. A step adds at most
@@ -96,8 +97,8 @@ class ScoreIndex:
         return len(known)
 
     def num_told(self, request_id: str) -> int | None:
-        """How many first blocks of a running request came from the cache or were filled; None for a
-        new request."""
+        """The number of a running request's first blocks that came from the cache or were filled;
+        None for a new request."""
         return self._told.get(request_id)
 
     def may_fill(self, request_id: str, num_tokens: int) -> bool:
@@ -115,13 +116,14 @@ class ScoreIndex:
         """Note the blocks that a request has filled.
 
         Args:
-            hashes: of the request's blocks so far; kept until the request is forgotten.
+            hashes: hashes of the request's blocks so far. The object is kept until the request is
+                forgotten.
             num_tokens: tokens that are computed once the coming step has run.
             token_bytes: bytes of one token's scores.
 
         Returns:
-            The number of the first newly filled block, and the hashes of all of them; None if no
-            block was filled.
+            The number of the first newly filled block, and the hashes of all newly filled blocks;
+            None if no block was filled.
         """
         first = self._told[request_id]
         num_tokens = min(num_tokens, self._frozen.get(request_id, num_tokens))
@@ -162,8 +164,8 @@ class ScoreIndex:
         return bool(self._forgotten)
 
     def take_forgotten(self) -> list[ScoreKey]:
-        """Return the keys that workers must forget, each only once. Keys that are kept again since
-        are left out."""
+        """Return the keys of scores that workers must forget, each only once. The key of
+        scores that are kept again is left out."""
         found, self._forgotten = self._forgotten, []
         return [key for key in found if key not in self._known]
 

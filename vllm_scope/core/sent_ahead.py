@@ -2,16 +2,16 @@
 
 Owns:  SentAhead.
 Runs:  in EngineCore: `replace` on its main thread, the rest on its input thread too; the caller
-       locks.
+       holds a lock.
 From:  engine.frontend.ahead.   To: registry (the vectors that a ticket names by digest).
 
 Promise: a front-end's vectors stay until the same front-end sends other vectors, or until other
 front-ends need the room. In the second case EngineCore drops the vectors of the front-end that sent
 longest ago: that front-end may have died, and EngineCore is not told of it. A front-end names a
-vector by its digest only after `replace` has returned the digest. After its next call, the
-front-end's tickets name no vector that this call does not send. Messages of one front-end arrive in
-order, so a ticket's vectors are here, unless they were dropped for want of room. If they were,
-EngineCore refuses the request (UnheldError), and its front-end sends the vectors again.
+vector by its digest only after `replace` has returned the digest. When a front-end sends other
+vectors, its later tickets name only these. Messages of one front-end arrive in order, so a ticket's
+vectors are here, unless they were dropped to make room. In that case EngineCore refuses the request
+(UnheldError), and its front-end sends the vectors again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SentAhead:
     """Vectors by digest, and which front-end has sent them.
 
     Attributes:
-        arrays: digest -> vector; the same object until it is dropped.
+        arrays: digest -> vector; the same object until the vector is dropped.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
@@ -46,11 +46,11 @@ class SentAhead:
         return sum(len(array.data) for array in self.arrays.values())
 
     def replace(self, frontend: str, arrays: Mapping[bytes, Array]) -> list[bytes]:
-        """Hold these vectors for a front-end, and drop its earlier ones that no other front-end has
-        sent.
+        """Hold these vectors for a front-end, and drop its earlier vectors that no other front-end
+        has sent.
 
         Returns:
-            The digests of the vectors that are held. The others would exceed the bound.
+            The digests of the vectors that are held. The other vectors would exceed the bound.
         """
         self._sent.pop(frontend, None)
         held = self._that_fit(arrays)

@@ -91,7 +91,7 @@ class SumsRoom:
             )
 
     def drop(self, name: str) -> bool:
-        """Give back the room of a name's sums; False if the name is not known."""
+        """Give back the room of a name's sums. Returns False if the name is not known."""
         with self._lock:
             self._kinds.pop(name, None)
             gone = self._known.pop(name, None)

@@ -5,7 +5,7 @@ entered.py    what EngineCore keeps about a request that reads, probes or edits
 scheduler.py  when such a request starts, which cached KV it uses, how it ends
 scores.py     scores that are kept with KV blocks
 verdicts.py   scores that stop a request, begin its next stage, or change its scales
-outputs.py    what workers tell with a step's output, and joined answers of variants
+outputs.py    what workers report with a step's output, and joined answers of variants
 variants.py   one request that stands for several, each with edits of its own
 clearing.py   KV blocks that must be zeroed before they are used again
 """

@@ -155,7 +155,7 @@ def zero(runner: ModelRunner, block_ids: list[int]) -> None:
     if runner.vllm_config.kv_transfer_config is not None:
         import torch
 
-        # A connector may fill a block on another CUDA stream: the zeros must be written before.
+        # A connector may fill a block on another CUDA stream. The zeros must be written first.
         torch.cuda.current_stream().synchronize()
 
 

@@ -33,8 +33,8 @@ class Entered:
         held: the programs that it holds in the workers' tables; None if it only reads.
         columns, unchecked: as in core.news.Entrant.
         logged: how much of the log of states it needs.
-        reserve: what it may take of the workers' tables later if its policy changes scales, and
-            the rows of its lenses.
+        reserve: the places in the workers' tables that it may take later if its policy changes
+            scales, and the rows of its lenses.
         sums: the room for its sums; None without Moments.
     """
 
@@ -66,7 +66,7 @@ entering: dict[str, BlockKeys] = {}
 
 
 def entered(request: object) -> Entered | None:
-    """What EngineCore keeps about a request; None for a plain one."""
+    """The Entered of a request; None for a plain request."""
     return _entered.of(request)
 
 

@@ -53,7 +53,8 @@ from vllm_scope.vectors import load_vectors
 T = TypeVar("T")
 
 
-#: The programs that a request holds, their columns, and what it may take later.
+#: The programs that a request holds, the columns of all its programs, and the places that it may
+#: take later.
 _HeldBy = tuple[Held | None, tuple[bytes, ...], Cost]
 
 
@@ -82,15 +83,15 @@ class CoreScope:
             self.widths = Widths.of(self.sites.row_sizes, itemsize)
 
     def learn(self, replies: Iterable[Described]) -> None:
-        """Learn from the workers' answers between which layers the model changes the stream. The
-        workers found that at load, and answer before the first request with a ticket enters."""
+        """Take from the workers' answers the layers before which the model changes the stream. The
+        workers found these at load, and answer before the first request with a ticket enters."""
         moved = tuple(sorted({layer for each in replies for layer in each["sites"]["moved"]}))
         if moved != self.sites.moved:
             self.sites = replace(self.sites, moved=moved)
             self.registry.know(self.sites)
 
     def enter(self, request: EngineCoreRequest, ticket: Ticket | None) -> Entered | None:
-        """What a request that enters asks for, with the modules and server-wide edits of now.
+        """The Entered of a request that enters, with the current modules and server-wide edits.
 
         Args:
             request: vLLM's EngineCoreRequest.
@@ -143,8 +144,8 @@ class CoreScope:
         )  # fmt: skip
 
     def _held_of(self, asked: Resolved, ids: Ids, max_tokens: int, unchecked: bool) -> _HeldBy:
-        """As `_held_by`. If the actions of a spec are for whole phases, the result is made once for
-        all its requests."""
+        """As `_held_by`. If a spec is uniform (Resolved.uniform), the result is made once for all
+        requests of the spec."""
         if not asked.uniform or not len(ids):
             return self._held_by(asked, ids, max_tokens, unchecked)
         known: dict[tuple[bool, Cost], _HeldBy] = asked.__dict__.setdefault("_held", {})
@@ -155,8 +156,8 @@ class CoreScope:
 
     def _held_by(self, asked: Resolved, ids: Ids, max_tokens: int, unchecked: bool) -> _HeldBy:
         """The programs that a request with vectors holds while it runs, the columns of all its
-        programs, and what its policy may take later. Each is None or empty if the workers do not
-        need it."""
+        programs, and the places that its policy may take later. Each is None or empty if the
+        workers do not need it."""
         vectors = bool(asked.edits or asked.banked)
         if not (vectors or unchecked):
             return None, (), Cost()
@@ -189,7 +190,7 @@ class CoreScope:
         asked = Resolved(edits=self.registry.parse_edits(text))
         check_stages(asked, self.num_stages)
         # One prompt token and some generated tokens are enough for the count, because these edits
-        # apply to whole phases (registry.TIERS).
+        # apply to all tokens of the prompt, all generated tokens, or both (registry.TIERS).
         program = RequestProgram.compile(
             asked, self.sites, frozenset(self.sites.boundaries), 1, [0]
         )
@@ -255,8 +256,8 @@ def _entered_as(
     original: Callable[..., tuple[T, int]], self: EngineCore, request: EngineCoreRequest,
     ticket: Ticket | None,
 ) -> tuple[T, int]:  # fmt: skip
-    """Have vLLM make the Request of a request without its ticket, and keep beside it what the
-    request asks for."""
+    """Have vLLM make its Request, and keep the Entered beside it. `request` no longer has the
+    ticket."""
     found = _scope_of(self).enter(request, ticket)
     if found is None:
         return original(self, request)
@@ -357,7 +358,7 @@ def _collective_rpc(
     args: tuple[object, ...] = (),
     kwargs: dict[str, object] | None = None,
 ) -> list[Any]:
-    """EngineCore.collective_rpc: calls about modules and edits are answered here."""
+    """EngineCore.collective_rpc: EngineCore itself answers the calls of _ANSWERS."""
     if method in _ANSWERS:
 
         def ask(name: str) -> list[Described]:

@@ -1,4 +1,4 @@
-"""Outputs of steps in the scheduler: what workers tell with them, and joined answers of variants.
+"""Outputs of steps in the scheduler: reports of workers in them, and joined answers of variants.
 
 Owns:  the seam on Scheduler.update_from_output.
 Runs:  in EngineCore, on the scheduler's thread.

@@ -48,16 +48,15 @@ T = TypeVar("T")
 
 @dataclass
 class _State:
-    """What is kept about one of vLLM's schedulers.
+    """What this module keeps about one of vLLM's schedulers.
 
     Attributes:
         told: what the workers hold.
         admission: None until a request with programs comes.
-        ended: id of an ended request that has sinks -> the tokens that were accepted; kept until
-            it is in the news of a step.
+        ended: id of an ended request that has sinks -> the tokens that were accepted. An entry is
+            kept until it is in the news of a step.
         summing: ids of running requests with Moments.
-        accepted: id of an ended request with Moments -> its number of tokens; kept until it is in
-            the news of a step.
+        accepted: id of an ended request with Moments -> its number of tokens, kept as in `ended`.
     """
 
     told: Told
@@ -108,7 +107,7 @@ def _new_admission(scheduler: Scheduler) -> Admission[Request]:
 
 def _held_by(request: object) -> tuple[Held | None, int, Cost]:
     """What a request holds in the workers' tables: its programs (None if it needs none), its number
-    of places in the log of states, and what it may take later."""
+    of places in the log of states, and the places that it may take later."""
     found = entered(request)
     if found is None:
         return None, 0, Cost()
@@ -186,13 +185,13 @@ def _finish(
     for request in admission.take_out(some):
         _enqueue(self, request)
     found = original(self, some, status)
-    # If the first in line has gone, there may be room for those behind it.
+    # If the first request in line has gone, there may be room for those behind it.
     _let_in(self, admission)
     return _as_known(self, found, status)
 
 
 def _as_known(scheduler: Scheduler, ended: list[Request], status: object) -> list[Request]:
-    """Ended requests, as front-ends know them: see `aborted`."""
+    """The ended requests. If they were aborted, variants are replaced as in `aborted`."""
     from vllm.v1.request import RequestStatus
 
     return aborted(scheduler, ended) if status == RequestStatus.FINISHED_ABORTED else ended
@@ -207,8 +206,8 @@ _enqueue: Any = None
 def _schedule(
     original: Callable[..., SchedulerOutput], self: Scheduler, *args: object, **kwargs: object
 ) -> SchedulerOutput:
-    """Scheduler.schedule: add the step's news to the output, as an attribute of ours. vLLM sends
-    the output to every worker."""
+    """Scheduler.schedule: add the step's news to the output, as its attribute `scope_news`. vLLM
+    sends the output to every worker."""
     if _is_quiet(self):
         return original(self, *args, **kwargs)
     with _bounded(self):
@@ -307,7 +306,7 @@ def _capped(
     if index is not None and probes is not None:
         count = index.num_known(request.block_hashes, probes)
         # A request that was preempted has the scores of the blocks that it had filled. It gets no
-        # scores of later blocks from the cache, so it must compute them.
+        # scores of later blocks from the cache, so it must compute these blocks.
         told = index.num_told(request.request_id)
         first = max(first, min(count, count if told is None else told) * index.block_size)
     if _takes_cap(original):
@@ -359,8 +358,8 @@ def _lookup_outside(
 ) -> tuple[int | None, bool]:
     """A connector's get_num_new_matched_tokens; (0, False) for a request with taps.
 
-    The connector is called all the same, because some connectors record the call. If it answers
-    None tokens ("ask again later"), None is returned.
+    The connector is called all the same, because some connectors record the call. If the connector
+    answers None tokens ("ask again later"), the result is (None, False).
     """
     if entered(request) is None:
         return lookup(request, *args, **kwargs)

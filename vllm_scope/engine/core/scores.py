@@ -27,7 +27,7 @@ def index_of(manager: object) -> ScoreIndex | None:
 
 
 def new_index(scheduler: Scheduler) -> None:
-    """Make the index, if there is none and scores are to be kept."""
+    """Make the index if there is none yet, the prefix cache is on, and `scores_mib` is not 0."""
     manager = scheduler.kv_cache_manager
     if index_of(manager) is not None or not manager.enable_caching:
         return
@@ -100,7 +100,8 @@ def freeze(scheduler: Scheduler, request: Request) -> None:
 
 
 def _reset(original: Callable[..., bool], self: KVCacheManager) -> bool:
-    """KVCacheManager.reset_prefix_cache: the model's weights may have changed."""
+    """KVCacheManager.reset_prefix_cache: clear the index too, because the model's weights may have
+    changed."""
     done = original(self)
     index = index_of(self)
     if done and index is not None:

@@ -1,4 +1,4 @@
-"""One request of the front-end that stands for several: its variants, each with edits of its own.
+"""One request of the front-end that stands for several variants, each with edits of its own.
 
 Owns:  the requests that EngineCore makes of such a request, their answers, and their end.
 Runs:  in EngineCore: `expand` when the request enters (input thread), the rest on the scheduler's
@@ -81,8 +81,8 @@ class _Group:
         return not self.numbers
 
     def last(self, request_id: str, others: bool) -> EngineCoreOutput:
-        """The output of the request that stands for the variants. It has the tokens of all of them,
-        and the times of the last one, from which vLLM makes its metrics.
+        """The output of the request that stands for the variants. It has the tokens of all variants
+        and the times of the last variant, from which vLLM makes its metrics.
 
         Args:
             others: as in Answers.
@@ -136,8 +136,8 @@ def _logprobs(found: Any, asked: list[int] | None, num_tokens: int) -> NDArray[n
 
 
 def _total(each: list[Any]) -> Any:
-    """The sum of some of vLLM's PrefillStats; None if there are none. `num_cached_tokens` is not
-    summed but that of the last one, because vLLM subtracts it from the length of one prompt."""
+    """The sum of vLLM's PrefillStats, some of which may be None; None if all are. The sum has
+    `num_cached_tokens` of the last one, because vLLM subtracts it from the length of one prompt."""
     some = [one for one in each if one is not None]
     if not some:
         return None
@@ -153,12 +153,12 @@ class _Running:
     """The requests of one scheduler that stand for others."""
 
     def __init__(self) -> None:
-        #: By id: the request, and its variants.
+        #: Id of a request that stands for others -> the request, and its variants.
         self.groups: dict[str, tuple[Request, _Group]] = {}
         #: Id of a variant -> id of the request that stands for it.
         self.name_of: dict[str, str] = {}
-        #: True if the scheduler also had requests of no sweep when it last made a step with
-        #: variants.
+        #: True if the scheduler also had requests that belong to no sweep when it last made a step
+        #: with variants.
         self.others = False
 
     def __del__(self) -> None:
@@ -180,8 +180,8 @@ class _Running:
         return request, group
 
     def take(self, outputs: Outputs) -> None:
-        """Remove the outputs of variants, and add one for each request whose variants have all
-        ended."""
+        """Remove the outputs of variants, and add one output for each request whose variants have
+        all ended."""
         mine = [one for one in outputs.outputs if one.request_id in self.name_of]
         if not mine:
             return
@@ -203,15 +203,15 @@ def expand(
     """Make the variants of a request.
 
     Args:
-        standing: vLLM's Request that stands for them.
+        standing: vLLM's Request that stands for the variants.
         request: vLLM's EngineCoreRequest, without its ticket. It has a variant's id while that
             variant is made.
-        num: how many variants it has.
-        make: makes the Request of the variant with this number.
+        num: how many variants there are.
+        make: called with the number of a variant; makes the variant's Request.
         num_tokens: size of the vocabulary.
 
     Raises:
-        ScopeError: no variant is possible here. It is the error of the first variant.
+        ScopeError: no variant is possible here. The error is that of the first variant.
     """
     name, made = request.request_id, {}
     errors: dict[int, ScopeError] = {}
@@ -245,7 +245,7 @@ def variants_of(scheduler: Scheduler, request: Request) -> list[Request]:
 
 
 def _num_tokens(scheduler: Scheduler, request: Request) -> int:
-    """How many tokens of a variant's prompt the prefix cache lacks once another variant was
+    """How many tokens of a variant's prompt the prefix cache lacks after another variant has been
     computed."""
     known, size = entered(request), scheduler.block_size
     if known is None or known.first_edited is None or not scheduler.kv_cache_manager.enable_caching:
@@ -256,9 +256,9 @@ def _num_tokens(scheduler: Scheduler, request: Request) -> int:
 def most_tokens(scheduler: Scheduler) -> int | None:
     """The most tokens that the next step may have; None if vLLM's own bound holds.
 
-    Returns None without variants, without async scheduling, and beside more than a few other
-    requests. Otherwise the bound leaves room for any prompt that waits, and for one token and the
-    drafts of each other request, so that it keeps no request out for ever.
+    Returns None if there are no variants, if scheduling is not async, or if there are more than a
+    few other requests. Otherwise the bound leaves room for any prompt that waits, and for one token
+    and the drafts of each other request, so that every request comes into a step.
     """
     running = _running.of(scheduler)
     if running is None or not running.groups:

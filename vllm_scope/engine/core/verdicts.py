@@ -51,8 +51,8 @@ _due: Beside[Due] = Beside()
 
 
 def with_verdicts(output: Any, watch: Watch) -> Any:
-    """A step's output, with the verdicts on the rows of that step and of earlier ones, and with
-    what policies decide by the scores of these rows."""
+    """A step's output, with the verdicts and the policies' new scales that follow from the rows of
+    that step and of earlier steps."""
     steps = watch.take() if is_output(output) else []
     if not steps:
         return output
@@ -99,7 +99,7 @@ def stop_judged(
 
 
 def tell_workers(scheduler: Scheduler, judged: Mapping[str, Judged]) -> set[str]:
-    """Keep what the next step's news must tell all workers.
+    """Keep the begun stages and the new scales for the next step's news, which tells all workers.
 
     Returns:
         The ids of requests whose new scales come too late: a step has begun to compute a token
@@ -125,7 +125,7 @@ def has_due(scheduler: Scheduler) -> bool:
 
 
 def take_due(scheduler: Scheduler) -> Due:
-    """What has become due since the last call, for requests that still run."""
+    """Everything that has become due since the last call, for requests that have not ended."""
     due, running = _due.pop(scheduler), scheduler.requests
     if due is None:
         return Due()

@@ -40,7 +40,7 @@ class _Ahead:
     """The vectors that an engine was sent.
 
     Attributes:
-        monitors: the monitors whose vectors were sent; None if these must be sent again.
+        monitors: the monitors whose vectors were sent; None if the vectors must be sent again.
         client: vLLM's client of the EngineCores. Its `core_engines` change if EngineCores are added
             or removed.
         engines: the EngineCores that the vectors were sent to.
@@ -79,8 +79,8 @@ def held_by(processor: object) -> frozenset[bytes]:
 
 
 def doubt(processor: object) -> None:
-    """Note that EngineCore refused a request because EngineCore lacks vectors: vectors travel with
-    tickets until they are sent ahead again. If a call is under way, that call sends them again."""
+    """Note that EngineCore refused a request because EngineCore lacks vectors. From now on vectors
+    travel with tickets, until a call has sent them ahead again: a call under way, or a new one."""
     known = _aheads.of(processor)
     if known is not None:
         known.digests = frozenset()
@@ -90,7 +90,7 @@ def doubt(processor: object) -> None:
 
 def _begin(engine: Engine, monitors: tuple[Monitor, ...]) -> tuple[_Ahead, bytes] | None:
     """Begin a call: returns the entry for its answers, and the data to send; None if there is
-    nothing new to send. From now on tickets name no vector that this call does not send."""
+    nothing new to send. From now on tickets leave out only vectors that this call sends."""
     processor = engine.output_processor
     known = _aheads.of(processor)
     if known is None:
@@ -141,7 +141,7 @@ async def _send(engine: AsyncLLM, ahead: _Ahead, data: bytes) -> None:
 
 @contextmanager
 def _logged(ahead: _Ahead) -> Iterator[None]:
-    """Log the error of a failed call. No request fails by it: vectors travel with each ticket."""
+    """Log the error of a failed call. No request fails: vectors travel with each ticket."""
     try:
         yield
     except Exception:

@@ -70,8 +70,8 @@ class Alike:
         """A request that differs from a checked one only in the place and the numbers of its edits.
 
         Args:
-            each: the request's edits. If several tuples are given, the request stands for several,
-                one with each tuple.
+            each: the request's edits. If several tuples are given, the request stands for several
+                variants, one with each tuple.
         """
         specs = []
         for edits in each:
@@ -86,8 +86,8 @@ class Alike:
             ids: token ids of the prompt, at least one.
 
         Returns:
-            None if the check depends on the prompt: the actions are not for whole phases, or the
-            prompt delivers nothing.
+            None if the check depends on the prompt: the actions are not uniform (Resolved.uniform),
+            or the prompt delivers nothing.
         """
         if not checked.asked.uniform or checked.first_position != 0:
             return None

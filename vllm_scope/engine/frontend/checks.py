@@ -29,7 +29,7 @@ _TAKEN = ("reads", "probes", "features")
 
 def check_sinks(asked: Resolved, sinks: Mapping[str, Collection[str]]) -> None:
     """Raises SpecError for a destination that the operator did not set up, or that does not take
-    what goes there."""
+    the results of the action that names it."""
     for name in _TAKEN:
         for where, action in actions_of(asked, name):
             if action.to == MEMORY:
@@ -124,7 +124,7 @@ def check_room(
     """Raises SpecError for a request that this engine could never hold.
 
     Args:
-        most_changes: how often its policy may change scales.
+        most_changes: how often the request's policy may change scales.
 
     Returns:
         True if no request of the same outline (request.outline) takes more.

@@ -57,10 +57,10 @@ RETRY_S = 10.0
 
 @dataclass
 class Connection:
-    """What the workers of an engine can do, by their answers.
+    """What the workers of an engine can do, according to their answers.
 
     Attributes:
-        sinks: name of a sink beside `memory` -> what the sink takes (checks.check_sinks).
+        sinks: name of a sink other than `memory` -> what the sink takes (checks.check_sinks).
         modules: name of a steering module -> stand-ins for its vectors, for the checks;
             EngineCore has the content.
         generation: the inbox's generation when the workers were asked.
@@ -95,7 +95,8 @@ class Connection:
 
     def __post_init__(self) -> None:
         self._meanings = Meanings(self.sites)
-        #: The names of the last request that named only known modules. Many requests share them.
+        #: The module names of the last request that named only known modules. Many requests share
+        #: one such collection.
         self._known: Collection[str] | None = None
 
     @staticmethod
@@ -126,12 +127,12 @@ class Connection:
 
     @property
     def always_answers(self) -> bool:
-        """True if workers send this process a message about each request: what became of it in a
-        sink, or whether a stage before the last had an error."""
+        """True if workers send this process a message about each request: its outcome in a sink, or
+        whether a pipeline stage before the last had an error."""
         return bool(self.sinks) or self.num_stages > 1
 
     def doubt_modules(self) -> None:
-        """Have the next request that names a module ask for all modules."""
+        """Make the next request that names a module ask the engine for all modules."""
         self.num_doubts += 1
 
     def lacks(self, names: Collection[str]) -> bool:
@@ -146,10 +147,10 @@ class Connection:
         return lacking
 
     def learn_modules(self, modules: Mapping[str, Module], num_doubts: int = 0) -> None:
-        """Replace what is known of modules.
+        """Replace the known modules.
 
         Args:
-            num_doubts: the attribute `num_doubts` when the engine was asked.
+            num_doubts: the value of the attribute `num_doubts` when the engine was asked.
         """
         self.num_asked, self._known = num_doubts, None
         places = {
@@ -162,7 +163,7 @@ class Connection:
         self.modules = {name: dict.fromkeys(some, ones) for name, some in places.items()}
 
     def resolve(self, spec: Spec) -> Resolved:
-        """What a spec means here; stand-ins take the place of modules' vectors."""
+        """A spec, resolved for this engine, with stand-ins for the vectors of modules."""
         # `learn_modules` drops the resolved specs that name modules.
         version = ("modules",) if spec.modules else ()
         return self._meanings.of(spec.packed, spec.arrays, self.modules, version, spec)
@@ -177,8 +178,8 @@ class Connection:
             SpecError: the request names a token that it cannot have or a destination that the
                 operator did not set up, or needs more than this engine could ever hold.
         """
-        # If actions are for whole phases, their room does not depend on the prompt. A request may
-        # have a thousand probes, so a spec that only reads or probes is checked once.
+        # The room of uniform actions (Resolved.uniform) does not depend on the prompt. A request
+        # may have a thousand probes, so a spec that only reads or probes is checked once.
         alike = asked.uniform and not asked.num_states and len(ids) > 0
         here = self.limits, self.sinks, self.policies, self.no_lens, self.encodes, self.num_stages
         passed = asked.__dict__.get("_passed") if alike and not asked.edits else None
@@ -197,7 +198,8 @@ class Connection:
         most_changes = 0
         if asked.policy is not None:
             most_changes = checked(asked.policy, self.policies).most_changes
-        # If no request of the same outline takes more than this one, one check holds for all.
+        # If no request of the same outline takes more than this one, one check holds for all of
+        # them.
         known = asked.shared.get("_has_room"), asked.__dict__.get("_has_room")
         if not alike or all(limits is not self.limits for limits in known):
             most = most_changes if asked.scaled else 0

@@ -32,7 +32,7 @@ from vllm_scope.results.inbox import inbox
 Outputs = AsyncGenerator[RequestOutput, None]
 #: How long a synchronous step waits for rows before it looks again.
 POLL_S = 0.05
-#: If due rows have not arrived after so long, their worker may have disconnected.
+#: If due rows have not arrived after this time, their worker may have disconnected.
 LONG_S = 5.0
 
 
@@ -100,10 +100,11 @@ async def _settled(engine: AsyncLLM, stream: Outputs) -> Outputs:
                     if isinstance(live.refusal, UnheldError):
                         ahead.doubt(engine.output_processor)
                     if connection and live.running and names_module(live.running.text):
-                        # Another front-end may have changed a name that this one knew.
+                        # Another front-end may have changed a module's name that this one knew.
                         connection.doubt_modules()
-                    # The error's traceback holds this frame, and so the completion: with its entry
-                    # in `lives`, which holds the error, neither would be freed.
+                    # The error's traceback holds this frame, and the frame holds the completion.
+                    # The completion's entry in `lives` holds the error: with this entry, neither
+                    # would be freed.
                     lives.pop(completion)
                     raise live.refusal
             for pending in _waiting_for(output):
@@ -170,7 +171,7 @@ def _multiprocess(engine: LLMEngine) -> bool:
 
 
 def drop(engine: LLMEngine, request_ids: Collection[str]) -> None:
-    """End requests whose outputs nobody takes, also those that have ended and wait for rows."""
+    """End requests whose outputs nobody takes, and drop their outputs that wait for rows."""
     engine.abort_request(list(request_ids))
     waiting = _waiting.of(engine) or []
     waiting[:] = [(output, t) for output, t in waiting if output.request_id not in request_ids]

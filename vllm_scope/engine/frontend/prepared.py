@@ -24,7 +24,8 @@ from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.spec import Spec
 from vllm_scope.results.budget import bytes_of_prompt
 
-#: Characters of a spec and tokens of a prompt, together, that are prepared inline: about 1 ms.
+#: At most so many characters of a spec and tokens of a prompt, together, are prepared inline. They
+#: take about 1 ms.
 SMALL = 4096
 _NUMBERS = {int, float, bool, type(None)}
 Result = TypeVar("Result")
@@ -36,12 +37,12 @@ class Prepared:
     """A request that has passed the check.
 
     Attributes:
-        asked: what the whole spec means here.
-        own: the reads and probes that go to memory.
+        asked: the whole spec, resolved for this engine.
+        own: the reads, probes and features that go to memory.
         first_position: the first position that delivers something; None if none does.
         num_bytes: bytes that the prompt delivers to this process.
         variants: the spec of each variant, if the request stands for several; else empty. Variants
-            deliver nothing to this process. `spec` is that of the first variant.
+            deliver nothing to this process. `spec` is then the spec of the first variant.
     """
 
     spec: Spec
@@ -61,7 +62,7 @@ class Prepared:
 
 
 def prepare(connection: Connection | None, request: EngineCoreRequest) -> Prepared:
-    """Check a request of vLLM's against the engine. On any thread.
+    """Check vLLM's request against the engine, and return it prepared. Any thread may call this.
 
     Raises:
         SpecError: the request is not possible here.
@@ -114,14 +115,14 @@ def is_small(values: object) -> bool:
     return True
 
 
-#: Finds the fields by which a spec names features of an SAE: a few characters there become many
-#: rows. A field may be written with escapes.
+#: Finds the fields by which a spec names features of an SAE: a few characters there stand for large
+#: vectors. A field's name may be written with escapes.
 _ROWS = re.compile(r'"ind(?:ex|ices)"|\\u')
 
 
 def is_known(text: object) -> bool:
-    """True for a spec that was prepared before and whose actions are for whole phases: its text
-    takes no time. Monitors add the same long text to every request."""
+    """True for a spec that was prepared before and is uniform (Resolved.uniform): its text is not
+    parsed again. Monitors add the same long text to every request."""
     spec = Spec.remembered(text)
     return spec is not None and "_prepared" in spec.__dict__
 

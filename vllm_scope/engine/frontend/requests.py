@@ -64,8 +64,8 @@ _ahead: ContextVar[Prepared | None] = ContextVar("vllm_scope_ahead", default=Non
 
 @contextmanager
 def prepared_as(found: Prepared | None) -> Iterator[None]:
-    """A request that is added inside uses `found`, and is not checked again. If `found` is None,
-    the request is checked as any other."""
+    """A request that the `with` block adds uses `found`, and is not checked again. If `found` is
+    None, the request is checked as any other."""
     token = _ahead.set(found)
     try:
         yield
@@ -170,7 +170,7 @@ def _prepared_of(
 
 
 def _is_of(found: Prepared, request: EngineCoreRequest) -> bool:
-    """True if the request has the prompt and the length that were prepared."""
+    """True if the request has the prompt and the `max_tokens` of `found`."""
     same_length = found.max_tokens == (request.sampling_params.max_tokens or 1)
     return same_length and found.prompt_ids == request.prompt_token_ids
 
@@ -323,7 +323,7 @@ async def _add_one_async(
     **kwargs: object,
 ) -> None:
     """AsyncLLM._add_request, which calls the output processor on the event loop: a large request is
-    prepared in a thread before."""
+    prepared in a thread before that call."""
     params = request.sampling_params
     found = _ahead.get()
     if (
@@ -340,7 +340,7 @@ async def _add_one_async(
         try:
             await original(self, request, prompt, parent_req, *args, **kwargs)
         except asyncio.CancelledError:
-            # If the caller leaves while the request is added, vLLM would keep the request for ever.
+            # If the caller is cancelled while the request is added, vLLM would keep the request.
             # vllm 0.30 to 0.33, v1/engine/async_llm.py, AsyncLLM.generate: `q` is None then
             name = getattr(request, "external_req_id", None) or request.request_id
             await self.abort([name])
@@ -355,8 +355,8 @@ def _add_several(
     *args: object,
     **kwargs: object,
 ) -> T:
-    """OfflineInferenceMixin._render_and_add_requests: a refusal names its prompt, if there are
-    several."""
+    """OfflineInferenceMixin._render_and_add_requests: if there are several prompts, the error
+    text of a refusal names the prompt."""
     number = 0
 
     def counted() -> Iterator[object]:

@@ -95,7 +95,7 @@ class Live:
     """A completion whose result may still change.
 
     Attributes:
-        running: its request; None if it was refused before it had any rows.
+        running: its request; None if EngineCore refused a request without a spec of its own.
         num_seen: `Pending.num_came` at the last snapshot; -1 before the first.
         refusal: why EngineCore refused the request, or None.
     """
@@ -112,6 +112,6 @@ lives: Beside[Live] = Beside()
 
 
 def running_of(completion: object) -> Running | None:
-    """The request of a completion whose result may still change; None for a plain one."""
+    """The request of a completion whose result may still change; None for any other completion."""
     live = lives.of(completion)
     return None if live is None else live.running

@@ -1,4 +1,4 @@
-"""What an engine's model allows of a sweep: its texts, tokens and log-probabilities.
+"""Which texts, tokens and log-probabilities of a sweep an engine's model allows.
 
 Owns:  Bounded and NoTokenizer (tokenizers of a Plan), the checks, and `cells_at_once`.
 Runs:  in the front-end process, before a sweep's first request.
@@ -30,8 +30,8 @@ class NoTokenizer:
 
 class Bounded:
     """A tokenizer that refuses each text that is too long for the engine. A text with more
-    characters than any prompt of this engine is refused before it is encoded, as in vLLM. Another
-    text that is too long is refused right after it is encoded, before the next text.
+    characters than any prompt of this engine is refused before it is encoded, as in vLLM. A shorter
+    text with too many tokens is refused right after it is encoded, before the next text.
 
     Source: vllm 0.30 to 0.33, renderers/params.py, TokenizeParams._text_len_check
     """
@@ -101,6 +101,6 @@ def cells_at_once(most: int, num_logprobs: int) -> int:
 
     Args:
         num_logprobs: how many log-probabilities one cell has. vLLM makes a Python object of about
-            225 bytes of each of them.
+            225 bytes for each of them.
     """
     return max(1, min(most, MAX_LOGPROBS // num_logprobs))

@@ -1,6 +1,6 @@
 """Runs sweeps: sends their requests to an engine, and takes the answers.
 
-Owns:  `run` and `run_async`; `follow`, with which a server runs a sweep.
+Owns:  `run` and `run_async`; `follow`, which a server calls to run a sweep.
 Runs:  in the front-end process, on the caller's thread or event loop.
 From:  sweeping (the requests).   To: requests (each cell is a request with an edit).
 
@@ -41,7 +41,8 @@ def showing(plan: Plan, progress: Progress) -> Iterator[Callable[[], object]]:
     after each cell.
 
     Raises:
-        SpecError: `progress` is not one of these. ConfigError: anywidget is not installed.
+        SpecError: `progress` is not True, False or "map".
+        ConfigError: anywidget is not installed.
     """
     if progress not in (True, False, "map"):
         raise SpecError(f'progress is {shown(progress)}; it is True, False or "map".')

@@ -47,8 +47,8 @@ from vllm_scope.sweeps.source import ReadRows
 from vllm_scope.sweeps.sweep import Sweep
 from vllm_scope.sweeps.yielding import SWEPT, Yielding
 
-#: The most cells that one request stands for, and the most bytes of their rows. EngineCore makes
-#: the requests of these cells without a pause.
+#: The most cells that one request stands for, and the most bytes of the rows and vectors in their
+#: edits. EngineCore makes the requests of these cells without a pause.
 CELLS_TOGETHER: Final = 16
 BYTES_TOGETHER: Final = 1 << 20
 #: The first characters of the request ids of this process's sweeps; no client can know them.
@@ -57,11 +57,11 @@ PREFIX: Final = f"{SWEPT}{secrets.token_hex(8)}-"
 
 @dataclass(frozen=True)
 class Request:
-    """What is sent to vLLM as one request: one job, or several cells. EngineCore then makes one
-    request of each cell.
+    """One request to vLLM, for one job or for several cells. If there are several cells, EngineCore
+    makes a request of each cell.
 
     Attributes:
-        prepared: the checked request; None if it is to be checked as any other.
+        prepared: the checked request; None if the request is to be checked as any other.
     """
 
     jobs: tuple[Job, ...]
@@ -77,8 +77,8 @@ class Sweeping:
         share: the part of a step's sequences and tokens that cells may take. While the engine has
             other requests, the engine has cells for `share / 5` of the time (sweeps.yielding).
         alone: True if the engine has no other requests: the sweep then looks for none. It also has
-            twice as many cells in the engine, so that the engine has those of the next step while
-            this process takes the answers of the last step.
+            twice as many cells in the engine, so that the engine has the cells of the next step
+            while this process takes the answers of the last step.
         tokenizer: None for the engine's tokenizer, which may be used only on the event loop.
         most_cells: as for Plan.
     """
@@ -105,8 +105,8 @@ class Sweeping:
         self._alone, self._config, self._processor = alone, config, engine.output_processor
         self._yielding = Yielding(share)
         self.take_share(share)
-        # One check is not enough with a module, whose vectors only EngineCore has, or with
-        # receivers, whose requests differ in what they read.
+        # One check is not enough if the sweep has a module (only EngineCore has its vectors) or
+        # receivers (its requests then differ in their reads).
         alike = sweep.module is None and sweep.receivers is None
         self._alike = Alike.of_engine(engine) if alike else None
         self._jobs = _Peekable(self.plan.jobs())
@@ -127,8 +127,8 @@ class Sweeping:
         self._yielding.share = share
 
     def _others(self) -> bool:
-        """True if this process has requests in the engine that are of none of its sweeps. The
-        answers to cells tell whether other front-ends have requests there."""
+        """True if this process has requests in the engine that belong to none of its sweeps. The
+        answers to cells tell whether other front-ends have requests in the engine."""
         names = () if self._alone else self._processor.request_states
         return not all(name.startswith(PREFIX) for name in names)
 

@@ -5,7 +5,7 @@ Runs:  in the front-end, before a request is checked and when outputs are return
 From:  compat (which registers translators).   To: requests, outputs.
 
 Promise: after translation a request has a spec like any other. A translator decorates only the
-outputs of its requests, and an error in it affects only these. An error of the spec names what
+outputs of its requests, and its errors affect only these requests. An error of the spec names what
 the caller wrote (`in_words`).
 """
 
@@ -49,8 +49,8 @@ class Translation:
         functions: Python functions to run between layers; only together with actions. `decorate`
             must hold a reference to `functions`.
         paths: path of an action or of its field, such as "edits[3]" or "edits[3].vector" -> the
-            caller's words for it, in errors. The number counts the actions of one kind among
-            `actions`. `named` makes `paths`.
+            caller's words for it, in errors. The number in a path is the action's index among the
+            actions of its kind in `actions`. `named` makes `paths`.
         check: called with the SAEs that the engine holds, by name. Raises SpecError if they do not
             fit what the keys ask for.
     """
@@ -67,7 +67,7 @@ class Decorators:
     """The decorators and paths of a request's translations.
 
     Attributes:
-        paths: as in Translation, but numbers count all actions of the request.
+        paths: as in Translation, but the index is among all actions of that kind in the request.
     """
 
     each: tuple[Decorator, ...] = ()
@@ -81,7 +81,7 @@ class Decorators:
         return self
 
 
-#: Called with those of the translator's keys that a request has, with their values, and with the
+#: Called with the values that a request has for the translator's keys, by key, and with the
 #: engine's sites. Raises SpecError if the keys ask for something that is not possible.
 Translator = Callable[[Mapping[str, object], Sites], Translation]
 #: An engine's VllmConfig -> values that are added to every request; None to translate only
@@ -192,7 +192,7 @@ def translated(
 #: actions to every request.
 _known: Remembered[tuple[object, ...], tuple[list[Action], str, dict[str, str]]]
 _known = Remembered(16 << 20)
-#: Longest spec that is remembered.
+#: Length of the longest spec for which `_known` has an entry.
 _LONGEST = 1 << 16
 
 
@@ -218,8 +218,8 @@ def _joined(text: object, translations: list[Translation]) -> tuple[str, dict[st
 
 
 def text_of(actions: tuple[Action, ...]) -> str:
-    """The JSON text of a spec with exactly these actions. `translated` gives the same text to a
-    request without actions of its own."""
+    """The JSON text of a spec with exactly these actions. `translated` makes the same text for a
+    request that gets these actions and has none of its own."""
     return _joined(None, [Translation(actions)])[0]
 
 
@@ -252,7 +252,8 @@ def named(said: Iterable[tuple[Action, Mapping[str, str]]]) -> dict[str, str]:
 def in_words(text: str, paths: Mapping[str, str]) -> str:
     """An error text whose leading path is replaced by the caller's words.
 
-    A caller of another system's keys cannot write `site='embed'`, so this advice is removed.
+    A caller of another system's keys cannot write `site='embed'`, so the advice to write it is
+    removed.
 
     Args:
         paths: path of an action or of its field -> the caller's words.
@@ -269,7 +270,7 @@ def in_words(text: str, paths: Mapping[str, str]) -> str:
 
 @contextmanager
 def called(paths: Mapping[str, str]) -> Iterator[None]:
-    """Apply `in_words` to a SpecError that is raised inside."""
+    """Apply `in_words` to a SpecError that the `with` block raises."""
     try:
         yield
     except SpecError as error:

@@ -1,4 +1,4 @@
-"""In vLLM's HTTP server.
+"""What runs in vLLM's HTTP server.
 
 serving.py  a scope in each answer, and our routes beside vLLM's
 calls.py    the engine, as the routes call it

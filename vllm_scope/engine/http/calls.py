@@ -112,7 +112,7 @@ class EngineCalls:
         return await begin(self._engine, asked, settings)
 
     async def _call(self, name: str, *args: object) -> Any:
-        """The first worker's answer; all give the same."""
+        """The first worker's answer; all workers give the same answer."""
         return (await self._answers(name, *args))[0]
 
     async def _answers(self, name: str, *args: object) -> list[Any]:
@@ -137,7 +137,7 @@ def _running(replicas: Sequence[Sequence[dict[str, Any]]]) -> int:
 
 
 def _doubt_modules(engine: AsyncLLM) -> None:
-    """A module's name has changed: the next request that names a module asks the engine."""
+    """Make the next request that names a module ask the engine, because a name has changed."""
     connection = connections.of(engine.output_processor)
     if connection is not None:
         connection.doubt_modules()

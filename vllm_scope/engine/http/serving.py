@@ -6,7 +6,7 @@ To:    server (which does not import vLLM).
 
 Promise: a plain request takes the original path. A request with a scope, or with a translator's
 keys, gets what it asks for, or an error with the reason. On a path whose answers have no place for
-a scope, it always gets the error.
+a scope, such a request always gets an error.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _create(
     request: Any,
     raw_request: Request | None = None,
 ) -> Awaitable[object]:
-    """OpenAIServingCompletion.create_completion and OpenAIServingChat's twin."""
+    """OpenAIServingCompletion.create_completion and OpenAIServingChat.create_chat_completion."""
     if raw_request is None or not (_asks_us(request) or _monitored(request, raw_request)):
         return original(self, request, raw_request)
     return _create_with_scope(original, self, request, raw_request)
@@ -71,7 +71,7 @@ def _create(
 def _asks_us(request: Any) -> bool:
     """True if a request has a scope or a translator's key, in `vllm_xargs` or in other fields."""
     body = request.model_extra
-    # Batches of chats do not declare the field, so it may have any type there.
+    # Batches of chats do not declare `vllm_xargs`, so its value may have any type there.
     xargs = getattr(request, "vllm_xargs", None)
     if isinstance(xargs, dict) and (
         any(name.startswith("scope") for name in xargs) or translators.has_keys(xargs)
@@ -150,9 +150,9 @@ def _no_place(path: str) -> str:
 
 
 async def _stream(answer: Answer, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """The chunks with their scopes, after the engine has accepted the whole request.
+    """The chunks with their scopes. Waits until the engine has accepted the whole request.
 
-    Without the wait, vLLM would answer 200 and put a refusal into the first chunk.
+    Without this wait, vLLM would answer 200 and put a refusal into the first chunk.
     """
     first = asyncio.ensure_future(anext(chunks))
     opened = asyncio.ensure_future(answer.opened.wait())
@@ -196,7 +196,7 @@ async def _chunks(
 def _generate(
     original: Callable[..., Outputs], self: AsyncLLM, *args: object, **kwargs: object
 ) -> Outputs:
-    """AsyncLLM.generate, wrapped around the front-end's wrapper: the outputs that this one sees
+    """AsyncLLM.generate, wrapped around the front-end's wrapper, so that the outputs that come here
     have their results."""
     place, params = current.get(), params_of(args, kwargs, 1, "sampling_params")
     extra = getattr(params, "extra_args", None)
@@ -247,19 +247,19 @@ def _take(answer: Answer, prompt: int, output: Any) -> None:
 
 
 async def _catch_up(answer: Answer, prompt: int, output: Any, timeout: float) -> bool:
-    """Wait for data that is more than MOST_BEHIND tokens behind the text. False if it did not come
-    within `timeout` seconds."""
+    """Wait for data that is more than MOST_BEHIND tokens behind the text. Returns False if the data
+    did not come within `timeout` seconds."""
     limit, wait = time.monotonic() + timeout, _LATE_POLL_S
     while any(
         completion.finish_reason is None
         and completion.scope is not None
-        and completion.scope.error is None  # with an error nothing more arrives
+        and completion.scope.error is None  # after an error nothing more arrives
         and answer.late(prompt, completion, MOST_BEHIND)
         for completion in output.outputs
     ):
         if time.monotonic() >= limit:
             return False
-        # `outdated` is cheap to repeat: many requests may wait for a busy worker.
+        # Only `outdated` is repeated, because it is cheap and many requests may wait for a worker.
         while time.monotonic() < limit and not outdated(output):
             await asyncio.sleep(wait)
             wait = min(1.5 * wait, _LATE_POLL_MOST_S)
@@ -379,8 +379,8 @@ def _wrap_serving() -> None:
 
 def wrap() -> None:
     if RUN not in os.environ:
-        # The first process to load this is the parent of the API servers. At its exit it removes
-        # their folders.
+        # The first process that calls this is the parent of the API servers. At its exit it
+        # removes their folders.
         run = os.environ[RUN] = secrets.token_hex(16)
         atexit.register(end_run, run, os.getpid(), os.environ.get("VLLM_SCOPE_RESULTS_DIR"))
     wrapping.wrap("register_vllm_serve_api_routers", _attach)

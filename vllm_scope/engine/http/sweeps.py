@@ -33,7 +33,7 @@ from vllm_scope.server.settings import ServerSettings
 from vllm_scope.sweeps.plan import Cell
 from vllm_scope.sweeps.wire import AskedSweep
 
-#: Sweeps that run in one API server process.
+#: The most sweeps that run at once in one API server process.
 MOST_SWEEPS: Final = 16
 
 
@@ -44,7 +44,7 @@ class Room:
         self._of: defaultdict[str, list[SweepRun]] = defaultdict(list)
 
     def enter(self, run: SweepRun) -> None:
-        """Raises CapacityError if there is no room for it."""
+        """Add a sweep. Raises CapacityError if there is no room for it."""
         own, every = self._of.get(run.owner, []), sum(map(len, self._of.values()))
         if every >= MOST_SWEEPS or len(own) >= most_of_one(MOST_SWEEPS):
             raise CapacityError(
@@ -136,8 +136,8 @@ async def begin(engine: AsyncLLM, asked: AskedSweep, settings: ServerSettings) -
 
 
 async def _tokenizer_of(engine: AsyncLLM) -> Any:
-    """A copy of the engine's tokenizer. On other threads vLLM changes the truncation setting of the
-    engine's tokenizer while it encodes other requests."""
+    """A copy of the engine's tokenizer; a NoTokenizer if the engine has none. On other threads vLLM
+    changes the truncation setting of the engine's tokenizer while it encodes other requests."""
     known = _tokenizers.of(engine.output_processor)
     if known is None:
         made = await asyncio.to_thread(partial(deepcopy, engine.tokenizer))
