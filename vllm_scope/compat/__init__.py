@@ -4,7 +4,7 @@ vllm_lens/      extra_args of vllm-lens, SteeringVector, output.activations, its
 steering_http/  the steering fork's keys, capture_results, modules and /v1/steering
 probe_hook.py   LLM, AsyncLLM and SamplingParams of vllm-probe-hook; hidden_states.py: outputs
 act_capture.py  VLLM_ACT_* variables and the .npz files of the Activation Capture System
-inspect.py      a model provider for Inspect; own_loop.py is its engine
+inspect.py      a model provider for Inspect; own_loop.py runs its engine
 inspect_scoring.py  a solver and a scorer for Inspect
 bounds.py       limits of the values that a request hands to a face
 
@@ -48,7 +48,7 @@ KEYS: dict[str, tuple[str, ...]] = {
 
 #: The attribute of an engine's VllmConfig that holds vllm-lens's hooks of all requests.
 PERSISTENT = "scope_persistent_hooks"
-#: Modules whose attribute HTTP is an HttpFace.
+#: Modules of this package that have an HttpFace as their attribute HTTP.
 OVER_HTTP: tuple[str, ...] = ("vllm_lens.http", "steering_http.http")
 
 
@@ -83,6 +83,6 @@ def _captures_all(vllm_config: VllmConfig) -> Mapping[str, object] | None:
 
 
 def _hooks_all(vllm_config: VllmConfig) -> Mapping[str, object] | None:
-    """The hooks of `llm.register_hooks`, by the key PERSISTENT; None if there are none."""
+    """{PERSISTENT: the hooks that `llm.register_hooks` got}; None if there are none."""
     found = vllm_config.__dict__.get(PERSISTENT)
     return {PERSISTENT: found} if found else None

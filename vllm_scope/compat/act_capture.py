@@ -1,20 +1,20 @@
-"""vLLM Activation Capture System: every request's stream on disk, as small .npz files.
+"""vLLM Activation Capture System: every request's residual stream in small .npz files.
 
     VLLM_ACT_CAPTURE=1 VLLM_ACT_MODE=rp8 VLLM_ACT_OUTDIR=acts python serve.py
 
-or `worker_cls="vllm_scope.compat.act_capture.WorkerCapture"`. Each ended completion becomes a
-folder with one .npz per layer and manifest.json:
+The option `worker_cls="vllm_scope.compat.act_capture.WorkerCapture"` turns capture on, too. Each
+completion that has ended is a folder with one .npz per layer and manifest.json:
 
     output.activation_manifest                  a dict; None until the completion has ended
     load_manifest("acts/0~4f.../manifest.json").load(12)    # [num_positions, hidden]
 
-VLLM_ACT_CAPTURE   1 turns it on
+VLLM_ACT_CAPTURE   1 turns capture on
 VLLM_ACT_MODE      rp8 (default): a random projection, 8 bits; full8; topk8
 VLLM_ACT_RP_K      how many numbers of a row rp8 keeps; default: 512, or half a row if that is less
 VLLM_ACT_RP_SEED   seed of rp8's projection; default: 0
 VLLM_ACT_TOPK_K    how many values of a row topk8 keeps; default: 64
-VLLM_ACT_RETURN    sharded (default) or gathered. Every rank has the whole residual stream, so
-                   both write one file per layer; the manifest repeats the word
+VLLM_ACT_RETURN    sharded (default) or gathered. Both write one file per layer, because every rank
+                   has the whole residual stream; the manifest repeats the word
 VLLM_ACT_OUTDIR    root of the folders; default: activations
 
 Runs in the front-end, which writes the files when a request ends. Row p of a file is position p.
@@ -110,7 +110,7 @@ class LayerFile(TypedDict):
 
     Attributes:
         path: relative to VLLM_ACT_OUTDIR.
-        bytes: those of the codec's arrays.
+        bytes: the number of bytes in the codec's arrays.
     """
 
     path: str
@@ -134,7 +134,7 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
     """A read of every layer, and a decorator that writes the files when the request ends.
 
     Raises:
-        SpecError: a variable is wrong.
+        SpecError: an environment variable has a wrong value.
     """
     try:
         settings = Settings.read(os.environ)
@@ -158,7 +158,8 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
 def _write(settings: Settings, codec: Codec, request_id: str, completion: CompletionOutput) -> Body:
     """Write one completion; returns its manifest, which has the error if a write failed."""
     result: ScopeResult = completion.scope
-    # Request ids repeat, as every engine counts from 0; a second run must not replace the first.
+    # Request ids repeat, as every engine counts from 0; a second run must not replace the files of
+    # the first run.
     unique = digest(f"{request_id} {secrets.token_hex(8)}")
     folder = f"{clean(str(request_id))}~{unique}"
     manifest: Body = {
@@ -224,7 +225,7 @@ class Manifest:
 
     Attributes:
         path: the path of manifest.json.
-        body: the file's content: `output.activation_manifest` without its `path`.
+        body: the file's content, which is `output.activation_manifest` without `path`.
     """
 
     path: Path
@@ -255,7 +256,7 @@ def load_manifest(path: str | Path) -> Manifest:
 
 
 def __getattr__(name: str) -> type[WorkerBase]:
-    """For the name `WorkerCapture`: this platform's worker class. As `worker_cls` that name turns
+    """This platform's worker class, for the name `WorkerCapture`. As `worker_cls`, this name turns
     capture on."""
     if name != "WorkerCapture":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,11 +1,11 @@
 """Bounds of the values that a request hands to a face, checked before anything is built from them.
 
 Owns:  Room (the counts of one request), and checks of lists, objects, JSON text and vectors.
-Runs:  in the front-end, on the event loop of an API server.
+Runs:  in the front-end; over HTTP, on the event loop of the API server.
 To:    vllm_lens and steering_http.
 
-Promise: a refusal costs a few comparisons of lengths, or a count of characters. Each check compares
-the length of a list or an object before it reads the items.
+Promise: a refusal costs a few comparisons of lengths, or a few passes over the characters of a JSON
+text. Each check compares the length of a list or an object before it reads the items.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST = {
     "edits": MAX_EDITS,
     "reads": MAX_READS,
     "positions": MAX_ITEMS,
-    # Enough for 80 layers with 8,192 numbers each. Python makes 20 numbers in a microsecond.
+    # Enough for 80 layers with 8,192 numbers each. Python creates 20 numbers in a microsecond.
     "numbers in lists": 1 << 20,
     # As many float32 numbers as a spec has room for in base64.
     "numbers": MAX_SPEC_BYTES * 3 // 16,
@@ -32,7 +32,7 @@ _NO_NUMBERS = (str, bytes, list, tuple, Mapping)
 
 
 class Room:
-    """The counts of one request so far, by the keys of MOST."""
+    """The counts of one request so far, one for each key of MOST."""
 
     def __init__(self) -> None:
         self._taken = dict.fromkeys(MOST, 0)
@@ -68,7 +68,7 @@ def parsed(value: object, where: str) -> object:
     """The value of a JSON text; a value that is not a str is returned as it is.
 
     Raises:
-        SpecError: the text is not JSON, or has more items than MOST allows.
+        SpecError: the text is not JSON, is a JSON string, or has too many items.
     """
     if not isinstance(value, str):
         return value
@@ -79,9 +79,9 @@ def parsed(value: object, where: str) -> object:
 
 
 def check_vector(value: object, size: int, room: Room, where: str) -> None:
-    """Raise SpecError if a list or an array is not one vector of `size` numbers.
+    """Raise SpecError if a list is not a vector of `size` numbers, or a 1-D array has another size.
 
-    A value of another type passes.
+    All other values pass.
     """
     numbers = value if isinstance(value, list | tuple) else None
     shape = list(getattr(value, "shape", ())) if numbers is None else [len(numbers)]

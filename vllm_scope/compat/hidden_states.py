@@ -40,10 +40,12 @@ class Options:
 
     Attributes:
         layers: numbers from 0, or "all".
-        include_prefill: the prompt's tokens, as `output.prefill_hidden`.
-        include_decode: the generated tokens, as `output.hidden_states`.
-        last_prefill_token: only the prompt's last token, even without `include_prefill`.
-        last_decode_token: only the last generated token that is processed.
+        include_prefill: capture the prompt's tokens, as `output.prefill_hidden`.
+        include_decode: capture the generated tokens, as `output.hidden_states`.
+        last_prefill_token: of the prompt, capture only the last token, even if `include_prefill`
+            is False.
+        last_decode_token: of the generated tokens, capture only the last one that is processed,
+            even if `include_decode` is False.
         process_last_token: process also the token sampled last, in a second request, which
             finds the other tokens in the prefix cache. Not possible with edits. `max_model_len`
             must leave room for one more token.
@@ -102,7 +104,7 @@ class Options:
 
 
 class HiddenStates(Mapping[int, Tensor]):
-    """layer -> [num_rows, d_model]: rows of the prompt or of generated tokens that have arrived.
+    """The prompt's or the generated tokens' rows that have arrived: layer -> [num_rows, d_model].
 
     Args:
         of_prompt: True: rows of the prompt's tokens. False: rows of generated tokens.
@@ -117,7 +119,11 @@ class HiddenStates(Mapping[int, Tensor]):
         self._last_alone = False
 
     def end_with(self, last: HiddenStates, alone: bool) -> None:
-        """Append the row of the token sampled last, or keep only that row."""
+        """Append the rows of `last`, which are of the token sampled last.
+
+        Args:
+            alone: True: return the rows of `last` only.
+        """
         self._last, self._last_alone = last, alone
 
     def __getitem__(self, layer: int) -> Tensor:
@@ -146,7 +152,7 @@ class HiddenStates(Mapping[int, Tensor]):
 
 
 def translate(values: Mapping[str, object], sites: Sites) -> Translation:
-    """The reads of a request of LLM or AsyncLLM.
+    """The reads that the Options of a request ask for.
 
     Raises:
         SpecError: the engine does not tap a layer, or the options were not set by LLM or AsyncLLM.

@@ -3,13 +3,13 @@
     inspect eval task.py --model vllm-scope/Qwen/Qwen3-8B
     get_model("vllm-scope/any-name", model_path="toyworld/model", chat=False, max_model_len=256)
 
-vLLM (`AsyncLLM`) runs in child processes of this one, and batches the requests that Inspect sends
-at the same time. A request's `GenerateConfig.extra_body` may hold
+vLLM (`AsyncLLM`) runs in child processes of this process, and batches the requests that Inspect
+sends at the same time. A request's `GenerateConfig.extra_body` may hold
 
     extra_args      `vllm_scope.scope(...)`, or vllm-lens's keys
     lora_request    {"lora_name", "lora_int_id", "lora_path"}
 
-Then `ModelOutput.metadata` has
+The answer's `ModelOutput.metadata` has
 
     scores          {probe: {"scores": [...], "positions": [...]}}
     reads           {"resid_post.5": {"uri", "sha256", "key", "shape", "dtype"}}: the rows, in
@@ -114,7 +114,7 @@ class ScopeAPI(ModelAPI):
         self._number = 0
 
     def max_connections(self) -> int:
-        """How many requests Inspect sends at once; vLLM queues those that it cannot batch."""
+        """How many requests Inspect sends at once; vLLM queues what it cannot batch."""
         return 256
 
     async def generate(
@@ -247,7 +247,7 @@ def _params(config: GenerateConfig, extra_args: Mapping[str, object] | None) -> 
             raise SpecError(f"{name} is not given by this provider.")
     given = {ours: getattr(config, theirs) for theirs, ours in SAMPLING.items()}
     options = {name: value for name, value in given.items() if value is not None}
-    # None: without the caller's limit, generation may go on to the end of the context.
+    # None: if the caller sets no limit, generation may go on to the end of the context.
     options.setdefault("max_tokens", None)
     kind = RequestOutputKind.FINAL_ONLY
     return SamplingParams(**options, extra_args=extra_args, output_kind=kind)

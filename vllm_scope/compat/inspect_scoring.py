@@ -29,7 +29,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 from vllm_scope.errors import SpecError, shown
 
 Pooling = Literal["last", "mean", "max"]
-#: Pooling -> the function that makes one score of a completion's scores.
+#: Pooling -> the function that computes one score from a completion's scores.
 POOLS: dict[Pooling, Callable[[list[float]], float]] = {
     "last": itemgetter(-1), "mean": fmean, "max": max,
 }  # fmt: skip
@@ -51,8 +51,8 @@ def reading(spec: Mapping[str, object]) -> Solver:
 
 @metric
 def auroc() -> Metric:
-    """A metric: over all pairs of a sample with the concept and one without it, how often the
-    former scores higher. A tie counts half; 0.5 is chance."""
+    """A metric: the share of pairs (a sample with the concept, a sample without it) in which the
+    first sample scores higher. A tie counts half. 0.5 is chance; the metric of no pairs is NaN."""
 
     def measure(scores: list[SampleScore]) -> float:
         found = [each.score.metadata or {} for each in scores]
@@ -77,7 +77,7 @@ def probe_scorer(
         probe: the probe's name.
         positive: the target of samples that have the concept.
         threshold: the probe fires if the pooled score is above it.
-        pooling: "last", "mean" or "max" of the sample's scores of the probe.
+        pooling: "last", "mean" or "max" of the probe's scores in the sample.
 
     Raises:
         SpecError: `pooling` is another word, or the sample's output has no scores of the probe.

@@ -1,7 +1,7 @@
 """vLLM's AsyncLLM on an event loop of its own.
 
 Owns:  OwnLoop: the engine, its loop and its thread.
-Runs:  in a process whose event loops come and go: Inspect has a new loop for each eval.
+Runs:  in a process that has one event loop after another: Inspect makes a new loop for each eval.
 To:    inspect.
 """
 
@@ -62,6 +62,6 @@ class OwnLoop:
 
     async def _stop(self) -> None:
         # Called on the engine's loop, `shutdown` cancels the tasks that wait for the engine. Called
-        # on another thread, it would leave tasks that find the engine dead and log that.
+        # on another thread, it would leave tasks that then log that the engine died.
         self.llm.shutdown()
         self.llm = None

@@ -44,7 +44,7 @@ def _last_token_request(completion: CompletionOutput) -> tuple[TokensPrompt, Sam
 
 
 class _Capturing:
-    """The constructor of LLM and AsyncLLM."""
+    """Base of LLM and AsyncLLM: their constructor."""
 
     def __init__(
         self,

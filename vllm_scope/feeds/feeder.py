@@ -2,11 +2,13 @@
 
     python -m vllm_scope.feeds.feeder CHANNEL MEMORY TRAINER < order
 
+CHANNEL and MEMORY are file descriptors, TRAINER is the trainer's process id.
+
 Owns:  `feed`, and the process that runs it.
 Runs:  in a process of its own, or on a thread if an LLM was given.
 From:  start.   To: row_feed, through memory and messages.
 
-Promise: rows are written in the order of the documents, each once. If no slot is free, the feeder
+Promise: each row is written once, in the order of the documents. If no slot is free, the feeder
 waits, gives the engine no more prompts, and loses no row.
 """
 
@@ -42,9 +44,9 @@ from vllm_scope.request.spec import Spec
 
 #: Interval between two looks at the trainer's counter while no slot is free.
 _LOOK_S = 0.001
-#: How long the process may take to end when its trainer is gone.
+#: How long the process may take to end after its trainer has closed the feed or is gone.
 _PATIENCE_S = 30.0
-#: The most letters of an error's sentence, which must fit into a packet.
+#: Most characters of an error's text, which must fit into a packet.
 _MOST_LETTERS = 4000
 
 
@@ -99,7 +101,7 @@ def _in_order(
     """Yield computed contexts with their rows, in the order of the documents.
 
     Args:
-        order: keys of the contexts, in that order.
+        order: keys of the contexts, in the order of the documents.
     """
     early: dict[bytes, tuple[Context, Rows]] = {}
     for context, rows in computed:
@@ -109,7 +111,7 @@ def _in_order(
 
 
 def _name(label: tuple[str, int, str] | str) -> str:
-    assert isinstance(label, tuple)  # of a read
+    assert isinstance(label, tuple)  # a read's label
     site, layer, when = label
     return f"{site}.before.{layer}" if when == "before" else f"{site}.{layer}"
 
@@ -154,10 +156,10 @@ def run(
     memory: int,
     started: threading.Event,
 ) -> None:
-    """Start an engine, or use the LLM, and feed. An error is sent to the trainer.
+    """Start an engine, or use the given LLM, and run `feed`. An error is sent to the trainer.
 
     Args:
-        started: is set when the engine runs.
+        started: set once the engine runs.
 
     Raises:
         EOFError: the trainer has closed the feed, or is gone.
@@ -179,19 +181,23 @@ def run(
 
 
 def _watch(channel: Channel, started: threading.Event) -> None:
-    """Wait until the trainer has closed its feed or is gone. If the engine still starts, interrupt
-    the start; `feed` ends an engine that runs. Kill this process if it does not end in time."""
+    """Wait until the trainer has closed its feed or is gone, then end this process.
+
+    If the engine is still starting, interrupt the start. If it runs, `feed` raises EOFError and
+    `run` closes the engine. Kill this process if it does not end in time.
+    """
     channel.wait_for_end()
     if not started.is_set():
         ident = threading.main_thread().ident
         assert ident is not None
         signal.pthread_kill(ident, signal.SIGINT)
     time.sleep(_PATIENCE_S)
-    os.killpg(os.getpgrp(), signal.SIGKILL)  # this process and those that it has started
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # this process and the processes that it has started
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a trainer may ignore SIGINT
+    # If the trainer ignores SIGINT, this process has inherited that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     end, memory, trainer = map(int, sys.argv[1:])
     for fd in (end, memory):
         os.set_inheritable(fd, False)

@@ -7,7 +7,8 @@ The memory is a memfd: it has no name in any file system, and is gone with the t
 trainer makes it, without a size, and the feeder's process inherits it.
 
 Promise: a row is in its slot before `num_written` counts it, and the trainer has copied it before
-`num_taken` counts its batch. Both are plain stores, whose order the processors in ORDERED keep.
+`num_taken` counts its batch. Rows and counters are written by plain stores, whose order the
+processors in ORDERED keep.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from torch import Tensor
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 #: `platform.machine()` of processors on which other cores see stores in the order of the program.
 ORDERED = ("x86_64", "AMD64")
-#: The counters, each in a cache line of its own.
+#: Bytes before the rows, and the index of each counter in them, as int64. Each counter has a cache
+#: line of its own.
 _HEADER_BYTES, _WRITTEN, _TAKEN = 4096, 0, 8
 
 
@@ -36,7 +38,7 @@ class Field(msgspec.Struct, frozen=True):
 
     Attributes:
         name: a stream such as `resid_post.5`, or `token_ids` or `positions`.
-        dtype, shape: of one row.
+        dtype, shape: torch's name of the dtype, and the shape that the field has in one row.
     """
 
     name: str
@@ -80,7 +82,7 @@ class SharedRows:
 
     @property
     def num_written(self) -> int:
-        """Number of rows that were written so far."""
+        """Number of rows that the feeder has written so far."""
         return int(self._counters[_WRITTEN])
 
     @num_written.setter
@@ -106,21 +108,21 @@ class SharedRows:
             flat = rows.to(field.torch_dtype).reshape(len(slots), -1)
             if flat.stride(1) != 1:
                 flat = flat.contiguous()
-            # numpy also copies rows that have other layers' rows between them. Torch would wake its
-            # threads for this.
+            # Other layers' rows may lie between the rows. numpy copies such rows on this thread;
+            # torch would wake its thread pool.
             column[slots] = flat.view(torch.uint8).numpy()
 
     def read(self, slots: np.ndarray, empty: Empty) -> list[Tensor]:
         """A copy of the rows in some slots: a tensor [n, *shape] for each field.
 
         Args:
-            empty: makes the tensors that are filled.
+            empty: makes the tensors that the rows are copied into.
         """
         found = []
         for field, column in zip(self.fields, self._columns, strict=True):
             into = empty((len(slots), field.num_bytes), torch.uint8)
-            # On this thread alone, without the GIL: torch's threads would wait for each other
-            # while the engine has the cores.
+            # numpy copies on this thread alone, without the GIL. torch's threads would wait for
+            # each other while the engine uses the cores.
             np.take(column, slots, axis=0, out=into.numpy(), mode="clip")
             found.append(into.view(field.torch_dtype).view(len(slots), *field.shape))
         return found

@@ -19,7 +19,7 @@ import msgspec
 from vllm_scope.feeds.memory import Field
 from vllm_scope.harvests.contexts import Long
 
-#: A message is one packet, far below the kernel's limit for one.
+#: Most bytes of a message. A message is one packet, far below the kernel's limit for a packet.
 _MOST_BYTES = 1 << 17
 
 
@@ -41,7 +41,7 @@ class Order(msgspec.Struct, frozen=True):
 
     Attributes:
         dataset: a path or a name, or a list of texts, token ids or rows.
-        scope: the reads, as `scope(...)` makes them.
+        scope: the reads as a spec, in JSON.
         engine: arguments of LLM.
     """
 
@@ -69,7 +69,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """No more rows will come.
 
     Attributes:
-        kind: the name of a class in errors.py.
+        kind: the name of the error's class in errors.py.
+        sentence: the error's text.
     """
 
     kind: str
@@ -119,17 +120,20 @@ class Channel:
         return None if body is None else _decoder.decode(body)
 
     def wait_for_end(self) -> None:
-        """Return once the other end is closed, or `parent`, which is not None, is gone."""
+        """Return once the other end is closed, or the process `parent` is gone.
+
+        `parent` must not be None.
+        """
         assert self._parent is not None
         ends = select.poll()
         ends.register(self._end, 0)  # `poll` reports a hang-up in any case
         with suppress(ProcessLookupError):
             ends.register(os.pidfd_open(self._parent), select.POLLIN)
-            if os.getppid() == self._parent:  # else it has ended; another process may have its id
+            if os.getppid() == self._parent:  # else it has ended, and its id may be reused
                 ends.poll()
 
     def close(self) -> None:
-        """Close both directions, also if another process holds this end."""
+        """Close both directions, even if another process holds this end."""
         with suppress(OSError):  # the other end was closed before
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()

@@ -3,12 +3,12 @@
 Owns:  Mix.
 Runs:  in the feeder and in the trainer. Both compute the same plan, so no slot numbers are sent.
 
-Half of the slots are mixed: batch k is drawn at random from the first `num_mixed + k * batch_size`
-rows without those of earlier batches. The other slots hold rows that come after them, so that
-neither side waits for each batch of the other.
+Batch k is drawn at random from the first `num_mixed + k * batch_size` rows, without the rows of
+earlier batches. These `num_mixed` rows take half of the slots. The other half is for the rows that
+follow, so that neither side has to wait for the other at each batch.
 
-Promise: the batches depend on the order of the rows, `num_slots`, `batch_size` and `seed`; not on
-how fast either side is.
+Promise: the batches depend on the order of the rows, `num_slots`, `batch_size` and `seed`, but not
+on the speed of either side.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Mix:
         num_slots: at least twice `batch_size`.
 
     Attributes:
-        num_drawn: number of batches that were drawn so far.
+        num_drawn: number of batches drawn so far.
         num_mixed: number of rows from which a batch is drawn.
     """
 
@@ -38,7 +38,7 @@ class Mix:
         self._random = np.random.default_rng(seed)
         #: Index n % `num_slots` holds the slot of row n: the n-th slot to become free.
         self._slots = np.arange(num_slots)
-        #: Slots of the rows from which a batch is drawn. The last batch took those at `_holes`.
+        #: Slots of the rows from which a batch is drawn. The last batch took the slots at `_holes`.
         self._pool = self._slots[: self.num_mixed].copy()
         self._holes = np.empty(0, np.int64)
 
@@ -53,7 +53,8 @@ class Mix:
         return len(self._slots) + self.num_drawn * self._size
 
     def slots(self, start: int, stop: int) -> Ints:
-        """The slots of rows start to stop - 1, all among the last `num_slots` writable rows."""
+        """The slots of rows start to stop - 1, which must be among the last `num_slots` writable
+        rows."""
         found: Ints = self._slots[np.arange(start, stop) % len(self._slots)]
         return found
 

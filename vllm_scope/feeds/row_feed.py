@@ -5,7 +5,8 @@ Runs:  in the trainer's process.
 From:  feeder, through memory and messages.
 
 Promise: a row is copied once on this side, from the shared memory into its batch, outside of the
-GIL. If the engine dies, the complete batches still come, and the next one raises ScopeError.
+GIL. If the engine dies, the feed still returns each batch for which enough rows are written, and
+then raises ScopeError.
 """
 
 from __future__ import annotations
@@ -31,25 +32,25 @@ from vllm_scope.files.buffers import Buffers
 from vllm_scope.files.index import parse_stream
 from vllm_scope.request.sites import SiteLayer
 
-#: What runs the engine's side.
+#: The process or thread that runs the engine's side.
 Feeder = subprocess.Popen[bytes] | threading.Thread
 #: Interval between two looks at the feeder's counter while rows are missing.
 _LOOK_S = 0.001
-#: Batches whose memory is kept for the next ones.
+#: Number of batches whose memory is kept for later batches.
 _KEPT_BATCHES = 4
-#: How long the feeder may take to end after its own end of the channel was closed, and after this
-#: end was closed.
+#: How long the feeder may take to end: after it has closed its end of the channel, and after this
+#: side has closed this end.
 _DEATH_S, _END_S = 5.0, 40.0
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of some tokens. The tensors are the caller's.
+    """Rows of some tokens. The caller owns the tensors.
 
     Attributes:
         token_ids: int32 [batch_size].
         positions: int32 [batch_size]: the position of each token in its context.
-        rows: (site, layer) -> [batch_size, hidden_size]; row i is of token i in all of them.
+        rows: (site, layer) -> [batch_size, hidden_size]; row i belongs to token i.
     """
 
     token_ids: Tensor
@@ -57,7 +58,11 @@ class Batch:
     rows: dict[SiteLayer, Tensor]
 
     def __getitem__(self, stream: SiteLayer) -> Tensor:
-        """The rows of a stream, [batch_size, hidden_size], CPU, in their dtype. Raises KeyError."""
+        """The rows of a stream, [batch_size, hidden_size], CPU, in the stream's dtype.
+
+        Raises:
+            KeyError: the feed does not have this stream.
+        """
         if stream not in self.rows:
             raise KeyError(f"{stream!r} is not fed; fed are {list(self.rows)}")
         return self.rows[stream]
@@ -70,8 +75,8 @@ class RowFeed:
     """An iterator of batches. Close it, or use it in `with`, if you do not take all of them.
 
     Attributes:
-        num_rows: rows in the batches so far.
-        num_skipped: texts and contexts that were passed over; known at the end.
+        num_rows: number of rows in the batches that were returned so far.
+        num_skipped: number of texts and contexts that were passed over; 0 until the feeder ends.
     """
 
     def __init__(self, channel: Channel, memory: int, settings: Settings, feeder: Feeder) -> None:
@@ -117,7 +122,7 @@ class RowFeed:
         return next(self._rest)
 
     def _has(self, num_rows: int) -> bool:
-        """Wait until `num_rows` rows are written; False if the feed has fewer."""
+        """Wait until `num_rows` rows are written, and return True. False if the feed has fewer."""
         while self._memory is None or self._memory.num_written < num_rows:
             if self._ended is not None:
                 return False
@@ -125,7 +130,10 @@ class RowFeed:
         return True
 
     def _hear(self) -> Message | None:
-        """A message, if there is one within _LOOK_S. Raises ScopeError if the feeder has died."""
+        """The next message; None if none comes within _LOOK_S.
+
+        Raises ScopeError if the feeder has died.
+        """
         alive = _is_alive(self._feeder)
         message: Message | None = None
         try:
@@ -171,7 +179,7 @@ def _is_alive(feeder: Feeder) -> bool:
 def _how(feeder: Feeder) -> str:
     if isinstance(feeder, threading.Thread):
         return ""
-    with suppress(subprocess.TimeoutExpired):  # the feeder's end is closed, so it ends
+    with suppress(subprocess.TimeoutExpired):  # the process closed its end: it is ending
         feeder.wait(_DEATH_S)
     return f" (exit code {feeder.returncode})"
 
@@ -193,6 +201,6 @@ def _end_process(feeder: subprocess.Popen[bytes]) -> None:
     with suppress(subprocess.TimeoutExpired):
         feeder.wait(_END_S)
     if feeder.poll() != 0:
-        with suppress(ProcessLookupError):  # its children, too
+        with suppress(ProcessLookupError):  # kills the process's children, too
             os.killpg(feeder.pid, signal.SIGKILL)
         feeder.wait()

@@ -1,10 +1,10 @@
 """Starts a feed: checks its arguments, and starts the process or thread that runs its engine.
 
-Owns:  `start_feed`: what `vllm_scope.stream` calls.
+Owns:  `start_feed`, which `vllm_scope.stream` calls.
 To:    feeder (a process, or a thread if an LLM was given), row_feed.
 
-A process of its own keeps the engine's front-end away from the trainer's GIL. It is started as a
-command, not by multiprocessing, so that a script needs no `if __name__ == "__main__"`.
+A process of its own keeps the engine's front-end away from the trainer's GIL. This process is
+started as a command, not by multiprocessing, so that a script needs no `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def start_feed(
 
 
 def _check(reads: Sequence[Read], settings: Settings, engine: object) -> None:
-    """Raise SpecError if an argument is wrong, or this processor cannot feed."""
+    """Raise SpecError if an argument is wrong, or if a feed cannot work on this processor."""
     for name, value, least in (
         ("batch_size", settings.batch_size, 1),
         ("buffer_rows", settings.num_slots, 2 * settings.batch_size),
@@ -110,8 +110,8 @@ def _encoded(
     try:
         found = dataset if isinstance(dataset, str) else list(dataset)
         order = Order(found, text, model, dict(engine), settings)
-        # This raises for what JSON cannot have. A text with half of a surrogate pair is sent, and
-        # then passed over as in a harvest.
+        # This raises for values that JSON cannot have. A text with half of a surrogate pair is
+        # sent; the feeder passes it over, as a harvest does.
         return json.dumps(asdict(order) | {"settings": asdict(settings)}).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise SpecError(

@@ -1,19 +1,19 @@
-"""Affine maps from the residual stream at some layers to the final one, and their files.
+"""Affine maps from the residual stream at some layers to its final value, and their files.
 
-Owns:  LinearLens, LensFile (an operator's entry), `load_lens`, `load_lenses`.
-Runs:  anywhere with torch. On the CPU.
+Owns:  LinearLens, LensFile (a lens in the operator's options), `load_lens`, `load_lenses`.
+Runs:  anywhere with torch, on the CPU.
 From:  safetensors files.   To: worker.lens (holds the maps on the device), analysis.
 
 Two layouts are read. Nothing is unpickled.
 
 A file has `{layer}.weight` [d, d], and maybe `{layer}.bias` [d]: the map of a row x is weight x +
-bias. The file's metadata name the site; if they do not, the site is `resid_post`. If the metadata
-have `residual` "true", the map is x + weight x + bias. A J-lens is such a file: its matrix J is the
+bias. The file's metadata may name the site; otherwise it is `resid_post`. If the metadata have
+`residual` "true", the map is x + weight x + bias. A J-lens is such a file: its matrix J is the
 weight at `resid_post`.
 
 A folder of tuned-lens has `config.json`, and its `params.pt` saved as `params.safetensors`. The
-tensors have the same names. The map is x + weight x + bias, and the map with number i is for the
-row that enters layer i, `resid_pre`.
+tensors are named as in a file, with i in place of the layer. The map is x + weight x + bias; map i
+is for the row that enters layer i, `resid_pre`.
 
 Source: tuned-lens 0.2, TunedLens.transform_hidden and .save; jlens, JacobianLens (`J_l @ h`, where
 h leaves layer l).
@@ -43,7 +43,7 @@ _NAME = re.compile(r"([0-9]{1,5})\.(weight|bias)")
 
 
 class Affine(NamedTuple):
-    """One map: weight [d, d], one row for each number of its result, and bias [d] or None."""
+    """One map: weight [d, d], whose row i gives number i of the result, and bias [d] or None."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -51,10 +51,10 @@ class Affine(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LinearLens:
-    """Affine maps of rows to the model's final stream, one for each place.
+    """Affine maps of rows to the model's final residual stream, one map for each place.
 
     Attributes:
-        name: for messages.
+        name: the lens's name in errors.
         maps: (site, layer) -> the map of this place. The tensors have a float dtype, are on the
             CPU, and may be views of a mapped file.
         residual: True: the map is x + weight x + bias. False: weight x + bias.
@@ -87,7 +87,7 @@ class LinearLens:
 
     @property
     def places(self) -> Mapping[Place, Affine]:
-        """`maps`, whose keys are Places."""
+        """The same mapping as `maps`, with the type that its keys have: Place."""
         return cast(Mapping[Place, Affine], self.maps)
 
     @property
@@ -111,7 +111,7 @@ class LinearLens:
             [..., d_model], float64.
 
         Raises:
-            SpecError: the lens has no map of the place, or a number of the map is not finite in
+            SpecError: the lens has no map for the place, or a number of the map is not finite in
                 float32.
         """
         if place not in self.maps:
@@ -125,7 +125,7 @@ class LinearLens:
         return found + x if self.residual else found
 
     def checked(self, place: Place) -> Affine:
-        """The map of a place. Raises SpecError if a number of it is not finite in float32."""
+        """The map of a place. Raises SpecError if a number of the map is not finite in float32."""
         one = self.maps[place]
         for tensor in one:
             if tensor is not None and not tensor.float().isfinite().all():
@@ -139,7 +139,7 @@ class LinearLens:
         """Write a file that `load_lens` reads, and return its SHA-256 in hexadecimal.
 
         Raises:
-            SpecError: the lens has maps of several sites; a file has one.
+            SpecError: the lens has maps of several sites; a file can name only one.
         """
         sites = {place.site for place in self.places}
         if len(sites) > 1:
@@ -159,7 +159,7 @@ class LinearLens:
 
 @dataclass(frozen=True)
 class LensFile:
-    """An operator's entry: the path of a lens, and the digest that its file must have.
+    """A lens in the operator's options: its path, and the digest that its file must have.
 
     Attributes:
         sha256: the digest of the file with the tensors, in hexadecimal; None: any content.
@@ -188,7 +188,7 @@ class LensFile:
         )
 
     def load(self, name: str) -> LinearLens:
-        """Load the lens. Raises as `load_lens`."""
+        """Load the lens. Raises the errors of `load_lens`."""
         return load_lens(self.path, name=name, sha256=self.sha256)
 
 
@@ -204,8 +204,9 @@ def load_lens(
 
     Args:
         path: a safetensors file, or a folder of tuned-lens.
-        name: for messages; None: the path.
-        sha256: the digest that the file with the tensors must have, in hexadecimal; None: any.
+        name: the lens's name in errors; None: the path.
+        sha256: the digest that the file with the tensors must have, in hexadecimal; None: any
+            digest.
 
     Raises:
         SpecError: an unknown layout, a malformed file, or another digest.
@@ -244,8 +245,8 @@ def load_lenses(entries: Mapping[str, object]) -> dict[str, LinearLens]:
     """Load lenses from the operator's entries {name: path or object}; returns them by name.
 
     Raises:
-        ConfigError: an entry is neither a path nor such an object. Other errors are as for
-            `load_lens`.
+        ConfigError: an entry is neither a path nor an object with `path` and `sha256`. Other
+            errors are those of `load_lens`.
     """
     parsed = {name: LensFile.parse(value, f"lenses.{name}") for name, value in entries.items()}
     return {name: one.load(name) for name, one in parsed.items()}

@@ -16,10 +16,11 @@
 With vLLM's own LLM and SamplingParams the same fields are keys of `extra_args`.
 
 Hooks are pre_attn, post_attn and post_block. A request can use a hook only if the engine taps
-it (`additional_config={"scope": {"sites": [...]}}`). The vectors of a module and of the request's
-tiers add up. Clamps apply after all additions, and clamps of features after all other clamps. A
-tier is chosen by the token's position, so a token that is computed again after a preemption
-keeps its tier.
+it (`additional_config={"scope": {"sites": [...]}}`). A tier is the vectors, or the clamps, for
+every token, for the prompt's tokens, or for generated tokens. The vectors of a module and of the
+request's tiers add up. Clamps apply after all additions, and clamps of features after all other
+clamps. A token's position decides which tiers it gets, so a token that is computed again after a
+preemption keeps its tiers.
 
 Steering modules are loaded with `load_modules(llm, ["formal=formal.json"])`, or at start
 with `additional_config={"scope": {"modules": {"formal": "formal.json"}}}`.
@@ -29,8 +30,8 @@ keys.py     the keys of a request as actions; load_modules
 vectors.py  tiers of vectors and of clamps, and their bounds
 gates.py    vectors that are added on a condition
 features.py clamps on features of sparse autoencoders
-capture.py  captures, capture_results, reading files back
-http.py     the keys in a server's bodies, capture_results in its answers, /v1/steering
+capture.py  captures, capture_results, and a reader of the files
+http.py     the keys in bodies of requests, capture_results in answers, /v1/steering
 tiers.py    the vectors set over /v1/steering, as server-wide edits
 """
 

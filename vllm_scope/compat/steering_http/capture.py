@@ -8,7 +8,7 @@
     read_request("/data/captures/run-7/q-42")[12, "post_block"].array
 
 A consumer is the name of a sink that the operator has set up (`additional_config={"scope":
-{"sinks": ...}}`): `filesystem`, or a plugin's.
+{"sinks": ...}}`): `filesystem`, or the name of a plugin's sink.
 
 Owns:  captures as Reads, CaptureResult, and the fork's reader of files.
 Runs:  in the front-end; the reader runs anywhere.
@@ -78,8 +78,8 @@ class CaptureResult:
         status: "pending" while the request runs, "ok", "partial_error" (rows are missing), or
             "error". It stays "pending" if the sink does not answer in time.
         error: why the status is not "ok".
-        payload: for `filesystem`, the paths of the files, or only their names over HTTP without
-            the operator's key. For another sink, the details of its manifest.
+        payload: for `filesystem`, the paths of the files; over HTTP without the operator's key,
+            only their names. For another sink, the details of its manifest.
     """
 
     status: str
@@ -167,7 +167,7 @@ def positions_of(positions: object, where: str) -> str | list[object]:
 
 
 def layers_of(layers: object, where: str, num_layers: int = MAX_LAYER + 1) -> object:
-    """A capture's layers as those of a Read; ranges become numbers.
+    """A capture's layers as layers of a Read; ranges become numbers.
 
     Args:
         num_layers: the model's number of layers, if it is known.
@@ -218,7 +218,7 @@ def _result_of(consumer: str, result: ScopeResult) -> CaptureResult:
     if manifest is None:
         return CaptureResult("error" if result.error else "pending", result.error)
     payload: object = manifest.details
-    if consumer == FILESYSTEM:  # only the operator gets paths
+    if consumer == FILESYSTEM:  # over HTTP, only the operator gets paths
         said = msgspec.convert(manifest.details, list[_Files])
         payload = [path for one in said for path in one.paths] or manifest.files
     return CaptureResult(_STATUS[manifest.status], manifest.reason, payload)

@@ -6,7 +6,7 @@
     ])
     llm.generate(prompts, SamplingParams(steering_vectors={"post_block": {15: vector}}))
 
-Owns:  the fork's arguments as vllm-scope's options.
+Owns:  LLM, SamplingParams, and `sink_of`: the fork's consumers as vllm-scope's sinks.
 Runs:  in the front-end; imports vLLM.
 """
 
@@ -28,7 +28,7 @@ from vllm_scope.vectors.hooks import mapping, site_of
 #: Options of the consumer `filesystem` -> options of vllm-scope's sink.
 _FILES = {"root": "root", "writer_threads": "threads", "fsync": "fsync"}
 _LAYOUTS = {"per_file": "per_request", "packed": "packed", "sharded": "sharded"}
-#: Options of the consumer `filesystem` with one possible value here.
+#: Options of the consumer `filesystem` that can have only this value here.
 _ALWAYS = {"on_collision": "overwrite", "atomic_publish": True}
 #: Options without effect: vllm-scope has no such queues, caches and shards.
 _IDLE = {
@@ -38,7 +38,7 @@ _IDLE = {
 _GLOBAL = {"global_hooks", "global_positions", "default_tag"}
 
 
-#: hook -> layer -> a vector; or the same as a JSON text.
+#: hook -> layer -> a vector, or a list of clamps; or the same as a JSON text.
 Tier = Mapping[str, Mapping[int | str, object]] | str
 P = ParamSpec("P")
 
@@ -71,7 +71,7 @@ class SamplingParams(vllm.SamplingParams):
 
 
 def _with_results(method: Callable[P, list[RequestOutput]]) -> Callable[P, list[RequestOutput]]:
-    """The method of vllm.LLM, changed so that all its outputs have `capture_results`."""
+    """A method of vllm.LLM, wrapped so that all its outputs have `capture_results`."""
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> list[RequestOutput]:
@@ -91,7 +91,7 @@ class LLM(vllm.LLM):
         model, vllm_kwargs: as for vllm.LLM.
         enable_steering, max_steering_configs: without effect. Every request can be steered; it
             waits until there is room for its vectors (additional_config["scope"].vectors_mib).
-        capture_consumers: [{"name", "params"}]: sinks. The params of `filesystem` have the
+        capture_consumers: sinks, each as {"name", "params"}. The params of `filesystem` have the
             fork's names; a plugin gets its params as they are.
 
     Raises:

@@ -8,16 +8,16 @@
         ]}},
     }]
 
-Let f be the feature's activation in the row. `absolute` adds (value - f) times the feature's
-decoder row, `additive` adds value times that row. With `only_if_active` they add only if f is
-above 0.
+Let f be the feature's activation in the token's row. `absolute` adds (value - f) times the
+feature's decoder vector to the row, and `additive` adds value times that vector. With
+`only_if_active` they add only if f is above 0.
 
 Owns:  `features_of`, and the check that an SAE belongs to the clamped place.
-Runs:  in the front-end, for a request on the event loop of an API server.
+Runs:  in the front-end; over HTTP, on the event loop of the API server.
 To:    keys.
 
 Promise: on one token, all clamps of one SAE at one place see the same row, even if they stand in
-different specs. They apply after all vectors and after all clamps along directions.
+different objects of the list. They apply after all vectors and after all clamps along directions.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def features_of(body: object, sites: Sites, room: Room) -> list[Asked]:
 
 
 def check_places(asked: Iterable[Asked], saes: Mapping[str, Any]) -> None:
-    """Raise SpecError if an SAE belongs to another place than the clamped one.
+    """Raise SpecError if the caller clamps features at another place than the place of their SAE.
 
     Args:
         saes: the SAEs that the engine holds, by name. An unknown name passes here; the check of
@@ -174,7 +174,7 @@ def _clamp(entry: object, where: str) -> _Clamp:
 
 
 def _edits(module: str, place: Place, tiers: Mapping[str, dict[_Clamp, str]]) -> Iterator[Asked]:
-    """One SetFeature for all tokens, or one for each phase if the phases' clamps differ."""
+    """Yield one SetFeature for all tokens, or one for each phase if the phases' clamps differ."""
     prompt, generated = (tiers.get(tokens, {}) for tokens in _PHASES["both"])
     same = set(prompt) == set(generated)
     by_tokens = {"all": prompt} if same else {"prompt": prompt, "generated": generated}

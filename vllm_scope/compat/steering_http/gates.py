@@ -12,10 +12,10 @@ are added, with g = sigmoid(sharpness * (row . probe - threshold)). `row` is the
 the probe's hook and layer, before the edits of that hook. With {"kind": "always"}, g is 1.
 
 Owns:  `gated`.
-Runs:  in the front-end, for a request on the event loop of an API server.
+Runs:  in the front-end; over HTTP, on the event loop of the API server.
 From:  vectors, beside this file.   To: keys.
 
-Promise: a gate that would act on other tokens or on other steering is refused with the reason.
+Promise: a gate of the fork that an Add with a Gate cannot express is refused with the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vllm_scope.request.sites import Sites
 from vllm_scope.vectors.hooks import number_of
 
 KEY = "steering"
-#: A kind -> (needed fields, other fields), or why it is refused.
+#: A kind -> (needed fields, optional fields), or the reason why the kind is refused.
 _Kinds = Mapping[str, tuple[tuple[str, ...], tuple[str, ...]] | str]
 
 _WHENS: _Kinds = {"always": ((), ()), "probe": (("probe", "threshold"), ("sharpness",))}
@@ -48,7 +48,7 @@ _PROBES: _Kinds = {
     "name": "names are of steering modules, which are added; send the probe's numbers as kind "
     "'inline'",
 }
-#: A scope -> why it is refused, or "".
+#: A scope -> the reason why it is refused, or "".
 _SCOPES = {
     "this_token": "",
     "rest_of_request": "",
@@ -87,7 +87,7 @@ def gated(body: object, sites: Sites, room: Room) -> Iterator[tuple[Add, dict[st
 
 
 def _of_kind(value: object, where: str, kinds: _Kinds) -> Mapping[object, object]:
-    """The fields of an object that has a `kind`."""
+    """The fields of an object. Raises SpecError if they do not fit its `kind`."""
     fields = few_fields(value, 4, "fields", where)
     kind = fields.get("kind")
     found = kinds.get(kind) if isinstance(kind, str) else None

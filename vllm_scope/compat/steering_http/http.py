@@ -2,7 +2,7 @@
 
 Owns:  HTTP (the registration of this face with the server), the routers, and the types of their
        bodies and answers.
-Runs:  in each API server process, inside of vLLM's authentication.
+Runs:  in each API server process, behind vLLM's authentication.
 From:  tiers (edits of every request), vllm_scope.vectors.hooks (modules).
 
 A response has the `capture_results` of its first choice. If there are several choices (n > 1,
@@ -146,7 +146,7 @@ class Modules(BaseModel):
 
 
 class ModuleChanged(BaseModel):
-    """The module that was registered or forgotten, and those that are left."""
+    """The module that was registered or forgotten, and all modules that there are now."""
 
     status: str = "ok"
     name: str
@@ -205,7 +205,7 @@ async def get_modules(request: Request) -> Modules:
 
 @changing.post("/set", summary="Steer every request")
 async def set_steering(request: Request, body: SetSteering) -> SteeringSet:
-    """Tiers add up with each other and with those of requests. Running requests keep the
+    """Tiers add up with each other and with the tiers of requests. Running requests keep the
     steering that they entered with."""
     _check_target(body.target)
     engine = engine_of(request)
@@ -220,7 +220,7 @@ async def set_steering(request: Request, body: SetSteering) -> SteeringSet:
 
 @changing.post("/clear", summary="End the steering of every request")
 async def clear_steering(request: Request, body: ClearSteering | None = None) -> Cleared:
-    """Ends all server-wide edits, whichever route set them. Running requests keep theirs."""
+    """Ends all server-wide edits, whichever route set them. Running requests keep these edits."""
     _check_target(body.target if body is not None else None)
     async with in_turn(request, clearing=True):
         await asked(engine_of(request).set_edits(None))
@@ -229,7 +229,8 @@ async def clear_steering(request: Request, body: ClearSteering | None = None) ->
 
 @changing.post("/modules/register", summary="Register a steering module")
 async def register_module(request: Request, body: RegisterModule) -> ModuleChanged:
-    """Later requests that name the module get these vectors. Running requests keep theirs."""
+    """Later requests that name the module get these vectors. Running requests keep the old
+    vectors."""
     if body.kind != "additive" or body.sae_manifest is not None:
         raise RefusalError(
             400, f"kind is {shown(body.kind)}; modules here are 'additive'. No path "
@@ -269,7 +270,7 @@ async def unregister_module(request: Request, body: UnregisterModule) -> ModuleC
 
 
 class CaptureReply(FirstReply):
-    """`capture_results`: consumer -> {status, error, payload}."""
+    """The field `capture_results`: consumer -> {status, error, payload}."""
 
     name = "capture_results"
 

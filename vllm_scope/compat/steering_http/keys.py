@@ -26,7 +26,7 @@ from vllm_scope.vectors.hooks import REQUEST_TIERS, number_of, tiers
 if TYPE_CHECKING:
     from vllm import LLM
 
-#: Keys that are not supported -> the end of the error: why, and the alternative.
+#: A key that is not supported -> the end of its error: the reason, and the alternative.
 REFUSED = {
     "sae_full_reconstruction_specs": "a row cannot be replaced by its reconstruction in this "
     "version; rows of another run can, with vllm_scope.Replace",
@@ -87,7 +87,7 @@ def load_modules(llm: LLM, modules: Iterable[str]) -> dict[str, str]:
 
     Args:
         modules: "name=path" each. A path is a file that `vllm_scope.vectors.load_vectors` reads,
-            such as the fork's JSON. A known name gets the new content for later requests.
+            such as the fork's JSON. If a name is known, later requests get the new content.
 
     Returns:
         name -> digest of the module's content.

@@ -66,7 +66,7 @@ class Wanted:
         for field, tokens in MODULE_TIERS.items():
             vectors = vectors_of(body.get(field), field, sites, room)
             take("add", tokens, field, vectors)
-            # A vector of zeros removes the old one.
+            # A vector of zeros removes the vector of its place.
             edits += stacked({s: v for s, v in vectors.items() if v.any()}, tokens)
         for field, tokens in CLAMP_TIERS.items():
             clamps = clamps_of(body.get(field), tokens, field, sites, room)
@@ -88,7 +88,7 @@ class Wanted:
 
 
 def merged(text: str | None, wanted: Wanted, alone: bool) -> str | None:
-    """The new server-wide edits as a spec.
+    """The new server-wide edits as a spec; None if there are none.
 
     Args:
         text: the present server-wide edits as a spec; None: there are none.
@@ -119,7 +119,7 @@ def _places(edit: Edit) -> list[_Place]:
 
 
 def _rows(edit: Edit) -> Iterator[np.ndarray]:
-    """An edit's vector at each of its layers."""
+    """Yield an edit's vector at each of its layers."""
     values = getattr(edit, edit.fields[0]).numpy
     for i in range(len(edit.layer_numbers or ())):
         yield values if values.ndim == 1 else values[i]
@@ -155,7 +155,7 @@ def status(text: str | None) -> dict[str, object]:
         others += not places
         for place, row in zip(places, _rows(edit), strict=False):
             if isinstance(edit, Add):
-                # In float64, no length becomes infinite.
+                # In float64, the norm of no sum becomes infinite.
                 sums[place] = sums.get(place, 0) + edit.scale * row.astype(np.float64)
             else:
                 entry, name = entry_of(place), _COUNTS[place[1]]

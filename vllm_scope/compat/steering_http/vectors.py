@@ -5,7 +5,7 @@
     {hook: {"dtype", "shape", "layer_indices", "data", ...}}              either, packed
 
 Owns:  tiers of vectors and of clamps: `bounded`, and the tiers as Adds and Clamps.
-Runs:  in the front-end, for a request on the event loop of an API server.
+Runs:  in the front-end; over HTTP, on the event loop of the API server.
 From:  vllm_scope.vectors.hooks.   To: keys and gates (for one request), tiers and http (for
        all requests).
 
@@ -49,9 +49,10 @@ _PACKED_FIELDS, _VECTOR_FIELDS, _CLAMP_FIELDS = 7, 3, 5
 def bounded(
     body: object, sites: Sites, room: Room, where: str, *, clamps: bool = False
 ) -> Mapping[object, object]:
-    """The hooks of a tier, after their vectors or (with `clamps`) their clamps are counted.
+    """The hooks of a tier, once their vectors, or with `clamps` their clamps, are counted.
 
-    A hook has at most one vector for each layer. Clamps count as edits of the request.
+    A hook has at most one vector for each layer. Among the request's edits, all vectors of one hook
+    count as one, and each clamp counts as one.
 
     Raises:
         SpecError: too many vectors or clamps, a layer that the model lacks, or a vector of another
@@ -129,7 +130,7 @@ def vectors_of(body: object, where: str, sites: Sites, room: Room) -> HookVector
 def stacked(
     vectors: HookVectors, tokens: str, scale: float = 1.0, gate: Gate | None = None
 ) -> list[Add]:
-    """Vectors as Adds, one for each site."""
+    """Vectors as Adds, one Add for each site."""
     by_site: dict[str, dict[int, np.ndarray]] = {}
     for (site, layer), vector in vectors.items():
         by_site.setdefault(site, {})[layer] = vector
@@ -147,7 +148,7 @@ def clamps_of(
 ) -> dict[SiteLayer, list[Clamp]]:
     """The Clamps of each place of a tier, in their order; [] for a place with an empty list.
 
-    Arguments and errors as `vectors_of`.
+    Arguments and errors are those of `vectors_of`.
     """
     found: dict[SiteLayer, list[Clamp]] = {}
     for hook, by_layer in bounded(body, sites, room, where, clamps=True).items():
@@ -175,7 +176,7 @@ def words_of(edit: Edit, key: str) -> dict[str, str]:
 
 
 def _unpacked(body: Mapping[object, object], place: str) -> Iterator[tuple[int, dict[str, object]]]:
-    """The layer and the fields of each clamp of the packed form."""
+    """Yield the layer and the fields of each clamp of the packed form."""
     rows = packed_rows(body, place, {"bounds", "strengths"})
     bounds = per_row(body.get("bounds"), len(rows), f"{place}.bounds")
     given = body.get("strengths")

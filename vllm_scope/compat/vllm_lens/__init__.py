@@ -14,9 +14,9 @@ Keys in `extra_args`, or over HTTP in `vllm_xargs`, as JSON strings:
     output_residual_stream   Read("resid_post", layers): True for all layers, a list of
                              them, False or None for nothing
     apply_steering_vectors   an Add for each vector; for 3-D activations one for each position
-    apply_hooks              Python between the layers: offline, in this process, eager
-    output_qk                Read("q", layers) and Read("k", layers), where they are tapped
-    activations_transport    over HTTP, "binary": tensors as files; changes nothing offline
+    apply_hooks              Python functions between the layers; offline, in this process, eager
+    output_qk                Read("q", layers) and Read("k", layers), if the engine taps q and k
+    activations_transport    "binary": over HTTP, tensors come as files; no effect offline
 
 keys.py        the keys of a request as actions, and Activations
 steering.py    SteeringVector

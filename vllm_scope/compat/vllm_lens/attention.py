@@ -4,7 +4,7 @@
     attention_patterns(out.activations, layer=3)    # (heads, positions, positions), float32
 
 Owns:  `attention_patterns`, `compute_attention_weights`, and `qk_meta` of a layer.
-Runs:  anywhere; on the device of the tensors. The formula is `vllm_scope.analysis.attention`'s.
+Runs:  anywhere, on the device of the tensors. The formula is in vllm_scope.analysis.attention.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def attention_patterns(
     """The pattern of one layer over all positions that were captured.
 
     Args:
-        activations: those of a request with `output_qk`, or of a decoded answer.
+        activations: `output.activations` of a request with `output_qk`, or the result of
+            `decode_activations`.
         layer: one of `activations["qk_layers"]`.
         dtype: the dtype of the computation.
 
@@ -52,8 +53,8 @@ def attention_patterns(
         [heads, positions, positions]: rows are queries.
 
     Raises:
-        KeyError: no queries and keys were captured. SpecError: this layer's were not captured.
-        ScopeError: rows are missing, or the pattern does not follow from q and k.
+        KeyError: no queries and keys were captured. SpecError: this layer was not captured.
+        ScopeError: rows are missing, or the pattern does not follow from q and k alone.
     """
     if "qk_layers" not in activations:
         raise KeyError(
@@ -97,9 +98,10 @@ def compute_attention_weights(
             heads of `q`.
         scale: the factor of q.k.
         causal: a query sees keys up to its own position.
-        q_start: position of the first query among the keys; None: the queries are last.
+        q_start: position of the first query among the keys; None: the queries have
+            the last positions.
         sliding_window: how many positions a query sees before and after its own; -1: all.
-        logits_soft_cap: cap * tanh(score / cap); 0: none.
+        logits_soft_cap: a score becomes cap * tanh(score / cap); 0: scores are not capped.
         alibi_slopes: [heads]; slope * (key position - query position) is added to a score.
         sinks: [heads]; a score that takes part in the softmax and has no key.
         dtype: the dtype of the computation.

@@ -39,13 +39,13 @@ class GenerateOutput:
 
     Attributes:
         text: the text of the first choice.
-        activations: those of the first choice; None if nothing was captured.
+        activations: the first choice's activations; None if nothing was captured.
             "residual_stream" is a torch tensor [n_layers, n_positions, hidden]. With
             `capture_qk` there are also attn_q, attn_k, qk_layers and qk_meta, for
             `attention_patterns`. For choice i, call
             `decode_activations(out.raw["choices"][i], fetch_bytes=client.fetch_bytes)`.
         hook_results: None; there are no hooks over HTTP.
-        logprobs: those of the first choice, as the server's JSON has them.
+        logprobs: the first choice's log-probabilities, as in the server's JSON.
         raw: the whole JSON of the answer.
     """
 
@@ -61,8 +61,8 @@ class VLLMLensClient:
 
     Args:
         base_url: the server's URL.
-        model: one of the server's models; None: its first one.
-        api_key: as for vLLM's --api-key.
+        model: one of the server's models; None: the server's first model.
+        api_key: the key that the server got as vLLM's --api-key.
         timeout: seconds to wait for an answer.
         transport: an httpx transport, for tests and proxies.
     """
@@ -114,7 +114,8 @@ class VLLMLensClient:
             fields: other fields of the request: n, stop, vllm_xargs, ...
 
         Raises:
-            SpecError: the request is wrong. CapacityError: send it again later.
+            SpecError: the request is wrong.
+            CapacityError: the server is full; send the request again later.
             ServerError: the server refused for another reason.
             ScopeError: rows that were asked for are missing.
         """
@@ -138,7 +139,7 @@ class VLLMLensClient:
         activations_transport: str | None = None,
         **fields: object,
     ) -> GenerateOutput:
-        """Let the model answer messages. Arguments and errors as `generate`."""
+        """Let the model answer messages. Arguments and errors are those of `generate`."""
         words = _words(hooks, capture_layers, capture_qk, steering_vectors, activations_transport)
         body = {
             "messages": list(messages), "max_tokens": max_tokens, "temperature": temperature,
@@ -163,7 +164,7 @@ class VLLMLensClient:
         return GenerateOutput(text, found, None, choice.get("logprobs"), raw)
 
     def fetch_bytes(self, handle: str) -> bytes:
-        """The bytes of a handle. The server deletes them, so a second call fails."""
+        """The bytes of a handle's tensor. The server then deletes them, so a second call fails."""
         return self._request("GET", f"/v1/activations/{quote(handle, safe='')}?delete=true")
 
     def _request(self, method: str, path: str, body: object = None) -> bytes:
@@ -194,7 +195,7 @@ def _words(
     vectors: Sequence[SteeringVector] | None,
     transport: str | None,
 ) -> dict[str, str]:
-    """The keys in `vllm_xargs`, where lists and objects are JSON strings."""
+    """The keys for `vllm_xargs`; lists and objects become JSON strings there."""
     if hooks:
         raise SpecError(NO_HOOKS)
     words = {"activations_transport": transport} if transport is not None else {}

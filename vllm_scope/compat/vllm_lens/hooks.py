@@ -3,7 +3,7 @@
     def ablate_neuron(ctx, h):                  # h: [seq_len, hidden], the rows of this step
         ctx.saved.setdefault("before", []).append(h[:, 42].cpu())
         h[:, 42] = 0
-        return h                                # None leaves them as they are
+        return h                                # None leaves the rows as they are
 
     llm = LLM(model, enforce_eager=True, distributed_executor_backend="uni")  # with
     # VLLM_ENABLE_V1_MULTIPROCESSING=0, before vLLM is imported
@@ -35,18 +35,18 @@ from vllm_scope.errors import ScopeError, SpecError, shown
 if TYPE_CHECKING:
     from vllm import LLM
 
-#: The values that a hook keeps, by any names.
+#: The values that a hook saves, by names of its choice.
 Saved = dict[str, Any]
 
 
 class HookContext:
-    """Where a hook runs, and what it saves; one per hook and completion.
+    """Where a hook runs, and the values that it saves. One context per hook and completion.
 
     Attributes:
         layer_idx: the layer.
         seq_len: number of rows.
         positions: the rows' absolute positions.
-        saved: whatever the hook puts here; becomes `output.hook_results[index]`.
+        saved: a dict for the hook's values; it becomes `output.hook_results[hook's index]`.
         model: vLLM's model.
     """
 
@@ -96,7 +96,9 @@ class Hook(Model):
 
 
 class HookRun:
-    """The hooks of one request, and what they saved (an engine.functions.Functions).
+    """The hooks of one request, and the values that they saved.
+
+    Implements engine.functions.Functions.
 
     Args:
         of_all: the hooks of every request; they run first.
@@ -135,8 +137,8 @@ class HookRun:
         self._errors[child] = error
 
     def results(self, child: int, *, of_all: bool = False) -> HookResults:
-        """What the request's own hooks saved for a completion; with `of_all`, those of every
-        request."""
+        """The values that hooks saved for a completion: the request's own hooks, or with `of_all`
+        the hooks of every request."""
         start = 0 if of_all else self._num_of_all
         stop = self._num_of_all if of_all else len(self._hooks)
         contexts = self._contexts.get(child, {})
@@ -145,7 +147,7 @@ class HookRun:
 
 
 class HookResults(Mapping[str, Saved]):
-    """`output.hook_results`: the hook's index, as text -> what it saved.
+    """`output.hook_results`: a hook's index, as text -> the values that the hook saved.
 
     Raises:
         ScopeError: on access, if a hook of the completion has failed.
@@ -167,12 +169,12 @@ class HookResults(Mapping[str, Saved]):
 
 
 class PersistentHooks:
-    """The hooks that all requests of one LLM have, and what they saved.
+    """The hooks that all requests of one LLM have, and the values that these hooks saved.
 
     Attributes:
-        hooks: they run before a request's own.
-        results: request id -> the hook's index, as text -> what it saved. If a request has
-            several completions, the completion's index and "_" come before the id.
+        hooks: run before a request's own hooks.
+        results: request id -> the hook's index, as text -> the values that the hook saved. If a
+            request has several completions, the completion's index and "_" come before the id.
     """
 
     def __init__(self) -> None:
@@ -206,7 +208,7 @@ def register_hooks(
 
 
 def collect_hook_results(self: LLM) -> dict[str, HookResults]:
-    """request id -> the hook's index -> what it saved, since the last clear."""
+    """request id -> a hook's index -> the values that the hook saved, since the last clear."""
     return dict(_of(self).results)
 
 
@@ -230,7 +232,7 @@ def clear_prefetched(self: LLM) -> None:
 
 
 def attach() -> None:
-    """Give vllm.LLM the methods, if vLLM is installed."""
+    """Give vllm.LLM these methods, if vLLM is installed."""
     try:
         from vllm import LLM
     except ImportError:

@@ -5,8 +5,8 @@ Runs:  in each API server process.
 
 A response has the `activations` of its first choice. If there are several choices (n > 1, or
 several prompts), each choice also has its own. With `activations_transport: "binary"` a handle
-stands for each tensor, whose bytes are in a file of the server. Only the request's API key can
-fetch that file.
+stands for each tensor, and the tensor's bytes are in a file of the server. Only the request's API
+key can fetch that file.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from vllm_scope.server.faces import FirstReply, HttpFace, Keep, Reply
 if TYPE_CHECKING:
     from vllm import CompletionOutput
 
-#: Key in the metadata of a kept file, for the dtype and the shape of its tensor.
+#: The metadata of a kept file have the dtype and the shape of its tensor under this key.
 _DESCRIBED = "activations"
 
 
 class LensReply(FirstReply):
-    """`activations`: the name of a tensor -> the tensor as JSON, or a handle, or an error.
+    """The field `activations`: tensor's name -> the tensor as JSON, or a handle, or an error.
 
     Args:
         keep: a function that keeps a tensor as a file; None: tensors are inline.

@@ -115,7 +115,7 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
 
 
 def _named(read: Read, key: str) -> tuple[Action, dict[str, str]]:
-    """A read that a key has made, and the caller's names of its fields, for errors."""
+    """A read that `key` asks for, and the caller's names of its fields, for errors."""
     return read, dict.fromkeys(("", ".layers", ".site"), key)
 
 
@@ -223,7 +223,7 @@ def _check_size(vector: object, sites: Sites, room: Room, where: str) -> None:
     values, path = vector.get("activations"), f"{where}.activations"
     shape = claimed_shape(values)
     if shape is None or len(shape) not in (2, 3):
-        return  # SteeringVector says what is wrong
+        return  # SteeringVector raises the error
     if shape[-1] != sites.hidden_size:
         raise SpecError(
             f"{path} has {shape[-1]:,} numbers; this model's rows have {sites.hidden_size}."

@@ -21,7 +21,7 @@ class Model:
 
     @classmethod
     def model_validate(cls, obj: object) -> Self:
-        """An instance: `obj` itself, or made from a mapping of its fields.
+        """`obj` if it is an instance, or a new instance from `obj`, a mapping of fields.
 
         Raises:
             SpecError: another type, an unknown or a missing field, or a wrong value.
@@ -44,7 +44,7 @@ class Model:
         return cls(**obj)
 
     def model_copy(self, *, update: Mapping[str, object] | None = None, deep: bool = False) -> Self:
-        """A copy with other values for some fields. The new values are checked (pydantic does not).
+        """A copy with new values for some fields. They are checked, which pydantic does not do.
 
         Args:
             deep: copy the values of the other fields too.

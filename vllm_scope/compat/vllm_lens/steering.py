@@ -28,9 +28,9 @@ class SteeringVector(Model):
         activations: [num_layers, hidden_size] for every token, or [num_layers,
             num_positions, hidden_size] for one token per position. May be given as an array,
             as lists, or as JSON of a tensor.
-        layer_indices: one layer for each row of `activations`.
+        layer_indices: one layer for each index of the first dimension of `activations`.
         scale: the factor of the vectors.
-        norm_match: add `scale * ||h||` times the vector's direction, per token.
+        norm_match: add `scale * ||h||` times the vector's direction, where h is the token's row.
         position_indices: absolute positions, each once. If `activations` has two dimensions, the
             tokens that get the vector (None: every token). If it has three, one position for each
             index of the second dimension (None: 0 to num_positions - 1).
@@ -48,7 +48,7 @@ class SteeringVector(Model):
     def __post_init__(self) -> None:
         layers = _numbers(self.layer_indices, "SteeringVector.layer_indices")
         object.__setattr__(self, "layer_indices", layers)
-        # Checked before bytes are decoded and lists become a tensor.
+        # The shape is checked before bytes are decoded and lists become a tensor.
         shape = claimed_shape(self.activations)
         if shape is None or len(shape) not in (2, 3):
             raise SpecError(
@@ -80,7 +80,7 @@ class SteeringVector(Model):
 
     @property
     def num_edits(self) -> int:
-        """The number of actions: one, or one for each position."""
+        """The number of actions: 1, or, for 3-D activations, one for each position."""
         return 1 if self.activations.dim() == 2 else int(self.activations.shape[1])
 
     def to_actions(self) -> list[Action]:
@@ -112,9 +112,9 @@ FIELDS = tuple(field.name for field in fields(SteeringVector))
 
 
 def claimed_shape(values: object) -> list[int] | None:
-    """The shape that a tensor, an array, lists or JSON of a tensor claim; None if there is none.
+    """The shape of a tensor, array or lists, or the shape that JSON of a tensor names; else None.
 
-    In lists, only the first item of each level is looked at.
+    In lists, only the first item of each level is read.
     """
     if isinstance(values, Mapping):
         shape = values.get("shape")

@@ -7,7 +7,7 @@ bfloat16 travels as int16, because numpy has no bfloat16. `compression` is prese
 are a zstd frame. Instead of `data` there may be a `handle`, whose bytes the client fetches, or
 `error`, the reason why there is no tensor. Values that are no tensors are `{"__json__": value}`.
 
-Promise: nothing is unpickled. Sizes are compared before memory is allocated.
+Promise: nothing is unpickled. Sizes are checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ MAX_DIMENSIONS = 8
 FIELDS = ("data", "dtype", "original_dtype", "shape", "compression")
 #: Most fields of a tensor's JSON. Unknown fields, which a later version may have, are ignored.
 MOST_FIELDS = 16
-#: A zstd frame of n bytes may become SMALL_BYTES + MOST_TIMES * n bytes.
+#: An untrusted zstd frame of n bytes may become at most SMALL_BYTES + MOST_TIMES * n bytes.
 MOST_TIMES, SMALL_BYTES = 64, 1 << 16
 #: The only field of a value that is not a tensor.
 PLAIN = "__json__"
-#: Handle -> its bytes.
+#: Handle -> the bytes of its tensor.
 Fetch = Callable[[str], bytes]
-#: Name -> a tensor; for qk_layers and qk_meta, their JSON.
+#: Name -> a tensor; qk_layers and qk_meta -> JSON values.
 Decoded = dict[str, Any]
 
 
@@ -117,7 +117,7 @@ def deserialize_tensor(
 def tensor_of(
     raw: bytes, body: Mapping[str, object], most_bytes: int | None = None, where: str = "the tensor"
 ) -> Tensor:
-    """The tensor of bytes that `body` describes. Arguments and errors as `deserialize_tensor`."""
+    """The tensor of bytes that `body` describes. Arguments, errors: see `deserialize_tensor`."""
     dtype, shape, size = _described(body, most_bytes, where)
     if body.get("compression") == "zstd":
         if most_bytes is not None and size > SMALL_BYTES + MOST_TIMES * len(raw):
@@ -136,7 +136,7 @@ def tensor_of(
 def _described(
     body: Mapping[str, object], most_bytes: int | None, where: str
 ) -> tuple[np.dtype[np.generic], list[int], int]:
-    """Dtype, shape and number of bytes; raises SpecError for more than `most_bytes`."""
+    """Dtype, shape and number of bytes. Raises SpecError if they are wrong or too large."""
     name, shape = body.get("dtype"), body.get("shape")
     if not isinstance(name, str) or name not in DTYPES or not is_shape(shape):
         raise SpecError(
@@ -181,7 +181,7 @@ def decode_activations(body: Mapping[str, object], *, fetch_bytes: Fetch | None 
 
     Args:
         body: JSON with the field `activations`.
-        fetch_bytes: a function from a handle to its bytes: GET /v1/activations/{handle}.
+        fetch_bytes: returns the bytes of a handle, by GET /v1/activations/{handle}.
 
     Raises:
         ScopeError: the server could not deliver a tensor, or there is a handle and no
