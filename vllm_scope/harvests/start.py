@@ -122,9 +122,14 @@ def check_reads(reads: Sequence[Read], long: str) -> None:
         )
     for read in reads:
         if read.to != MEMORY:
-            raise SpecError(f"a Read goes to {shown(read.to)}; a harvest's goes to no sink.")
+            raise SpecError(
+                f"a Read goes to {shown(read.to)}; leave `to` out of the reads of harvests and "
+                "streams, which take the rows."
+            )
         if read.tokens.to_json() == "generated":
-            raise SpecError("tokens is 'generated'; a harvest generates none, so name others.")
+            raise SpecError(
+                "tokens is 'generated'; harvests and streams generate none, so name others."
+            )
     if long not in get_args(Long):
         raise SpecError(f"long is {shown(long)}; it is one of {', '.join(get_args(Long))}.")
 
