@@ -1,6 +1,6 @@
-"""Codecs: they encode rows as smaller named tensors, and decode these again.
+"""Codecs encode rows as smaller tensors with names (parts), and decode parts to rows.
 
-Owns:  the codecs by name, and how a codec is made from its metadata.
+Owns:  the codecs by name, and `codec_from`, which makes a codec from its metadata.
 Runs:  wherever rows are. `encode` runs on the rows' device, CPU or CUDA; `decode` on the
        parts' device.
 To:    files (stores the parts and, beside them, the metadata).
@@ -11,10 +11,10 @@ casts.py   rows as they are, or in float16
 scaled.py  8-bit numbers with a scale for each row
 rp8.py     random projections in 8 bits
 topk8.py   the largest numbers of a row in 8 bits
-zstd.py    compressed without loss
+zstd.py    rows compressed without loss
 
-Promise: `codec_from(codec.metadata())` decodes what `codec` encoded, in another
-process, on another device. docs/codecs.md says how much each codec loses.
+Promise: `codec_from(codec.metadata())` decodes what `codec` encoded, also in
+another process and on another device. docs/codecs.md says how much each codec loses.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ CODECS = {str(kind.model_fields["codec"].default): kind for kind in _KINDS}
 
 
 def make_codec(name: str, hidden_size: int, dtype: torch.dtype, **options: object) -> Codec:
-    """A codec for rows of one shape and dtype.
+    """A codec for rows of one size and dtype.
 
     Raises:
-        ConfigError: the codec is unknown, it does not have an option, or it does not
-            take an option's value.
+        ConfigError: the codec is unknown, it does not have an option, or an option's value is
+            not allowed.
     """
     said = {"codec": name, "hidden_size": hidden_size, "dtype": str(dtype).removeprefix("torch.")}
     return codec_from({**said, **options})

@@ -14,12 +14,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 from torch import Tensor
 
-#: No model is wider. A file that claims more is refused before anything is allocated.
+#: Largest `hidden_size`: no model has wider rows. A file that claims more is refused before
+#: anything is allocated.
 MAX_HIDDEN_SIZE = 1 << 17
 
 
 class RowPart(NamedTuple):
-    """What a part holds of each row: `size` numbers of a dtype."""
+    """One part of each encoded row: its name, and `size` numbers of a dtype."""
 
     name: str
     dtype: torch.dtype
@@ -39,7 +40,7 @@ class Codec(BaseModel):
         rowwise: True if each part has the rows on its first axis, so that any row can be
             decoded alone.
         codec: the codec's name.
-        hidden_size: numbers of a row.
+        hidden_size: how many numbers a row has.
         dtype: dtype of the rows, before encoding and after decoding.
     """
 
@@ -80,7 +81,10 @@ class Codec(BaseModel):
         return self.model_dump(mode="json")
 
     def encode(self, rows: Tensor) -> dict[str, Tensor]:
-        """The rows as parts, on the rows' device. Does not synchronise with a device.
+        """The rows as parts.
+
+        A rowwise codec makes the parts on the rows' device, and after `prepare` it does not
+        synchronise with that device.
 
         Args:
             rows: [num_rows, hidden_size] of the codec's dtype.
@@ -107,8 +111,8 @@ class Codec(BaseModel):
                 raise ValueError(
                     f"part {name!r} is missing; {self.codec} has {', '.join(self.part_names)}"
                 )
-        # Whole shapes are compared: a part that is broadcast would decode to more numbers than it
-        # holds.
+        # Whole shapes are compared: a part with an axis of size 1 would be broadcast, and would
+        # decode to more numbers than it holds.
         for part in self.row_parts if self.rowwise else ():
             found = parts[part.name]
             if (tuple(found.shape), found.dtype) != ((num_rows, part.size), part.dtype):

@@ -1,4 +1,4 @@
-"""Rows as they are, and rows in half precision, which most training code takes."""
+"""Codecs that keep rows as they are, or store rows in float16, which most training code takes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class NoCodec(Codec):
 
 class Fp16(NoCodec):
     """Rows in float16. Finite values beyond 65504 become 65504 with their sign; infinity and NaN
-    stay."""
+    stay as they are."""
 
     lossless: ClassVar[bool] = False
 

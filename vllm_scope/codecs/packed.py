@@ -22,9 +22,10 @@ from vllm_scope.request.heads import CodecChoice, Encoding
 
 
 class Packing:
-    """The bytes of an encoded row.
+    """Where each part of an encoded row lies among the row's bytes.
 
-    Wide numbers come first, so that each part lies at a multiple of its own size.
+    Parts with wide numbers come first, so that each part begins at a multiple of the size of its
+    numbers.
 
     Attributes:
         codec: a rowwise codec.
@@ -44,9 +45,11 @@ class Packing:
         self.num_slots = slots_of_row(at)
 
     def pack(self, rows: Tensor) -> Tensor:
-        """The encoded rows, uint8 [num_rows, num_slots * SLOT_BYTES], of rows [num_rows,
-        hidden_size], on their device. Does not synchronise. The padding of the last slot is
-        zero."""
+        """Encode rows [num_rows, hidden_size] to uint8 [num_rows, num_slots * SLOT_BYTES], on the
+        rows' device.
+
+        Does not synchronise. The padding of the last slot is zero.
+        """
         parts = self.codec.encode(rows)
         pieces = [parts[name].view(torch.uint8) for name in self._places]
         filling = self.num_slots * SLOT_BYTES - self.num_bytes
@@ -55,7 +58,7 @@ class Packing:
         return torch.cat(pieces, dim=1)
 
     def parts(self, data: Tensor) -> dict[str, Tensor]:
-        """The codec's parts, views of uint8 [num_rows, num_slots * SLOT_BYTES]."""
+        """The codec's parts, as views of `data`, uint8 [num_rows, num_slots * SLOT_BYTES]."""
         return {
             name: data[:, self._places[name][0] : self._places[name][1]].view(self._places[name][2])
             for name in self.codec.part_names
@@ -117,7 +120,7 @@ class EncodedRows:
 
     @property
     def parts(self) -> Mapping[str, Tensor]:
-        """The parts that the codec's `encode` made, by name, the rows on the first axis."""
+        """The parts that the codec's `encode` made, by name, with the rows on the first axis."""
         return Packing(self.codec).parts(self.data)
 
     def decode(self) -> Tensor:

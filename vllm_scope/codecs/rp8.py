@@ -1,6 +1,6 @@
 """A random projection of each row to k numbers of one byte.
 
-Inner products and distances are kept within about sqrt(2/k); single values are not.
+The projection keeps inner products and distances within about sqrt(2/k), but no single values.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from vllm_scope.codecs.base import KeepsK, RowPart
 from vllm_scope.codecs.scaled import dequantise, quantise, quantised_parts
 
 DEFAULT_K = 512
-#: Largest number of elements of a projection, also of one that a file names. To make such a
-#: projection takes at most 0.2 s and 32 MiB.
+#: Most elements of a projection, also of a projection that a file names. Making one takes at most
+#: 0.2 s and 32 MiB.
 MAX_PROJECTION = 1 << 23
-#: Projections that a process keeps, for its requests (packer) and for its writer.
+#: Most projections that a process keeps, for its requests (packer) and for its files (writer).
 MOST_KEPT = 16
 
 
@@ -45,18 +45,19 @@ def inverse(hidden_size: int, k: int, seed: int, device: torch.device) -> Tensor
 
 
 class RandomProjection8(KeepsK):
-    """rows @ R, quantised as `full8`.
+    """rows @ R, quantised as in `full8`.
 
-    Decoding multiplies with R's pseudo-inverse, which gives the shortest row that has these
+    Decoding multiplies with R's pseudo-inverse, which gives the shortest row that has the stored
     projections, with a relative error of about sqrt(1 - k/hidden_size). R's transpose would
-    be unbiased, but its error is about sqrt(hidden_size/k), larger than the row itself.
+    be unbiased, but its relative error would be about sqrt(hidden_size/k): an error larger than
+    the row itself.
 
-    `prepare`, or the first encode on a device, makes R there.
+    `prepare`, or the first `encode` on a device, makes R on that device.
 
     Attributes:
-        k: numbers per row. Default: 512, at most half of hidden_size and at most what
-            MAX_PROJECTION allows. If k is near hidden_size, the inverse magnifies the
-            rounding: `full8` is then better.
+        k: numbers per row. Default: 512, or less if hidden_size // 2 or
+            MAX_PROJECTION // hidden_size is less. If k is near hidden_size, the inverse
+            magnifies the rounding error, and `full8` is better.
         seed: the seed of R.
     """
 
@@ -87,7 +88,7 @@ class RandomProjection8(KeepsK):
 
     def projections(self, parts: Mapping[str, Tensor]) -> Tensor:
         """float32 [num_rows, k]: rows @ R, exact to half a step of the quantisation. Distances and
-        inner products of rows are best computed from these."""
+        inner products of rows are best computed from these numbers."""
         return dequantise(parts["q"], parts["scale"], parts["zero"])
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Codecs with 8 bits per value and float32 numbers per row: x = q * scale, or
+"""Codecs with 8 bits per value and one or two float32 numbers per row: x = q * scale, or
 x = (q - zero) * scale.
 
 Owns:  Fp8, Int8, Full8; `quantise` and its inverse, which rp8 and topk8 use too.
@@ -16,21 +16,21 @@ from vllm_scope.codecs.base import Codec, RowPart
 
 #: The smallest normal float32: scales below it would lose bits, or be flushed to zero.
 _TINY = torch.finfo(torch.float32).tiny
-#: A step finer than this share of the largest value is finer than float32 itself. A
+#: The finest step, as a share of the largest value: float32 itself has no finer steps. It is a
 #: power of two, so that a constant row comes back exactly.
 _FINEST = 2.0**-23
 #: A range is multiplied by this number and not divided by 255, so that its scale is the same on a
-#: GPU as on a CPU (see `_Scaled`).
+#: GPU as on a CPU (see `_Scaled._encode`).
 _STEP = 1 / 255
 
 
 def _finite_scale(scale: Tensor) -> Tensor:
-    """A row's scale; NaN if the row held NaN or infinity, so that it decodes to NaN."""
+    """A row's scale; NaN if the row held NaN or infinity, so that the row decodes to NaN."""
     return torch.where(scale.isfinite(), scale, torch.nan)
 
 
 class _Scaled(Codec):
-    """A codec whose scale takes the largest absolute value of a row to `limit`."""
+    """A codec that scales each row so that its largest absolute value becomes `limit`."""
 
     limit: ClassVar[float]
     q_dtype: ClassVar[torch.dtype]
@@ -42,8 +42,8 @@ class _Scaled(Codec):
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:
         values = rows.float()
-        # Multiplied by the inverse of `limit`: a GPU divides by a constant in this way. If a scale
-        # differed from the CPU's in its last bit, ties would round to the other side.
+        # Multiplied by the inverse of `limit`, because a GPU divides by a constant in this way. If
+        # a GPU's scale differed from the CPU's in the last bit, ties would round to the other side.
         scale = (values.abs().amax(-1, keepdim=True) * (1 / self.limit)).clamp(min=_TINY)
         q = self._rounded(values / scale).clamp(-self.limit, self.limit)
         return {"q": q.to(self.q_dtype), "scale": _finite_scale(scale)}
@@ -73,7 +73,7 @@ class Int8(_Scaled):
     codec: Literal["int8"] = "int8"
 
     def _rounded(self, values: Tensor) -> Tensor:
-        # No integer is NaN. If the row had NaN, its scale is NaN.
+        # An integer cannot be NaN. If the row had NaN, its scale is NaN.
         return values.round().nan_to_num(0.0)
 
 

@@ -18,7 +18,7 @@ class TopK8(KeepsK):
     """int32 indices of the largest |x|, and their values as `full8` quantises them.
 
     Attributes:
-        k: values kept per row. Default: 64, at most hidden_size.
+        k: values kept per row. Default: 64, or hidden_size if that is less.
     """
 
     codec: Literal["topk8"] = "topk8"
@@ -43,6 +43,6 @@ class TopK8(KeepsK):
         if indices.numel() and bool(((indices < 0) | (indices >= self.hidden_size)).any()):
             raise ValueError(f"indices leave a row of {self.hidden_size} values")
         kept = dequantise(parts["values"], parts["scale"], parts["zero"])
-        # Zeros; in a row whose scale is NaN, NaN throughout.
+        # Rows of zeros; a row whose scale is NaN is NaN throughout.
         rows = (parts["scale"] * 0.0).expand(num_rows, self.hidden_size).clone()
         return self._cast(rows.scatter_(-1, indices, kept))

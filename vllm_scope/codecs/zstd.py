@@ -16,8 +16,8 @@ from vllm_scope.errors import ConfigError
 
 
 def zstd_library() -> ModuleType:
-    """The module `zstd`: Python's own from 3.14 on, or else the one of backports.zstd. Raises
-    ConfigError if it is missing."""
+    """The module `zstd`: from Python 3.14 on that of the standard library, before that the one of
+    backports.zstd. Raises ConfigError if the module is missing."""
     try:
         if sys.version_info >= (3, 14):
             from compression import zstd

@@ -1,6 +1,6 @@
-"""The answer to one request that stands for several.
+"""The answer to one request that stands for several variants.
 
-Owns:  Answers, and the sentence NO_LOGPROBS.
+Owns:  Answers, and the error text NO_LOGPROBS.
 Runs:  made in EngineCore, read in the front-end. numpy, no torch.
 From:  engine.core.variants.   To: engine.frontend.sweeping.
 """

@@ -33,7 +33,7 @@ class Array:
 
     Attributes:
         shape: 1 to 3 dimensions, none of them 0; rows of a sweep have up to 5.
-        data: little-endian, C order.
+        data: the bytes of the numbers, little-endian, C order.
     """
 
     shape: tuple[int, ...]

@@ -46,7 +46,7 @@ def decode(text: str, where: str, most_items: int = MOST_ITEMS) -> object:
 
 
 def decode_counted(text: str, where: str, most_items: int = MOST_ITEMS) -> tuple[object, int]:
-    """As `decode`, and about how many list items and object fields there are: the commas.
+    """As `decode`, with the number of commas: about the number of items and fields.
 
     Base64 has no comma, so a vector in base64 does not count.
     """

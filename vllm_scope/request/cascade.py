@@ -4,8 +4,8 @@ Owns:  `begins` (the first position that a stage scores), `check_cascades`.
 Runs:  in every process. No torch.
 From:  actions.probing (`after`).   To: spec, engine.monitors (the checks); resolved (the position).
 
-Promise: where a later stage begins depends on the position of the verdict, on the prompt's length
-and on the engine's configuration, not on the steps in which tokens were computed.
+Promise: the first position of a later stage depends on the position of the verdict, on the prompt's
+length and on the engine's configuration, not on the steps in which tokens were computed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MOST_STAGES = 4
 
 
 def begins(verdict: int, num_prompt: int, step_tokens: int) -> int:
-    """The first position that a stage scores: the first one that the worker certainly computes
-    after it has received the verdict.
+    """The first position that a later stage scores: the first position that the worker certainly
+    computes after it has received the verdict.
 
     The scheduler receives a verdict with the output of the verdict's step. With async scheduling it
     has then started one more step. With drafts it receives the verdict one step later, when the

@@ -7,7 +7,8 @@ Owns:  CodecChoice (what a caller names), Head and its kinds: Encoding (the code
        sums on the device).
 Runs:  CodecChoice everywhere, without torch. A Head is made where the model's sizes are known,
        and travels with the bytes that it makes.
-From:  actions, resolve.   To: codecs.packed, worker.probe_bank, layout (the size of its values).
+From:  actions, resolve.   To: codecs.packed, worker.probe_bank, layout (the size of a head's
+       values).
 
 Promise: a head works on each row by itself, and makes a fixed number of bytes from it. The codec
 can be made again from an Encoding. A Bank has a digest of its weights, not the weights. A Strongest
@@ -28,8 +29,8 @@ from typing import Any, ClassVar, Self
 
 from vllm_scope.errors import SpecError, shown
 
-#: Codecs that a read may name -> their options: the row-wise ones of codecs.CODECS. Repeated here
-#: because a caller may have no torch.
+#: Codecs that a read may name -> their options: the rowwise codecs of codecs.CODECS. Listed here
+#: again, because codecs imports torch, which a caller may lack.
 READ_CODECS: dict[str, tuple[str, ...]] = {
     "none": (),
     "fp16": (),
@@ -60,7 +61,7 @@ class CodecChoice:
         """The CodecChoice of a name, or of an object with a name and options.
 
         Returns:
-            None for no codec.
+            None if `value` is None or names the codec "none".
 
         Raises:
             SpecError: an unknown name or option, or an option that is not a whole number.
@@ -105,7 +106,7 @@ class Head:
     """A description of what is computed from each row.
 
     Attributes:
-        text: equal for heads that make the same from a row.
+        text: equal for heads that compute the same from a row.
         row_bytes: how many bytes the head makes from a row, without the padding of the last slot.
     """
 
@@ -140,10 +141,11 @@ class Bank(Head):
         Args:
             digests: the digests of the nets, in order; for a Told, those of gates and edits.
             num_values: how many numbers the nets make from a row, together.
-            group: as in Place: two sites may share a boundary and its row.
+            group: Place.group, because two sites may share a boundary.
             after: as in Probe.
         """
-        # Sorts after every digest, so that banks of one stage stand side by side in a layout.
+        # This word sorts after every digest, so that banks of one stage stand side by side in a
+        # layout.
         stage = "" if after is None else f"then {after} "
         digest = hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
         return cls(f"{cls.start} {group} {stage}{digest}", 4 * num_values)
@@ -157,9 +159,9 @@ class Bank(Head):
 
 @dataclass(frozen=True)
 class Told(Bank):
-    """Numbers that taps compute and write to the arena, so that nothing is left to compute;
-    float32, side by side. In a plain Told they are the gates' values and the edits' doses at one
-    place.
+    """Numbers that taps compute and write to the arena: float32, side by side. On their way
+    out of the arena the numbers are only copied. The numbers of a plain Told are the gates' values
+    and the edits' doses at one place.
     """
 
     start: ClassVar[str] = "told"
@@ -175,7 +177,7 @@ class Scored(Told):
 @dataclass(frozen=True)
 class Strongest(Bank):
     """The strongest features of an SAE that the workers hold: int32 indices, then as many float32
-    values, descending. If fewer features are active, the values of the others are 0."""
+    values, descending. If fewer features are active, the remaining values are 0."""
 
     start: ClassVar[str] = "strongest"
 
@@ -186,7 +188,7 @@ class Strongest(Bank):
 
     @property
     def nameless(self) -> Self:
-        """Itself: its text has no digest."""
+        """This bank itself: its text has no digest."""
         return self
 
     @property
@@ -208,7 +210,7 @@ class Strongest(Bank):
 class Likeliest(Strongest):
     """The likeliest tokens by the model's own final norm and unembedding, of rows that a lens may
     have mapped: int32 token ids, then as many float32 log-probabilities, descending. If the
-    vocabulary has fewer tokens, the other ids are -1."""
+    vocabulary has fewer tokens, the remaining ids are -1."""
 
     start: ClassVar[str] = "likeliest"
 

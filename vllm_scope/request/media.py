@@ -10,5 +10,5 @@ ANSWER = "answer"
 
 
 def prefix_of(choice: int) -> str:
-    """The prefix of the names of a choice's tensors; the rest is as in a result's file."""
+    """The prefix of a choice's tensor names; the rest of a name is as in a result's file."""
     return f"choices.{choice}."

@@ -1,6 +1,6 @@
 """What a probe computes from one row, and how scores are aggregated over a request.
 
-Owns:  Mlp and AttentionPool (weights that a caller gives), Net (any weight, as its layers),
+Owns:  Mlp and AttentionPool (weights that a caller gives), Net (a weight of any kind, as layers),
        Ema and RollingMean (aggregates), and their JSON.
 Runs:  everywhere. numpy, no torch.
 To:    actions.probing, resolve; worker.probe_bank (computes nets), batch.readout (aggregates).
@@ -11,7 +11,7 @@ A net makes one or more numbers from a row x:
     Mlp              W2 f(W1 x + b1) + b2, or one layer more 1 number
     AttentionPool    query_h . x and value_h . x             2 numbers for each head h
 
-The numbers of several model layers are added, number by number. Then they become a score.
+The numbers of several model layers are added, number by number. The sums then become a score.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def net_of(weight: Array | Mlp | AttentionPool) -> Net:
 
 
 def shaped_weight(value: object, where: str) -> Mlp | AttentionPool | None:
-    """The Mlp or AttentionPool that `value` is, or that its JSON means; None if it is neither.
+    """`value`, or the Mlp or AttentionPool that it describes in JSON; None for any other value.
 
     Raises:
         SpecError: the JSON of an Mlp or an AttentionPool is malformed.
@@ -255,12 +255,12 @@ Aggregate = Literal["max", "mean"] | Ema | RollingMean
 
 
 def parse_aggregate(value: object, where: str) -> Aggregate | None:
-    """The aggregate that `value` is, or that its JSON means; None for None.
+    """`value` as an aggregate. An aggregate is returned as it is, JSON is parsed, None gives None.
 
     Raises:
         SpecError: `value` is neither an aggregate nor its JSON.
     """
-    if isinstance(value, str | None | Ema | RollingMean):  # no array is compared with a word
+    if isinstance(value, str | None | Ema | RollingMean):  # so no array is compared with a word
         match value:
             case None | Ema() | RollingMean() | "max" | "mean":
                 return value

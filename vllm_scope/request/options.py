@@ -61,7 +61,7 @@ def checked(
 
     Raises:
         ConfigError: names the first option that is wrong, what came and what is allowed. If a
-            validator raises a ConfigError, that text already names the option.
+            validator raises a ConfigError, the text of that error already names the option.
     """
     try:
         return model.model_validate(dict(body))

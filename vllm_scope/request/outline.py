@@ -3,8 +3,8 @@ requests that each have an edit of their own.
 
 Owns:  Outline.
 Runs:  in the front-end and in EngineCore, when a request enters. numpy, no torch.
-From:  packed (such specs have equal bodies).   To: spec (Meanings). Whatever does not depend on
-       layers, vectors or numbers is made once for all such specs (Resolved.shared).
+From:  packed (such specs have equal bodies).   To: spec (Meanings). Values that do not depend on
+       layers, vectors or numbers are made once for all such specs (Resolved.shared).
 
 Promise: a Resolved that `fitted` returns equals the result of Spec.resolve. For a spec that
 Spec.resolve refuses, `fitted` returns no Resolved.
@@ -30,8 +30,8 @@ _ALIKE: Final = (
     "scores_alone", "score_bytes", "num_states", "stopping", "firsts", "watched", "scaled",
     "destinations", "shared",
 )  # fmt: skip
-#: Measured bytes of an outline, of each of its edits and of each place, without its first spec, but
-#: with everything that is kept for its other specs.
+#: Measured bytes of an outline, of each of its edits and of each place. The first spec does not
+#: count; everything that is kept for the other specs does.
 _OUTLINE_BYTES, _EDIT_BYTES, _PLACE_BYTES = 6144, 2560, 384
 
 
@@ -55,8 +55,8 @@ class Outline:
     def of(packed: Packed, asked: Resolved, sites: Sites) -> Outline | None:
         """The outline of a resolved spec; None if the spec cannot have one.
 
-        It must have edits alone. Each edit has one layer, and a vector or rows of its own. No
-        gate's value and no dose is delivered.
+        A spec with an outline has edits only, and no policy. Each edit has one layer, names no
+        module and changes no features of an SAE. No gate's value and no dose is delivered.
         """
         edits = asked.edits
         arrays = {edit.values.digest for edit in edits}
@@ -70,11 +70,11 @@ class Outline:
         return Outline(asked, packed, sites)
 
     def fitted(self, packed: Packed, arrays: Mapping[bytes, Array]) -> Resolved | None:
-        """The resolved spec of another Packed with the same body; None if it has vectors of other
-        shapes, or an edit of several layers.
+        """The resolved spec of another Packed with the same body; None if that Packed has
+        vectors of other shapes, or an edit of several layers.
 
         Raises:
-            SpecError: an edit is where the engine has no tap, or comes before its gate.
+            SpecError: the engine has no tap at an edit's place, or an edit comes before its gate.
             KeyError: an Array is not among `arrays`.
         """
         given = [arrays[digest] for digest in packed.arrays]

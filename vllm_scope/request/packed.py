@@ -5,9 +5,9 @@ Runs:  in front-ends and EngineCore (`pack`), in EngineCore and workers (`unpack
 From:  spec, resolve (whose actions are packed).   To: ticket, core.news.
 
 Promise: equal actions have equal digests. Vectors are kept apart from the rest, so that a
-worker gets a vector only if it does not hold it (core.news). The layers of edits, and the numbers
+worker gets only vectors that it does not hold (core.news). The layers of edits, and the numbers
 of edits and gates, are kept apart too. Cells of a sweep, and requests that each have an edit of
-their own, mostly differ in what is kept apart, and then have equal bodies (outline). `unpack` does
+their own, mostly differ only in these parts, and then have equal bodies (outline). `unpack` does
 not check the actions again: they were checked when they were made, and packed bytes never come from
 a caller.
 """
@@ -127,8 +127,8 @@ class Packed(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class _Apart:
-    """What `pack` keeps apart from a body: Arrays, and their indices, by digest; the layers of
-    edits; and the indices of numbers, by their texts."""
+    """What `pack` keeps apart from a body: Arrays and their indices, by digest; the layers of
+    edits; the indices of numbers, by the numbers' texts."""
 
     arrays: dict[bytes, Array] = field(default_factory=dict)
     indices: dict[bytes, int] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class _Apart:
 
 
 class _Kept(NamedTuple):
-    """What was kept apart from a body, for `unpack`: the body names each by its index."""
+    """What `pack` kept apart from a body, for `unpack`. The body names each part by its index."""
 
     arrays: list[Array]
     layers: list[tuple[int, ...]]

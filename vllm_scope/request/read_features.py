@@ -4,8 +4,8 @@ Owns:  ReadFeatures, `check_feature`.
 Runs:  in front-ends, workers and clients. No torch.
 From:  resolved.   To: batch.sparse, files.index, server.encode, client.parsing.
 
-Promise: wherever it is known which features were read, a feature that was not read is an error, and
-never a row of zeros.
+Promise: if it is known which features were read, asking for another feature is an error, and never
+gives a row of zeros.
 """
 
 from __future__ import annotations

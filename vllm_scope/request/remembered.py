@@ -54,7 +54,7 @@ class Remembered(Generic[Key, Value]):
                 self._values.move_to_end(key)
 
     def put(self, key: Key, value: Value, num_bytes: int) -> list[tuple[Key, Value]]:
-        """Keep a value, in place of one with the same key.
+        """Keep a value. It replaces a value with the same key.
 
         Returns:
             The values that were dropped to make room, with their keys.
@@ -82,7 +82,7 @@ class Remembered(Generic[Key, Value]):
             return gone
 
     def discard(self, keys: Iterable[Key]) -> None:
-        """Drop the values of these keys. The time grows with their number, not with the cache's."""
+        """Drop the values of these keys. The time does not depend on the size of the cache."""
         with self._lock:
             for key in keys:
                 if key in self._values:

@@ -46,7 +46,7 @@ from vllm_scope.request.sites import STREAM, Phase, Place, Sites, kind_of
 #: Most scores of a token that a policy may see, without those of monitors.
 MAX_SEEN = 32
 #: Taps make up to this many numbers of linear probes at one place. Each number takes a tap about as
-#: long as a copy of the row. More numbers are made by one matrix product on the copied rows.
+#: long as a copy of the row. If there are more, one matrix product on the copied rows makes all.
 MOST_SCORED = 4
 
 
@@ -109,13 +109,13 @@ def _resolve_banked(
     sites: Sites,
     modules: Mapping[str, Vectors],
 ) -> tuple[tuple[ResolvedProbe, ...], tuple[ResolvedFeatures, ...]]:
-    """The resolved probes and features. Those that travel as nets share banks, by place."""
+    """The resolved probes and features. Nets at one place, of one stage, share a bank."""
     nets = [
         *(_nets_of(probe, sites, modules, f"probes[{i}]") for i, probe in enumerate(probes)),
         *(_net_of_features(one, sites, f"features[{i}]") for i, one in enumerate(features)),
     ]
     afters = [*(probe.after for probe in probes), *(None for _ in features)]
-    #: A later stage of a cascade has banks of its own, which are computed only after it has begun.
+    #: A later stage of a cascade has its own banks, which are computed only after it has begun.
     at_place: dict[tuple[Place, str | None], list[Net]] = {}
     for after, some in zip(afters, nets, strict=True):
         for place, net in some:
@@ -164,7 +164,8 @@ def _place_of(one: Features, sites: Sites, where: str) -> Place:
 
 
 def _net_of_features(one: Features, sites: Sites, where: str) -> list[tuple[Place, Net]]:
-    """The pre-activations of features that travel with the request; empty for a HeldSae."""
+    """Place and net of features that travel with the request. The net makes their pre-activations.
+    Empty for a HeldSae."""
     place = _place_of(one, sites, where)
     if not isinstance(one.sae, EncoderRows):
         return []
@@ -187,8 +188,8 @@ def _resolved_features(one: Features, cells: tuple[Cell, ...], sites: Sites) -> 
 
 
 def _resolved_lenses(lens: tuple[LensTopK, ...], sites: Sites) -> Iterator[ResolvedFeatures]:
-    """One ResolvedFeatures for each layer. All uses of one lens at one place share a head: that of
-    the largest top_k."""
+    """One ResolvedFeatures for each layer of each LensTopK. Those of the same lens and place
+    share a head, which makes as many tokens as the largest top_k."""
     places = [
         sites.find(x.site, x.layer_numbers, f"lens[{i}]", x.embedding) for i, x in enumerate(lens)
     ]

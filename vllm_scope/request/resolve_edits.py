@@ -1,4 +1,4 @@
-"""Edits on one engine: their vectors, their gates, and the numbers that taps tell of them.
+"""Edits on one engine: their vectors, their gates, and the gate values and doses that taps tell.
 
 Owns:  `resolve_edits`, `module_rows`.
 Runs:  where resolve runs. numpy, no torch.
@@ -82,7 +82,7 @@ _FROM_FIRST = (Word("all"), Word("generated"))
 
 
 def _of_dose(edit: ResolvedEdit) -> bytes:
-    """The key of an edit's dose. Even equal edits have a dose each."""
+    """The key of an edit's dose. Equal edits have different keys."""
     return edit.digest + edit.number.to_bytes(2, "little")
 
 
@@ -105,7 +105,7 @@ class _Telling:
         self.add(name, place, gate.digest, tokens)
 
     def add(self, name: str, place: Place, digest: bytes, tokens: Selector) -> None:
-        """Raises SpecError if another number has the name."""
+        """Add a number that taps tell. Raises SpecError if another number has the name."""
         new = place, digest, tokens
         if self._named.setdefault(name, new) != new:
             raise SpecError(
@@ -116,7 +116,7 @@ class _Telling:
         some.setdefault(digest, len(some))
 
     def _at(self, place: Place, digest: bytes) -> ToldAt | None:
-        """Where a number is told, or None. Called when all numbers are added."""
+        """Where a number is told, or None. Called after all numbers have been added."""
         index = self._banks.get(place, {}).get(digest)
         return None if index is None else (place, self._told[place], index)
 
@@ -187,8 +187,8 @@ def check_stages(asked: Resolved, num_stages: int) -> None:
 
 
 def _on_stream(place: Place) -> tuple[int, int]:
-    """A place's order in a forward: (boundary of the stream, group). A site inside a layer has the
-    boundary that precedes it, and comes after it."""
+    """A place's order in a forward: (boundary of the stream, group). A site inside a layer gets the
+    boundary before it, and comes after that boundary."""
     if place.site in INNER_SITES:
         late = ("mlp_in", "mlp_out", MLP_SITE, ROUTER_SITE)
         return 2 * place.layer + (place.site in late), 1
@@ -245,7 +245,7 @@ def _resolve_features(
 
 
 def _within(tokens: Selector, tier: str | None) -> Selector | None:
-    """The tokens that also belong to the tier; None if there can be none."""
+    """Those of the tokens that belong to the tier; None if there can be no such token."""
     if tier is None:
         return tokens
     word = Word(tier)

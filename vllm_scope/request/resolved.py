@@ -1,8 +1,8 @@
 """A spec on one engine, as data: streams, vectors, encodings.
 
 Owns:  Resolved, and its parts.
-Runs:  in the front-end and in EngineCore, which make it (resolve); in workers, which get it. numpy,
-       no torch, no vLLM.
+Runs:  in the front-end and in EngineCore, which make a Resolved (resolve); in workers, which
+       receive it. numpy, no torch, no vLLM.
 From:  resolve.   To: program.compiler (what to do with each token), results (which rows to expect).
 """
 
@@ -30,7 +30,8 @@ from vllm_scope.vectors.module import VectorKey
 #: Measured bytes of one action at one stream, and of each further stream of a read. What is
 #: compiled and cached for the action is included.
 _ACTION_BYTES, _STREAM_BYTES = 1536, 128
-#: Most edits of one request, each layer counted. A request with edits may have as many operations.
+#: Most places that the edits of one request change; each layer of each edit counts. The
+#: operations of such a request have the same limit (program.compiled).
 MAX_EDITED = 1 << 13
 #: Vectors of a steering module. A key (site, layer) is for every token, a key (site, layer, tier)
 #: for the tier's tokens.
@@ -66,7 +67,7 @@ class Cell:
     """A probe at one layer.
 
     Attributes:
-        bank: all probes of the request at this place.
+        bank: the bank of all probes of the request at this place.
         net: None for the value of a gate, the dose of an edit, and a Strongest.
         first: index of this probe's first number among the bank's numbers.
     """
@@ -127,14 +128,14 @@ class ResolvedFeatures:
     """Features of an SAE, or tokens of a lens, at one place.
 
     Attributes:
-        cells: one cell. Without a net, its bank is a Strongest (for a lens, a Likeliest). With a
-            net, it makes the pre-activations of `indices`.
+        cells: one cell. If the cell has no net, its bank is a Strongest (for a lens, a Likeliest).
+            If it has a net, the net makes the pre-activations of `indices`.
         num_features: how many features the SAE has; None if that is not known.
         indices: the wanted features; None for all that arrive.
         thresholds: with a net, the SAE's own threshold for each of `indices`: [num_indices].
         threshold: values below it are left out; None for no such bound.
-        lens: the name of the LensTopK whose tokens at one layer these are, and its index in the
-            spec; None for features of an SAE.
+        lens: for tokens of a lens, the name of the LensTopK and its index in the spec; None for
+            features of an SAE.
         top_k: for a lens, how many tokens the caller wants; the bank may make more.
     """
 
@@ -230,7 +231,7 @@ class ResolvedEdit:
         reads: for features, the encoder's rows.
         name: the name by which a policy sets the scale of an add. None: no policy can set it.
         positions: for replace, one for each row, as given.
-        norm_match: for add.
+        norm_match: for add, as in Add.
         limit: for add, the most that `||change|| / ||x||` may be; None for no bound.
         number: index of the edit in its spec, for error messages.
         gate: the edit's condition, or None.
@@ -267,7 +268,8 @@ class ResolvedEdit:
     def stateless(self) -> ResolvedEdit | None:
         """The edit as it applies to tokens of the prompt: its gate remembers nothing there. None if
         the edit is the same for all tokens."""
-        # Not `self`: it would hold itself, and its vectors, until Python collects cycles.
+        # None and not `self`: an edit that caches itself, and its vectors, would stay in memory
+        # until Python collects cycles.
         if self.gate is None or self.gate.state is None:
             return None
         return replace(self, gate=replace(self.gate, state=None))
@@ -377,8 +379,8 @@ class Resolved:
     @cached_property
     def scores_alone(self) -> bytes | None:
         """A digest of the probes and features, if their numbers can be kept with KV blocks; else
-        None. Each must take all tokens and deliver to memory, and the request must have no read
-        and no Moments. Later stages of cascades score no prompt token, so they do not count."""
+        None. Each of them must take all tokens and deliver to memory, and the request must have no
+        read and no Moments. Later stages of cascades score no prompt token and are left out."""
         always = self._always
         alike = all(p.tokens == Word("all") and p.to == MEMORY for p in always)
         if self.reads or self.moments or not always or not alike:
@@ -406,13 +408,14 @@ class Resolved:
 
     @cached_property
     def firsts(self) -> frozenset[str]:
-        """The names of probes for whose verdict others wait."""
+        """The names of the probes whose verdicts other probes wait for."""
         return frozenset(probe.after for probe in self.probes if probe.after is not None)
 
     @cached_property
     def watched(self) -> tuple[ResolvedProbe, ...]:
-        """The probes whose scores are looked at while the request runs: those that may end it, the
-        first stages of others, and, if there is a policy, those of whole phases."""
+        """The probes whose scores the worker looks at while the request runs: probes that may end
+        the request, first stages, and with a policy also probes of whole phases ("all", "prompt",
+        "generated")."""
         policy, firsts = self.policy is not None, self.firsts
         return tuple(
             one for one in self.probes

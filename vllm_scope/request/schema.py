@@ -4,8 +4,8 @@ Owns:  `spec_schema`.
 Runs:  everywhere. No torch.
 From:  the classes, limits and words that the parser itself uses.
 
-Promise: a spec that `scope(...)` writes is valid. A spec whose shape the parser refuses is invalid:
-a wrong type, an unknown or missing field, an unknown word, too many or too few items.
+Promise: a spec that `scope(...)` writes is valid. A spec that the parser refuses for its shape is
+invalid: for a wrong type, an unknown or missing field, an unknown word, too many or too few items.
 """
 
 from __future__ import annotations
@@ -305,10 +305,11 @@ def _layers_of(cls: Any) -> Schema:
 def spec_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of a spec, the text in `extra_args["scope"]`.
 
-    The schema knows no engine (layers, sites, modules), and does not compare one field with
-    another: numbers with a shape, rows with positions, a probe's weights with its layers, a probe's
-    destination with its kind, a probe's action with its threshold and tokens, `lo` with `hi`, the
-    names of probes. The parser checks these too, so it may refuse a spec that this schema accepts.
+    The schema does not know an engine's layers, sites and modules, and does not compare one field
+    with another: numbers with a shape, rows with positions, a probe's weights with its layers, a
+    probe's destination with its kind, a probe's action with its threshold and tokens, `lo` with
+    `hi`, the names of probes. The parser checks these too, so it may refuse a spec that this schema
+    accepts.
     """
     items = {
         "reads": _ref("read"), "probes": _ref("probe"), "edits": _any(*map(_ref, EDITS)),

@@ -10,7 +10,7 @@ A selector is written as
     slice(4, 12)       positions; negative ends count from the prompt's end, too
     Positions(0, 5)    the same positions as [0, 5]
     TokenIds(13)       every position that has one of these token ids
-    Union(a, b)        the tokens of a and of b; also a | b, if a or b is not a word, list or slice
+    Union(a, b)        the tokens of a and of b; also a | b, if a or b is a selector object
     Except(a, b)       the tokens of a that are not of b; also a - b, under the same condition
 
 Owns:  the selectors, their parsing and JSON, and `select`.
@@ -81,7 +81,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Masks:
-    """Which tokens are selected: bool [n] each. What is certain is also possible."""
+    """Which tokens are selected: bool [n] each. A token that is certain is also possible."""
 
     certain: NDArray[np.bool_]
     possible: NDArray[np.bool_]
@@ -309,11 +309,11 @@ class TokenIds(Selector):
 
 @dataclass(frozen=True)
 class Union(Selector):
-    """The tokens that any of some selectors selects; `a | b`.
+    """The tokens that at least one of the selectors selects; `a | b`.
 
     Attributes:
         parts: no unions among them; at most one Positions and one TokenIds, which hold the
-            positions and ids of all selectors that were given.
+            positions and ids of all given selectors.
     """
 
     parts: tuple[Selector, ...]

@@ -4,15 +4,16 @@ Owns:  the names of sites, `Sites` (what one engine taps), boundaries and points
 Runs:  everywhere. No torch, no vLLM.
 
 A boundary is the number of a place that can carry a tap. On the residual stream, 2k is the entry
-of layer k (and the exit of layer k - 1), and 2k + 1 lies between its attention and its MLP.
+of layer k (and the exit of layer k - 1), and 2k + 1 lies between layer k's attention and its MLP.
 
 Two sites may share a boundary: `resid_post` of layer k - 1 and `resid_pre` of layer k. The edits of
 the first apply before the edits of the second. So the stream can be read at three points of a
-boundary: before all edits (level 0), between them (level 1) and after them (level 2).
+boundary: before all edits (level 0), between the edits of the two sites (level 1) and after all
+edits (level 2).
 
 Sites inside a layer (INNER_SITES) and `ln_final` are not on the stream. Each has an index in KINDS;
 its boundary at layer k is that index in the upper bits and k in the lower 16. All sites of one kind
-have rows of one width. Level 0 is before its edits, level 1 after them.
+have rows of one width. At such a site, level 0 is before the edits and level 1 after them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ STREAM_SITES = ("embed", "resid_pre", "resid_mid", "resid_post")
 LENS_SITES = ("resid_pre", "resid_mid", "resid_post")
 #: Sites inside the attention.
 ATTENTION_SITES = ("q", "k", "v", "z")
-#: What a layer's attention and its MLP add to the stream.
+#: The outputs that a layer's attention and its MLP add to the stream.
 BRANCH_SITES = ("attn_out", "mlp_out")
 #: Between the two projections of the MLP.
 MLP_SITE = "mlp_post"
@@ -98,7 +99,7 @@ class Place(NamedTuple):
 
     @property
     def group(self) -> int:
-        """0, or 1 for `resid_pre`: its edits apply after those of the boundary's other site."""
+        """1 for `resid_pre`, whose edits apply after those of the boundary's other site; else 0."""
         return 1 if self.site == "resid_pre" else 0
 
     def point(self, phase: Phase = "after") -> int:
@@ -111,7 +112,7 @@ _ON_STREAM = {"embed": 0, "resid_pre": 0, "resid_mid": 1, "resid_post": 2}
 
 
 def place_at(boundary: int) -> Place:
-    """The Place of a boundary. If two sites share the boundary, the one whose edits apply first."""
+    """The Place of a boundary. If two sites share it, the site whose edits apply first is taken."""
     kind, layer = divmod(boundary, _SPAN)
     if kind != STREAM:
         return Place(KINDS[kind], layer)
@@ -241,8 +242,8 @@ class Sites:
     """What an engine taps: its layers, and the boundaries that carry a tap.
 
     Attributes:
-        dtype: of the stream's rows, without "torch.".
-        boundaries: ascending.
+        dtype: dtype of the stream's rows, without "torch.".
+        boundaries: the boundaries that carry a tap, ascending.
         heads: None if no site inside the attention is tapped.
         mlp_size: how many numbers a row of `mlp_post` has; None if `mlp_post` is not tapped.
         num_experts: how many numbers a row of `router_logits` has; None if it is not tapped.
@@ -250,7 +251,7 @@ class Sites:
             `sliding_window`, ...), for the layers whose attention is tapped.
         guard: the last boundary of the stream, if the configuration does not name it. The engine
             taps it to check edited rows for overflow, and no action may use it. None if the
-            configuration names it, or names no site on the stream.
+            configuration names it, or names nothing to tap.
         step_tokens: how many positions of a generating request one step may compute: 1 plus the
             drafts.
         moved: layers before which the model changes the stream: `resid_pre` of such a layer is not
@@ -275,7 +276,7 @@ class Sites:
 
     @staticmethod
     def from_body(body: Mapping[str, Any], boundaries: Iterable[int]) -> Sites:
-        """Sites from a `body` that `dataclasses.asdict` made, with the given boundaries instead."""
+        """Sites from a `body` that `dataclasses.asdict` made, with other boundaries."""
         heads = body["heads"]
         given = {
             "boundaries": tuple(sorted(boundaries)),

@@ -128,8 +128,8 @@ class Spec:
                 )
 
     def with_edits(self, edits: tuple[Edit, ...]) -> Spec:
-        """A Spec of the given edits alone. It is made fast if this Spec is one edit without a gate
-        and the given one differs from it in the layer and the vector alone."""
+        """A Spec of the given edits alone. It is made fast if this Spec is one edit without a gate,
+        and the given edit differs from that edit in the layer and the vector alone."""
         single = len(self.actions) == len(self.edits) == len(edits) == 1 and self.policy is None
         layers = edits[0].layer_numbers if single else None
         if layers is None or not have_one_body(self.edits[0], edits[0]):
@@ -209,8 +209,8 @@ class Spec:
     def of_engine(
         self, saes: Mapping[str, Any], lenses: Mapping[str, Collection[Place]] | None = None
     ) -> Spec:
-        """This spec with the rows of the SAEs and the layers of the lenses that it names; itself if
-        it names none.
+        """This spec with the rows of the SAEs and the layers of the lenses that it names. A spec
+        that names none is returned as it is.
 
         Args:
             saes: name -> Sae, for the SAEs that the engine holds.
@@ -303,7 +303,8 @@ def _names() -> tuple[str, ...]:
 
 
 _parsed: Remembered[str, Spec] = Remembered(REMEMBERED_BYTES)
-#: The SAEs and the lenses that an engine holds, and a spec with what it names of them.
+#: The SAEs and the lenses that an engine holds, and a spec with the rows and layers of those that
+#: it names.
 _Expanded = tuple[Mapping[str, Any], Mapping[str, Collection[Place]] | None, Spec]
 #: Digest of a spec that names SAEs or lenses -> the result of its `of_engine`.
 _expanded: Remembered[bytes, _Expanded] = Remembered(REMEMBERED_BYTES)
@@ -343,8 +344,8 @@ class Meanings:
         self, packed: Packed, arrays: Mapping[bytes, Array], modules: Mapping[str, Vectors],
         version: tuple[Hashable, ...] = (), spec: Spec | None = None,
     ) -> Resolved:  # fmt: skip
-        """The resolved spec: from the cache, or else made from the outline of an earlier spec, or
-        else by Spec.resolve.
+        """The resolved spec: from the cache, or from the outline of an earlier spec, or from
+        Spec.resolve.
 
         Args:
             arrays: the spec's vectors, by digest.

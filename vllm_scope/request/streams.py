@@ -12,8 +12,8 @@ from vllm_scope.request.sites import SiteLayer
 
 
 class OverStreams:
-    """Iteration, `len` and `in` over (site, layer). An object without streams is true as well: `if
-    output.scope` asks whether there is a result."""
+    """Iteration, `len` and `in` over (site, layer). An object without streams is true as well, so
+    that `if output.scope` tests whether there is a result."""
 
     def keys(self) -> list[SiteLayer]:
         """(site, layer) of each stream."""

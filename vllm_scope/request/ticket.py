@@ -18,10 +18,10 @@ from vllm_scope.request.remembered import Remembered
 
 #: An Array's digest, shape and data.
 _Travelling = tuple[bytes, tuple[int, ...], bytes]
-#: A ticket's content is compressed if it has more bytes. With many named probes, most of it is
-#: repeated text.
+#: A ticket's content is compressed if it has more bytes than this. With many named probes, most of
+#: the content is repeated text.
 _LONG = 1 << 10
-#: Bytes of each of two caches of this process: specs as they are sent, and as they arrived.
+#: Bytes of each of two caches of this process: of specs as they are sent, and as they arrived.
 _KEPT_BYTES = 16 << 20
 
 
@@ -54,12 +54,13 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """A request that has passed its front-end's check.
 
     Attributes:
-        first_position: the first position that delivers something; None if none does.
+        first_position: the first position whose row an action may need; None if no action needs
+            rows.
         modules: the names of the steering modules that the spec refers to; EngineCore has their
             vectors.
         spec: what the request asks for.
-        arrays: the spec's Arrays that EngineCore may not hold (core.sent_ahead).
-        variants: if the request stands for several, what each of these variants asks for. Each
+        arrays: the spec's Arrays, without those that EngineCore certainly holds (core.sent_ahead).
+        variants: if the request stands for several variants, what each of them asks for. Each
             variant has this request's prompt and parameters. `spec` is then the first variant's,
             and `arrays` has the Arrays of all variants.
     """

@@ -4,7 +4,7 @@ Owns:  Read, Probe, Features, LensTopK, Moments, Gate, Policy, and the edits.
 Runs:  everywhere. numpy, no torch.
 To:    spec (all actions of a request), resolve (what they mean on one engine).
 
-base.py         the fields that all share, and their JSON
+base.py         the fields that all actions share, and their JSON
 delivering.py   Read
 probing.py      Probe
 gates.py        Gate, a condition on an edit

@@ -1,7 +1,7 @@
 """The fields that all actions share (site, layers, tokens), and their JSON.
 
 Owns:  Action, Module (a steering module by its name), and checks of single values.
-To:    delivering, edits.
+To:    the other modules of this folder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Module:
 
 
 def number(value: object, where: str) -> float:
-    """A Python float. Raises SpecError unless the value is a number that float32 can hold."""
+    """The value as a float. Raises SpecError unless it is a number that float32 can hold."""
     if getattr(value, "shape", None) == ():  # a scalar of numpy or torch
         value = value.tolist()  # type: ignore[attr-defined]
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
@@ -90,16 +90,16 @@ def held_sae(name: str, saes: Mapping[str, Any], where: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """Base of reads, probes and edits.
+    """Base of all actions.
 
     `layer` and `layers` are the same argument: a number, a list of numbers, or "all" for every
     tapped layer. Layers count from 0. After construction `layers` is a tuple or "all"; `layer` is
-    the number if there is one layer, and equal to `layers` otherwise. Both are None if the place is
-    that of a named SAE.
+    the number if there is one layer, and equal to `layers` otherwise. Both are None if a named
+    SAE gives the place.
     """
 
     kind: ClassVar[str]
-    #: Fields of the JSON form besides site, layers and tokens. The first one of an edit is its
+    #: Fields of the JSON form besides site, layers and tokens. The first field of an edit is its
     #: vector, its direction, its rows or its SAE.
     fields: ClassVar[tuple[str, ...]] = ()
     #: The argument `embedding` of `parse_layers`.

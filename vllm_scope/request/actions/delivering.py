@@ -27,14 +27,14 @@ class Read(Action):
         site: `resid_pre`, `resid_mid`, `resid_post` (aliases `pre_attn`, `post_attn`,
             `post_block`) or `embed`. `resid_post` at layer k is Hugging Face's
             `hidden_states[k + 1]`; at the last layer it is the stream before the final norm.
-            If the engine taps them, also: per head `q`, `k` (both after norms and rotary
+            Also, if the engine taps them: per head `q`, `k` (both after norms and rotary
             embedding), `v`, and `z` (the attention's output before its projection);
             `attn_in` and `mlp_in`, the inputs of the attention and of the MLP, after their norms;
             `attn_out` and `mlp_out`, which the attention and the MLP add to the stream;
             `mlp_post`, the input of the MLP's down projection; `router_logits`, the output of the
             router's gate in layers with experts; and `ln_final`, the output of the final norm.
         layer, layers: one argument: a number, a list of numbers from 0, or "all" (the default)
-            for every tapped layer. `embed` and `ln_final` take none.
+            for every tapped layer. `embed` and `ln_final` take no layer.
         tokens: which tokens, see `vllm_scope.request.selectors`. "all" by default.
         when: "after" the edits of the same site, or "before" them.
         to: "memory" (the rows come back with the request's result), or a sink that the

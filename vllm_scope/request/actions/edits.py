@@ -126,10 +126,12 @@ class Add(Edit):
         scale: a number; the vector is not normalised.
         tokens: which tokens; "generated" for the tokens that the model samples.
         norm_match: add `scale * ||x||` times the vector's direction instead.
-        max_relative_norm: the added vector is at most this number times `||x||` long.
+        max_relative_norm: the added vector is at most this number times `||x||` long. None for no
+            bound.
         name: the name by which the request's `Policy` sets `scale`. None: no policy can set it.
         gate: a condition on the token's own rows. Its value, from 0 to 1, multiplies the change.
-        dose: the name of a score in the result: each token's realised `||change|| / ||x||`.
+        dose: the name under which the result has each token's realised `||change|| / ||x||`, as
+            scores. None: the dose is not delivered.
 
     Raises:
         SpecError: wrong types or shapes, numbers that are not finite, a zero vector

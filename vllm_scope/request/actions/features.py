@@ -36,8 +36,8 @@ class FeatureRows:
 
     Args:
         encoder, decoder: [num_features, width of a row].
-        bias: of each feature, with all constants of the SAE folded in.
-        threshold: of each feature, 0 or above.
+        bias: the bias of each feature, with all constants of the SAE folded in.
+        threshold: the threshold of each feature, 0 or above.
 
     Raises:
         SpecError: shapes that do not fit, or numbers that are not finite.
@@ -74,11 +74,11 @@ class FeatureRows:
 
     @staticmethod
     def of(sae: Any, index: object, where: str) -> FeatureRows:
-        """The rows that some features have in the encoder and the decoder of a loaded Sae.
+        """The encoder and decoder rows of some features of a loaded Sae.
 
         Raises:
-            SpecError: an index that the SAE does not have, or a TopK SAE: none of its features can
-                be computed without all others.
+            SpecError: an index that the SAE does not have, or a TopK SAE, whose features cannot be
+                computed one by one.
         """
         indices = _indices(index, where)
         some = [sae.feature(i) for i in indices]
@@ -95,7 +95,8 @@ class FeatureRows:
 
     @staticmethod
     def parse(value: object, where: str) -> FeatureRows:
-        """The FeatureRows of a JSON object with the four fields; a FeatureRows as it is."""
+        """The FeatureRows of a JSON object with the four fields. A FeatureRows is returned as it
+        is."""
         if isinstance(value, FeatureRows):
             return value
         names = ("encoder", "decoder", "bias", "threshold")
@@ -157,7 +158,8 @@ def _flags(value: object, count: int, where: str) -> tuple[bool, ...]:
 class _FeatureEdit(Edit):
     """Base of SetFeature and ScaleFeature. `fields[2]` names the field with the features' numbers.
 
-    While `sae` is a name, checks that need the SAE wait: `of_engine` makes the edit again with it.
+    If `sae` is a name, the checks that need the SAE are made in `of_engine`, which makes the edit
+    again with the SAE.
     """
 
     sae: Any
@@ -201,7 +203,7 @@ class _FeatureEdit(Edit):
         numbers = _numbers(getattr(self, name), len(indices), f"{kind}.{name}")
         self._set(index=indices, **{name: numbers})
         self._set_flags(len(indices))
-        # The checks of the other fields need a place; they do not depend on which one.
+        # The checks of the other fields need a place; any place does.
         self._set(site=canonical_site(site or "resid_post", f"{kind}.site"))
         if given is None and self.site not in MODEL_SITES:
             self._set(layer=0)
@@ -241,7 +243,8 @@ class SetFeature(_FeatureEdit):
             feature.
         only_if_active: True to leave rows in which the activation is 0 as they are, or a list with
             one for each feature.
-        site, layer: where; by default the SAE's own place. tokens, gate: as for `Add`.
+        site, layer: where; by default the SAE's own place.
+        tokens, gate, dose: as for `Add`. An edit with a dose has one feature.
 
     Raises:
         SpecError: wrong types or shapes, or a feature that the SAE does not have.
@@ -272,8 +275,9 @@ class ScaleFeature(_FeatureEdit):
     """Scale features of an SAE in the row: `x + (factor - 1) * f * decoder`.
 
     Args:
-        factor: 0 removes the feature, 1 changes nothing; or a list with one for each feature.
-        sae, index, site, layer, tokens, gate: as for `SetFeature`.
+        factor: 0 removes the feature, 1 changes nothing; or a list with one factor for each
+            feature.
+        sae, index, site, layer, tokens, gate, dose: as for `SetFeature`.
     """
 
     kind: ClassVar[str] = "scale_feature"

@@ -45,8 +45,8 @@ class Gate:
             used.
         layer, site: where the row is read: on the residual stream, at or before the edit's place.
             A gate sees its row before the edits of its own site.
-        threshold: for `x . vector + bias`, or for a cosine. None: the probe's threshold, or 0 if
-            there is none. After construction it is a number.
+        threshold: the number with which `x . vector + bias`, or the cosine, is compared. None: the
+            probe's threshold, or 0 if there is none. After construction it is a number.
         kind: "step", "sigmoid", "cosine", or "cast" (conditional activation steering: the cosine
             between the row and its squashed projection on the vector).
         sharpness: the slope of "sigmoid", above 0; not for other kinds.
@@ -54,7 +54,8 @@ class Gate:
         above: False if the edit applies below the threshold.
         state: what the gate remembers of earlier generated tokens: `Ema`, `Latch`, `Hysteresis` or
             `Pid`. The gate must then read a place before the edit's. None: nothing is remembered.
-        name: the result has the gate's values as scores of this name. None: they are not delivered.
+        name: the result has the gate's values as scores of this name. None: the values are not
+            delivered.
 
     Raises:
         SpecError: wrong types or shapes, a vector of zeros, numbers that are not finite, or an
@@ -136,7 +137,7 @@ class Gate:
 
     @staticmethod
     def parse(value: object, where: str) -> Gate | None:
-        """The Gate that `value` is, or that its JSON means; None for None.
+        """`value` as a Gate. A Gate is returned as it is, JSON is parsed, and None gives None.
 
         Raises:
             SpecError: `value` is neither a Gate nor its JSON.

@@ -21,9 +21,9 @@ from vllm_scope.request.sites import LENS_SITES, Place
 class LensTopK(Action):
     """Deliver the likeliest next tokens as computed from the row of each token, at some layers.
 
-    The model's own final norm and unembedding are applied to the row on the device, with the soft
-    cap and the scale of its logits; then log-softmax over the whole vocabulary, in float32. At
-    `resid_post` of the last layer these are the model's own log-probabilities.
+    The model's own final norm and unembedding are applied to the row on the device, with the
+    model's soft cap and scale of logits. Log-softmax over the whole vocabulary follows, in float32.
+    At `resid_post` of the last layer the values are the model's own log-probabilities.
 
     Args:
         layer, layers: one argument: a number, a list of numbers from 0, or "all" (the default)
@@ -70,7 +70,8 @@ class LensTopK(Action):
             self._set(layer=layers[0] if len(layers) == 1 else layers, layers=layers)
 
     def of_engine(self, lenses: Mapping[str, Collection[Place]]) -> LensTopK:
-        """This action with the layers of the lens that it names; itself if there is none to add.
+        """This action with all layers that its named lens maps. An action that names no lens, or
+        that names its layers, is returned as it is.
 
         Args:
             lenses: name -> the places that the lens maps and that have a tap.

@@ -1,7 +1,7 @@
-"""The name of an operator's policy that decides about a request while it runs.
+"""The name of an operator's policy, which decides about a request while the request runs.
 
 Owns:  Policy.
-To:    spec (a request has at most one), control.policy (RunningPolicy).
+To:    spec (a request has at most one policy), control.policy (RunningPolicy).
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Policy:
 
     @staticmethod
     def from_json(body: object) -> Policy:
-        """The Policy of an object with `name` and maybe `options`; SpecError for anything else."""
+        """The Policy of an object with `name` and maybe `options`. Raises SpecError for any other
+        value."""
         if not isinstance(body, dict) or not {"name"} <= set(body) <= {"name", "options"}:
             raise SpecError(f"policy is {shown(body)}; it has a name, and may have options.")
         try:

@@ -155,7 +155,7 @@ class Probe(Action):
 
     @property
     def pools(self) -> bool:
-        """True for an AttentionPool: its scores depend on earlier positions too."""
+        """True if the weight is an AttentionPool: the scores depend on earlier positions too."""
         return isinstance(self.weight, tuple) and isinstance(self.weight[0], AttentionPool)
 
     def weights(self) -> list[Array | Mlp | AttentionPool]:

@@ -1,4 +1,4 @@
-"""The action that delivers features of a sparse autoencoder (SAE), sparsely.
+"""The action that delivers features of a sparse autoencoder (SAE): their indices and values.
 
 Owns:  Features; EncoderRows (features that travel with a request) and HeldSae (an SAE that the
        workers hold).
@@ -19,7 +19,7 @@ from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import MODEL_SITES, canonical_site
 
 DEFAULT_TOP_K, MAX_TOP_K = 32, 1024
-#: Most features that one request names by their numbers: 1 KiB of JSON stands for 4 MiB of rows.
+#: Most features that one request names by their numbers: 1 KiB of JSON can ask for 4 MiB of rows.
 MAX_INDICES = 256
 
 
@@ -45,8 +45,8 @@ class EncoderRows:
 
     Args:
         encoder: [num_features, width of a row].
-        bias: of each feature, with all constants of the SAE folded in.
-        threshold: of each feature, 0 or above.
+        bias: the bias of each feature, with all constants of the SAE folded in.
+        threshold: the threshold of each feature, 0 or above.
 
     Raises:
         SpecError: shapes that do not fit, or numbers that are not finite.
@@ -77,7 +77,7 @@ class EncoderRows:
 
     @staticmethod
     def of(sae: Any, indices: tuple[int, ...]) -> EncoderRows:
-        """The rows that some features have in the encoder of a loaded Sae.
+        """The encoder rows of some features of a loaded Sae.
 
         Raises:
             SpecError: an index that the SAE does not have, or a TopK SAE.
@@ -98,7 +98,8 @@ class EncoderRows:
 
     @staticmethod
     def parse(value: object, where: str) -> EncoderRows:
-        """The EncoderRows of a JSON object with the three fields; an EncoderRows as it is."""
+        """The EncoderRows of a JSON object with the three fields. An EncoderRows is returned as it
+        is."""
         if isinstance(value, EncoderRows):
             return value
         names = ("encoder", "bias", "threshold")
@@ -137,7 +138,7 @@ class Features(Action):
 
     Raises:
         SpecError: wrong types, several layers, both `top_k` and `indices`, or `top_k` for an SAE
-            that is given and not named.
+            that is passed as an object.
     """
 
     kind: ClassVar[str] = "features"
@@ -217,7 +218,7 @@ class Features(Action):
         self._set(sae=rows, site=self.site or "resid_post")
 
     def _place_named(self) -> None:
-        """Check a place that is given. Leave it empty if none is given: the SAE's is then used."""
+        """Check the place. If none is given, leave it empty: the SAE's place is then used."""
         site, given = self.site, self._given_layers()
         self._set(site=canonical_site(site or "resid_post", "Features.site"))
         if given is None and self.site not in MODEL_SITES:
@@ -237,7 +238,8 @@ class Features(Action):
             )
 
     def of_engine(self, saes: Mapping[str, Any]) -> Features:
-        """This action with the SAE's rows or sizes in place of its name; itself if it names none.
+        """This action with the rows or sizes of the SAE in place of the SAE's name. An action that
+        names no SAE is returned as it is.
 
         Args:
             saes: name -> Sae, for the SAEs that the engine holds.

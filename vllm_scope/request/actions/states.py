@@ -34,12 +34,12 @@ from vllm_scope.request.nets import Ema
 
 @dataclass(frozen=True)
 class Latch:
-    """A gate that was open once stays open."""
+    """The state of a gate that stays open once it has opened."""
 
 
 @dataclass(frozen=True)
 class Hysteresis:
-    """A gate that opens beyond its threshold, and closes only beyond `low`.
+    """The state of a gate that opens beyond its threshold, and closes only beyond `low`.
 
     Args:
         low: at most the gate's threshold; with `above=False`, at least the threshold.
@@ -53,16 +53,16 @@ class Hysteresis:
 
 @dataclass(frozen=True)
 class Pid:
-    """A PID controller: sets the gate's value from how far the score is beyond a setpoint.
+    """A PID controller: sets the gate's value by the distance of the score beyond a setpoint.
 
-    That distance is the error. The value is made from this token's error, the sum of the errors of
-    the generated tokens, and the difference from the error of the token before.
+    This distance is the error. The value is made from this token's error, the sum of the errors of
+    the generated tokens, and the difference between this error and that of the token before.
 
     Args:
         setpoint: the score at which the error is 0.
         kp, ki, kd: the gains of the error, of the sum and of the difference.
         most_sum: bound of the sum of the errors, 0 or more. None: 1 / |ki|, so that the sum alone
-            can open the gate, and does not grow further.
+            can open the gate fully, and does not grow further.
     """
 
     setpoint: float
@@ -96,7 +96,8 @@ STATES: dict[str, type[State]] = {cls.__name__.lower(): cls for cls in get_args(
 
 
 def parse_state(value: object, where: str) -> State | None:
-    """The state that `value` is, or that its JSON (such as `{"kind": "latch"}`) means; or None.
+    """`value` as a State. A state is returned as it is, JSON such as `{"kind": "latch"}` is parsed,
+    and None gives None.
 
     Raises:
         SpecError: `value` is neither a state nor its JSON.

@@ -29,7 +29,7 @@ class Moments(Action):
         tokens: which tokens, see `vllm_scope.request.selectors`. "all" by default.
         by: the label under which the request's rows are added.
         target: a number y for all of the request's rows. None: no sum of x y.
-        covariance: whether the sums of x x^T are kept, 8 bytes * width^2 each.
+        covariance: True if the sums of x x^T are kept too, each 8 bytes * width^2.
         name: the name of the sums. Either all requests of one name have a target, or none of them
             has; all have the same `covariance`.
 
