@@ -1,6 +1,6 @@
 """The keys under which vLLM finds the KV of edited tokens.
 
-Owns:  BlockKeys, and the cache of which tokens of blocks are picked.
+Owns:  BlockKeys, and the cache of the tokens that are picked in blocks.
 Runs:  in EngineCore, when vLLM hashes a request's blocks. numpy, no torch.
 From:  request.resolve (the edits).   To: engine.core.entry.
 
@@ -25,19 +25,21 @@ from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.resolved import ResolvedEdit
 from vllm_scope.request.selectors import Ids, Tokens, Word
 
-#: For a request with more edits, nothing is kept for other requests.
+#: If a request has more edits, nothing of it is kept for other requests.
 MOST_EDITS = 8
-#: Bytes that this process keeps of blocks: in all, and for one set of picks and length of a prompt.
+#: Bounds of the bytes that this process keeps: of all blocks, and for one set of picks and one
+#: length of prompts.
 REMEMBERED_BYTES, MOST_BYTES = 16 << 20, 1 << 20
 #: Measured bytes of a _Blocks beside its picks, and of a block beside its text.
 _BLOCKS_BYTES, _BLOCK_BYTES = 1024, 640
 
 
 def _parts(edit: ResolvedEdit, num_prompt: int) -> Iterator[tuple[Pick, bytes]]:
-    """The tokens that an edit picks, and the digest of what it does to them.
+    """The tokens that an edit picks, and a digest of the edit's effect on them.
 
-    At tokens of the prompt a gate with a state does the same as without one. What it does at a
-    generated token depends on all generated tokens before, therefore also on where they begin.
+    At tokens of the prompt a gate with a state has the same effect as without a state. At a
+    generated token, its effect depends on all generated tokens before, and so on the position of
+    the first generated token.
     """
     if edit.stateless is None:
         yield Pick(edit.tokens, "edit", edit.positions), edit.digest
@@ -50,11 +52,12 @@ def _parts(edit: ResolvedEdit, num_prompt: int) -> Iterator[tuple[Pick, bytes]]:
 
 
 class _Block(NamedTuple):
-    """Which tokens of a block the edits pick.
+    """The tokens of a block that the edits pick.
 
     Attributes:
         here: [num_edits], True for an edit that picks tokens of the block.
-        text: equal if these edits pick the same tokens of the block; empty if none picks a token.
+        text: equal for two blocks if these edits pick the same tokens of both; empty if no edit
+            picks a token.
     """
 
     here: NDArray[np.bool_]
@@ -62,7 +65,7 @@ class _Block(NamedTuple):
 
 
 class _BlocksKey(NamedTuple):
-    """What the blocks of a request depend on, if its picks look at no token id."""
+    """Requests with equal keys have equal blocks, if their picks use no token id."""
 
     picks: PicksKey
     num_prompt: int
@@ -92,7 +95,7 @@ class _Blocks:
         """Keep a block, if there is room."""
         with self._lock:
             size = self._num_bytes + _BLOCK_BYTES + len(block.text)
-            # A cache that has dropped this object does not count what is added to it.
+            # If the cache has dropped this object, it does not count the bytes that are added here.
             if size <= MOST_BYTES and _known.get(self._key) is self:
                 self._known[start, stop], self._num_bytes = block, size
                 _known.put(self._key, self, size)
@@ -102,12 +105,12 @@ _known: Remembered[_BlocksKey, _Blocks] = Remembered(REMEMBERED_BYTES)
 
 
 class _Edited:
-    """Finds which tokens of a block the edits pick.
+    """Finds the tokens of a block that the edits pick.
 
     Attributes:
         uniform: True if the phase alone decides which tokens are picked.
         sees_ids: True if the prompt's token ids decide too.
-        shared: True if no token id decides, and the picks are few. Blocks are then kept for other
+        shared: True if the picks use no token id, and are few. Blocks are then kept for other
             requests.
     """
 

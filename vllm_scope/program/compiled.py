@@ -2,9 +2,9 @@
 
 Owns:  Compiled, the bounds of one request, and which programs stay in memory.
 Runs:  in workers, in EngineCore and in the front-end. numpy, no torch.
-From:  compiler (which makes a Compiled of actions), picks.   To: operations (which builds them).
+From:  compiler (makes a Compiled of actions), picks.   To: operations (builds the programs).
 
-Promise: a request beyond the bounds is refused before a program of it is built.
+Promise: a request beyond the bounds is refused before any of its programs is built.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from vllm_scope.request.sites import LEVELS
 #: per operation.
 MOST_PROGRAMS, MOST_OPS = 1024, 1 << 14
 MOST_PROGRAMS_WITH_EDITS, MOST_OPS_WITH_EDITS = 512, 1 << 13
-#: Bytes of programs, of all specs, that this process keeps.
+#: Bound of the bytes of programs, of all specs together, that this process keeps.
 REMEMBERED_BYTES = 64 << 20
 _PROGRAM_BYTES, _OP_BYTES = 2048, 256
 
-#: Most entries of Compiled.counts, and most edits and columns of a request that has an entry.
+#: Bounds: the entries of Compiled.counts; the edits and the columns of a request with an entry.
 MOST_COUNTS, MOST_COUNTED_EDITS, MOST_COUNTED = 8, 8, 64
 
 #: [num_picks], the values of a token's picks (Pick.values).
@@ -58,7 +58,7 @@ Column = NDArray[np.int32]
 
 
 def as_columns(columns: Collection[bytes]) -> NDArray[np.int32]:
-    """The columns of these bytes, side by side: [num_picks, num_columns]."""
+    """Columns from their bytes, side by side: [num_picks, num_columns]."""
     return np.frombuffer(b"".join(columns), np.int32).reshape(len(columns), -1).T
 
 
@@ -106,9 +106,9 @@ class CompiledEdit(NamedTuple):
         pick: index of the edit's pick.
         at: (boundary, group).
         ops_of: the pick's value -> the edit's operations.
-        num_ops: how many operations the edit has, with those of its gate.
-        gate: the operations of its gate, each with its (boundary, group): one, or two if the gate
-            has a state; empty without a gate.
+        num_ops: how many operations the edit has, those of its gate included.
+        gate: the operations of the edit's gate, each with its (boundary, group): one, or two if the
+            gate has a state; empty without a gate.
         values: the rows of a replacement; None for other edits.
     """
 
@@ -122,14 +122,14 @@ class CompiledEdit(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """What a spec does at some boundaries, for any prompt; requests share this object.
+    """What a spec does at some boundaries, for any prompt. Requests with equal specs share it.
 
     Attributes:
         reads: (index of the pick, points that were named, the head that works on the rows; None
             for plain rows).
-        edits: in their order.
+        edits: the edits, in order.
         check: the boundary at which every token of a request with edits is checked; None if
-            it has no edits, or is checked on another pipeline stage.
+            the request has no edits, or is checked on another pipeline stage.
         rows: `compiler.rows_of` of all reads and probes.
         banks: Resolved.banks_on_rows.
         scored: (index of the pick, point, the operations that tell numbers of the point's row).
@@ -138,7 +138,7 @@ class Compiled:
         phase_columns: the same keys -> the column of these tokens.
         built: bytes of a column -> its program, while `programs` keeps it.
         counts: columns -> how many programs and operations they take, and the indices of the edits
-            that some of the columns have. Empty unless `_few`. Specs of one outline
+            that apply in at least one of them. Empty unless `_few`. Specs of one outline
             (request.outline) share this dict.
     """
 
@@ -155,8 +155,8 @@ class Compiled:
     counts: dict[tuple[bytes, ...], tuple[int, int, tuple[int, ...]]] = field(default_factory=dict)
 
     def with_edits(self, edits: tuple[CompiledEdit, ...]) -> Compiled:
-        """The Compiled of another spec, which reads nothing and differs from this one's only in the
-        layers, vectors and numbers of its edits."""
+        """The Compiled of another spec, which reads nothing and differs from this object's spec
+        only in the layers, vectors and numbers of its edits."""
         found = Compiled(
             self.picks, (), edits, self.check, self.rows, self.banks,
             phase_columns=self.phase_columns, counts=self.counts,
@@ -217,7 +217,7 @@ class Compiled:
 
     @cached_property
     def remembers(self) -> bool:
-        """True if ranges of its columns are kept (program.ranges)."""
+        """True if ranges of this object's columns are kept (program.ranges)."""
         return can_remember(self.picks) and not self.firsts
 
     @cached_property
@@ -250,8 +250,8 @@ class Compiled:
 
     @cached_property
     def num_actions(self) -> int:
-        """How many edits, read points and operations of probes there are. One operation of the
-        probes of a place is counted among the read points."""
+        """How many edits, read points and operations of probes there are. The first operation of
+        the probes of a place is counted as the place's read point."""
         return (
             len(self.edits) + sum(len(points) for _, points, _ in self.reads)
             + sum(len(ops) - 1 for _, _, ops in self.scored)
@@ -266,8 +266,8 @@ class Compiled:
     def distinct_in(
         self, columns: NDArray[np.int32]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The index of the first of each distinct column, ascending; and for each column, [n],
-        which distinct column it is.
+        """The index at which each distinct column occurs first, ascending; and for each column,
+        [n], the index of its distinct column.
 
         Args:
             columns: [num_picks, n].
@@ -282,7 +282,7 @@ class Compiled:
         return firsts[order], rank[index]
 
     def ranged(self, columns: NDArray[np.int32]) -> ColumnRange:
-        """The columns of a range of positions, with the distinct ones."""
+        """The ColumnRange of these columns."""
         firsts, index = self.distinct_in(columns)
         each = columns[:, firsts].T
         for made in (columns, index, each):
@@ -290,7 +290,7 @@ class Compiled:
         return ColumnRange(columns, index, {column.tobytes(): column for column in each})
 
     def check_size(self, columns: Collection[Column]) -> None:
-        """Raises SpecError for more programs or operations than one request may have."""
+        """Raise SpecError if columns need more programs or operations than a request may have."""
         most, most_ops = MOST_PROGRAMS, MOST_OPS
         if self.edits:  # only then: a monitor that taps score must not cause a refusal
             most, most_ops = MOST_PROGRAMS_WITH_EDITS, MOST_OPS_WITH_EDITS
@@ -340,10 +340,11 @@ class Compiled:
 
     @cached_property
     def _few(self) -> bool:
-        """True for a spec of at most MOST_COUNTED_EDITS edits, each with one row, and of nothing
-        else. Its programs are counted without a list of operations. A cell of a sweep is such a
-        spec. A gate with a state excludes a spec: its edits at one layer share an operation, so
-        the number of operations does not follow from the picks."""
+        """True for a spec of at most MOST_COUNTED_EDITS edits and nothing else, each edit with one
+        operation beside its gate's, and a replacement with one row. A cell of a sweep is such a
+        spec. Its programs are counted without a list of operations. A spec is excluded if
+        one of its gates has a state: the gate's edits at one layer share an operation, so the
+        number of operations does not follow from the picks."""
         return not self.reads and len(self.edits) <= MOST_COUNTED_EDITS and all(
             edit.num_ops == 1 + len(edit.gate) <= 2
             and (edit.values is None or edit.values.shape[0] == 1)
@@ -385,7 +386,8 @@ class Compiled:
     def _delivered(
         self, column: Column
     ) -> tuple[dict[Head | None, tuple[int, ...]], tuple[tuple[int, int], ...]]:
-        """Head (None for plain rows) -> its points; and Layout.also."""
+        """What a token with this column delivers: head (None for plain rows) -> its points; and
+        Layout.also."""
         reads = [(points, head) for pick, points, head in self.reads if column[pick]]
         #: Row -> the first point that was named for it.
         labels: dict[int, int] = {}
@@ -405,7 +407,7 @@ class Compiled:
         return Layout(points.pop(None, ()), _listed(points), also)
 
     def build(self, column: Column) -> Program | None:
-        """The program of a column. The program is not kept."""
+        """Build the program of a column, without keeping it."""
         points, also = self._delivered(column) if self.reads else ({}, ())
         edits: dict[tuple[int, int], list[Op]] = {}
         seeing: dict[tuple[int, int], dict[Op, None]] = {}
@@ -426,6 +428,6 @@ class Compiled:
 def _listed(
     points: Mapping[Head | None, tuple[int, ...]],
 ) -> tuple[tuple[Head, tuple[int, ...]], ...]:
-    """Layout.encoded, of all but plain rows."""
+    """The points of heads, in the form of Layout.encoded; plain rows are left out."""
     made = ((head, some) for head, some in points.items() if head is not None)
     return tuple(sorted(made, key=lambda pair: pair[0].text))

@@ -48,7 +48,7 @@ from vllm_scope.request.sites import LEVELS, Place, Sites, boundary_of_point
 #: Positions past a request's end that a step may still compute: drafts, and the step that
 #: async scheduling has already started.
 OVERSHOOT = 64
-#: Positions whose columns are made at once.
+#: The number of positions whose columns are made at once.
 POSITIONS_AT_ONCE = 4096
 
 
@@ -56,7 +56,7 @@ class Point(NamedTuple):
     """A point at which an action needs a row.
 
     Attributes:
-        head: what is made from the row; None for the row itself.
+        head: the head that works on the row; None for the row itself.
         after: as in Probe.
     """
 
@@ -145,7 +145,7 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
 
 
 def _scores(asked: Resolved) -> dict[tuple[Head | None, int], tuple[Op, ...]]:
-    """(bank that taps compute, point) -> the operations that tell its numbers, in their order."""
+    """(bank that taps compute, point) -> the operations that tell the bank's numbers, in order."""
     found: dict[tuple[Head | None, int], tuple[Op, ...]] = {}
     for cell in (cell for one in asked.banked for cell in one.cells):
         if isinstance(cell.bank, Scored):
@@ -174,9 +174,9 @@ def _compiled_edits(
 
 
 def _fitted(first: Compiled, asked: Resolved, here: frozenset[int]) -> Compiled | None:
-    """The Compiled of a spec that differs from the first one's only in the layers, vectors and
-    numbers of its edits. None if the first one reads, or if either edits at a boundary that is not
-    in `here`."""
+    """The Compiled of `asked`, which differs from the spec of `first` only in the layers, vectors
+    and numbers of its edits. None if `first` reads, or if either spec edits at a boundary that is
+    not in `here`."""
     places = [edit.stream for edit in asked.edits]
     if first.reads or len(first.edits) != len(places):
         return None
@@ -189,7 +189,7 @@ def _fitted(first: Compiled, asked: Resolved, here: frozenset[int]) -> Compiled 
 
 
 def _action_of(edit: ResolvedEdit) -> tuple[object, ...]:
-    """Equal for edits that differ in their streams only."""
+    """A key that is equal for edits that differ only in their streams."""
     return (
         edit.kind, edit.values, edit.tokens, edit.numbers, edit.positions, edit.norm_match,
         edit.limit, edit.gate, edit.dose, edit.reads,
@@ -197,7 +197,7 @@ def _action_of(edit: ResolvedEdit) -> tuple[object, ...]:
 
 
 class _GateOps(NamedTuple):
-    """A gate's operations: at its own place, and with a state also at its edits' places."""
+    """A gate's operations: one at the gate's place; with a state, one more at its edits' places."""
 
     at: tuple[int, int]
     op: Op
@@ -248,10 +248,11 @@ class RequestProgram:
     """Which program each token of one request gets.
 
     Attributes:
-        prompt_ids: empty if no selector looks at them.
+        prompt_ids: the prompt's token ids; empty if no selector needs them.
         later: (first position, program), ascending: from that position on, that program replaces
             the one before it.
-        begun: the probes whose verdict has come. Probes that wait for another verdict are left out.
+        begun: the probes whose verdict has come. The picks of probes that wait for another verdict
+            have the value 0.
     """
 
     num_prompt: int
@@ -290,7 +291,7 @@ class RequestProgram:
         return RequestProgram(num_prompt, np.asarray(ids, np.int64), compiled)
 
     def then(self, first: int, other: RequestProgram) -> RequestProgram:
-        """This program below `first`, and `other`, with the same verdicts, from `first` on."""
+        """This program, with `other` in its place from position `first` on (same verdicts)."""
         earlier = tuple(one for one in self.later if one[0] < first)
         return replace(self, later=(*earlier, (first, other.after(self.begun))))
 
@@ -321,8 +322,8 @@ class RequestProgram:
 
     @property
     def first_fixed(self) -> int:
-        """The position from which on all tokens get the program of generated ones, if
-        `generated_is_uniform`."""
+        """If `generated_is_uniform`: the position from which on all tokens get the program of
+        generated tokens."""
         if self.later:
             return self.later[-1][0]
         if not self.generated_is_uniform:
@@ -331,7 +332,7 @@ class RequestProgram:
         return 0 if prompt == generated else self.num_prompt
 
     def after(self, firsts: Iterable[str]) -> RequestProgram:
-        """This program once these probes have their verdicts."""
+        """The program of the request once these probes have their verdicts."""
         begun = self.begun.union(firsts)
         if begun == self.begun:
             return self
@@ -347,12 +348,12 @@ class RequestProgram:
 
     @property
     def last(self) -> RequestProgram:
-        """The last program of `later`, which holds to the end; this one if `later` is empty."""
+        """The last program of `later`, which holds to the end; this program if `later` is empty."""
         return self.later[-1][1] if self.later else self
 
     @property
     def last_stage(self) -> RequestProgram:
-        """This program once every first stage has its verdict: the one that delivers the most."""
+        """The program once every first stage has its verdict. It delivers the most."""
         return self.after(self._compiled.firsts)
 
     def _columns(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -377,7 +378,7 @@ class RequestProgram:
 
     @property
     def parts(self) -> tuple[tuple[int, RequestProgram], ...]:
-        """(first position, program) of this one and of `later`."""
+        """(first position, program), for this program and for those of `later`."""
         return ((0, self), *self.later)
 
     def parts_at(self, first: int, count: int) -> list[tuple[RequestProgram, int, int]]:
@@ -393,7 +394,7 @@ class RequestProgram:
         return [part for part in found[::-1] if part[2]]
 
     def generated_superset(self) -> Program | None:
-        """One program that delivers whatever any generated token may need.
+        """One program that delivers all that any generated token may need.
 
         Used if the host does not know a token's position when the step is planned (draft
         tokens under async scheduling): the extra rows are dropped by their labels. Edits of
@@ -452,7 +453,7 @@ class RequestProgram:
         return Held(self._compiled, columns, self._compiled.ref if key is None else key)
 
     def made(self, held: Held) -> bool:
-        """True if `held` and this program have one Compiled, so that columns mean the same."""
+        """True if `held` and this program have the same Compiled: columns then mean the same."""
         return held.is_of(self._compiled)
 
     def distinct_at(self, first: int, count: int) -> tuple[list[Column], NDArray[np.int64]]:

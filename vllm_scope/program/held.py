@@ -25,7 +25,7 @@ _FEW = 16
 
 class Held:
     """The programs that a request holds while it runs. Two Held are equal if their keys are equal:
-    such requests share their programs.
+    requests with equal Held share the programs.
 
     Attributes:
         key: equal for equal programs.
@@ -74,15 +74,15 @@ class Held:
 
     @property
     def few(self) -> bool:
-        """True if `programs` takes less time than `rows`: there are few operations, or the programs
-        only read, and other requests mostly have the same programs."""
+        """True if `programs` takes less time than `rows`: either there are few operations, or no
+        operation has a vector, and then other requests mostly have the same programs."""
         compiled = self._compiled
         return not compiled.has_vectors or len(self) * compiled.num_actions <= _FEW
 
     @property
     def programs(self) -> list[Program | None]:
-        """The programs, one by one. If they only edit, they are built at each call: this takes less
-        time than to keep them."""
+        """The programs, built one by one. If they read nothing, they are built at each call: this
+        takes less time than to keep them."""
         columns = (np.frombuffer(column, np.int32) for column in self.index_of)
         made = self._compiled.program if self._compiled.reads else self._compiled.build
         return [made(column) for column in columns]

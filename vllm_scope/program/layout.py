@@ -23,7 +23,7 @@ from vllm_scope.request.sites import STREAM, boundary_of_point, kind_of_point
 
 #: The unit of the arena. Rows and a token's scores start at a multiple of it.
 SLOT_BYTES = 16
-#: numpy's type of one slot: to gather slots byte by byte takes ten times as long.
+#: A numpy type of the size of one slot: to gather slots byte by byte takes ten times as long.
 SLOT = np.dtype(np.complex128)
 
 
@@ -37,7 +37,7 @@ class Widths:
 
     Attributes:
         row_bytes: bytes of one row by its kind (index into sites.KINDS), without padding.
-            Ends at the last kind that is tapped.
+            The tuple ends at the last kind that is tapped.
     """
 
     row_bytes: tuple[int, ...]
@@ -61,9 +61,9 @@ class Layout:
     the arena.
 
     Attributes:
-        points: the points of its raw rows, ascending; one row each. A row is labelled with the
-            first point that the request named for it.
-        encoded: heads, each with the points of its rows, ascending. A point may be both here and in
+        points: the points of the token's raw rows, ascending; one row each. A row is labelled with
+            the first point that the request named for it.
+        encoded: heads, each with the points of its rows, ascending. A point may also be in
             `points`. A Told has no rows: taps write its numbers.
         also: (another point that the request named, the point whose row it shares), ascending. No
             edit is between the two points, so their row is delivered once.
@@ -98,7 +98,7 @@ class Layout:
         return next((points for one, points in self._kinds if one == kind), ())
 
     def rows_at(self, widths: Widths) -> Iterator[tuple[int, tuple[int, ...], int, int]]:
-        """(kind, its points, the first slot of their rows, slots of one row)."""
+        """For each kind: (kind, its points, the first slot of their rows, slots of one row)."""
         first = 0
         for kind, points in self._kinds:
             num_slots = widths.row_slots[kind]
@@ -126,7 +126,7 @@ class Layout:
         return sum(len(points) * widths.row_slots[kind] for kind, points in self._kinds)
 
     def encoded_at(self, widths: Widths) -> Iterator[tuple[Head, tuple[int, ...], int, int]]:
-        """(head, its points, the first slot of what it makes, slots that it makes from one row)."""
+        """For each head: (head, its points, the first slot of its results, slots of one result)."""
         first = self.plain_slots(widths)
         for head, points in self.encoded:
             num_slots = slots_of_row(head.row_bytes)
@@ -134,7 +134,8 @@ class Layout:
             first += len(points) * num_slots
 
     def made_at(self, head: Head, point: int, widths: Widths) -> int | None:
-        """The first slot of what a head makes from a point's row; None if it makes nothing."""
+        """The first slot of what a head makes from a point's row; None if the head makes nothing
+        from this row."""
         row = self.row_of(point)
         for one, points, first, num_slots in self.encoded_at(widths):
             if one == head and row in points:
@@ -148,8 +149,8 @@ class Layout:
 
     @cached_property
     def _arena(self) -> Layout | None:
-        """None for this layout itself, which must not hold itself: it would wait for the garbage
-        collector."""
+        """None if it is this layout itself: a layout that holds itself would be freed only by the
+        garbage collector."""
         told = tuple(pair for pair in self.encoded if isinstance(pair[0], Told))
         if len(told) == len(self.encoded):
             return None
@@ -159,12 +160,12 @@ class Layout:
 
     @property
     def sent(self) -> Layout:
-        """The layout of what leaves the device: all but rows that are added to sums."""
+        """The layout of what leaves the device: this layout without rows that are added to sums."""
         return self._sent or self
 
     @cached_property
     def _sent(self) -> Layout | None:
-        """None for this layout itself, as in `_arena`."""
+        """None if it is this layout itself, as in `_arena`."""
         kept = tuple(pair for pair in self.encoded if not isinstance(pair[0], Summed))
         return None if len(kept) == len(self.encoded) else Layout(self.points, kept, self.also)
 

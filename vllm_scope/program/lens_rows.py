@@ -1,8 +1,8 @@
-"""How many rows the lenses of a request are applied to.
+"""The number of rows to which the lenses of a request are applied.
 
 Owns:  `num_lens_rows`.
 Runs:  in the front-end, which refuses a request with too many; in EngineCore, where a request waits
-       until the running ones leave room.
+       until the running requests leave room.
 From:  request.resolved.   To: engine.frontend.checks, engine.core.entry.
 """
 
@@ -18,8 +18,8 @@ from vllm_scope.request.selectors import Ids, Selector, Tokens
 
 
 def num_lens_rows(asked: Resolved, ids: Ids, max_tokens: int) -> int:
-    """The number of selected tokens, with those that may be generated, times layers; the sum of
-    all lenses.
+    """The sum over all lenses of selected tokens times layers. Tokens that may still be generated
+    are included.
 
     Args:
         ids: the prompt's token ids.

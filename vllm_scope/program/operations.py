@@ -27,7 +27,7 @@ from vllm_scope.request.nets import Ema
 from vllm_scope.request.resolved import Cell, ResolvedEdit, ResolvedGate, ToldAt
 from vllm_scope.request.sites import LEVELS, boundary_of_point, point_of
 
-#: Copy the row out.
+#: Copy the row to the token's slots.
 OP_READ = 1
 #: Write x . v + b, the number of a linear probe, with x rounded to the model's dtype as in a read.
 OP_SCORE = 2
@@ -44,7 +44,7 @@ OP_ADD_FEATURE = 10
 #: (GATE), the cosine between x and v (COSINE), or that between x and tanh((x . v) v) (CAST). GATE
 #: with c above 0 sets the register to the sigmoid of c * d * (s - a).
 OP_GATE, OP_GATE_COSINE, OP_GATE_CAST = 11, 12, 13
-#: Sets a register to the activation of a feature: s if s > c, else 0, with s = x . v + b.
+#: Set a register to the activation of a feature: s if s > c, else 0, with s = x . v + b.
 OP_FEATURE = 14
 #: Operations that set a register, and leave the row as it is.
 SETTERS = (OP_GATE, OP_GATE_COSINE, OP_GATE_CAST, OP_FEATURE)
@@ -96,8 +96,9 @@ class Op(NamedTuple):
             (a condition writes this score, other operations read it). -1 for none.
         register: the register that the operation sets (conditions and features), or by which an
             edit multiplies its change. -1 for none.
-        told: where the operation tells a number: that of a probe, the new value of a condition's
-            register, or an edit's `||change|| / ||x||`. None if no action asks for the number.
+        told: where the operation tells a number: the number of a probe, the new value of a
+            condition's register, or an edit's `||change|| / ||x||`. None if no action asks for the
+            number.
     """
 
     code: int
@@ -209,7 +210,7 @@ def build_program(
         points: where the row is read, ascending.
         edits: (boundary, group) -> the operations of the edits of that site, in order.
         encoded, also: as in Layout.
-        check: the boundary after whose edits the row is checked, or None.
+        check: the boundary after whose edits the row is checked; None for no check.
         seeing: (boundary, level) -> the operations of probes and conditions that see the row after
             `level` groups of edits of that boundary.
     """
@@ -236,7 +237,7 @@ def build_program(
 
 
 def _editing(edits: Mapping[tuple[int, int], Sequence[Op]], check: int | None) -> Program:
-    """`build_program` of edits alone."""
+    """The same as `build_program`, for edits alone."""
     if not edits and check is not None:
         return _checking(check)
     taps: dict[int, tuple[Op, ...]] = {}
@@ -264,16 +265,16 @@ OpsOf = Callable[[int], Sequence[Op]]
 
 
 def edit_ops(edit: ResolvedEdit, made: dict[Hashable, tuple[Op, ...]], register: int) -> OpsOf:
-    """An edit's operations.
+    """A function that returns an edit's operations on a token.
 
     Args:
-        made: operations made so far, by content: edits that differ only in their streams share
-            them.
+        made: operations made so far, by content. Edits that differ only in their streams share
+            these operations.
         register: the register of the edit's gate, or -1.
     """
     if edit.kind == "replace":
         return partial(_replacing, edit, register)
-    # Server-wide edits are compiled again with each spec.
+    # Kept on the edit, because server-wide edits are compiled again with each spec.
     known: dict[int, tuple[Op, ...]] = edit.__dict__.setdefault("_ops", {})
     ops = known.get(register)
     if ops is None:
@@ -300,16 +301,16 @@ def _replacing(edit: ResolvedEdit, register: int, row: int) -> tuple[Op]:
         return (Op(OP_SET, 0, vector, register=register, told=edit.dose),)
     bits = values.numpy.view(np.int32)
     first = int((bits[:row] == bits[index]).all(1).argmax())
-    # The Array has the key under which EngineCore counts the row. A digest of the numbers would
-    # take longer than all other work for a cell of a sweep.
+    # The Array has the key under which EngineCore counts the row. To compute a digest of the
+    # numbers would take longer than all other work for a cell of a sweep.
     numbers = values.numpy[index]
     vector = Array.known(numbers.shape, numbers.tobytes(), row_key(values, first))
     return (Op(OP_SET, 0, vector, register=register, told=edit.dose),)
 
 
 def row_key(values: Array, row: int) -> bytes:
-    """The key of a row of a replacement. Rows with the same bits have the key of the first one:
-    callers pass that row.
+    """The key of a row of a replacement. Rows with the same bits must have one key: for each of
+    them, callers pass the index of the first one.
     """
     return values.digest + row.to_bytes(4, "little")
 
@@ -343,7 +344,7 @@ def score_ops(cell: Cell) -> tuple[Op, ...]:
     found = []
     for i in range(count):
         data = weight.data[4 * width * i : 4 * width * (i + 1)]
-        # A replacement may have the same rows; its keys for them must differ from this one.
+        # A replacement may have the same row; the two keys must differ.
         row = Array.known((width,), data, b"score" + row_key(weight, i))
         b = 0.0 if bias is None else float(bias.numpy[i])
         found.append(Op(OP_SCORE, 0, row, b=b, told=(cell.place, cell.bank, cell.first + i)))
@@ -351,7 +352,7 @@ def score_ops(cell: Cell) -> tuple[Op, ...]:
 
 
 def gate_op(gate: ResolvedGate, register: int, score: int = -1) -> Op:
-    """The operation that sets a register to a gate's value without a state.
+    """The operation that sets a register to the value that a gate has without a state.
 
     Args:
         score: the register of the gate's score, for `state_op`; -1 without a state.
@@ -368,7 +369,7 @@ def gate_op(gate: ResolvedGate, register: int, score: int = -1) -> Op:
 
 
 def state_op(gate: ResolvedGate, register: int, score: int) -> Op:
-    """The operation that sets a gate's register to its value with a state.
+    """The operation that advances a gate's state, and sets the gate's register to its value.
 
     Args:
         score: the register of the gate's score.

@@ -20,10 +20,10 @@ from vllm_scope.program.picks import Pick
 from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.selectors import ITEM_BYTES, items_of, num_bytes_of
 
-#: Columns of picks that name more positions together are not kept: to hash the picks would take
+#: Columns are not kept if their picks together name more positions: to hash such picks would take
 #: longer than to make the columns.
 MOST_ITEMS: Final = 64
-#: Bound of each of the two caches of this process.
+#: Bound of the bytes in each of the two caches of this process.
 REMEMBERED_BYTES: Final = 16 << 20
 _KEY_BYTES = 1024
 #: Measured bytes of a pick beside its selector and its positions.
@@ -74,7 +74,7 @@ class PicksKey:
 
 
 class RangeKey(NamedTuple):
-    """What a range depends on, beside the prompt's token ids."""
+    """Equal for equal ranges, if the picks use no token id."""
 
     picks: PicksKey
     num_prompt: int
@@ -101,8 +101,8 @@ _columns: Remembered[ColumnsKey, tuple[bytes, ...]] = Remembered(REMEMBERED_BYTE
 
 
 def remembered(key: RangeKey, make: Callable[[], ColumnRange]) -> ColumnRange:
-    """The range of a key, made if it is not known. Only for picks that can be kept
-    (`can_remember`)."""
+    """The range of a key; `make` makes the range if it is not known. Only for picks of which
+    `can_remember` is True."""
     found = _known.get(key)
     if found is None:
         found = make()
@@ -112,7 +112,7 @@ def remembered(key: RangeKey, make: Callable[[], ColumnRange]) -> ColumnRange:
 
 
 def remembered_columns(key: ColumnsKey, make: Callable[[], tuple[bytes, ...]]) -> tuple[bytes, ...]:
-    """As `remembered`, for all columns of a request."""
+    """The same as `remembered`, for the distinct columns of a request."""
     found = _columns.get(key)
     if found is None:
         found = make()
@@ -122,6 +122,6 @@ def remembered_columns(key: ColumnsKey, make: Callable[[], tuple[bytes, ...]]) -
 
 
 def can_remember(picks: tuple[Pick, ...]) -> bool:
-    """True if the picks look at no token id and name few positions: ranges are then kept."""
+    """True if the picks use no token id and name few positions: their ranges are then kept."""
     num_items = sum(len(pick.positions) + items_of(pick.selector) for pick in picks)
     return num_items <= MOST_ITEMS and not any(pick.selector.sees_ids for pick in picks)

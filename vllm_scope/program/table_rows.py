@@ -2,7 +2,7 @@
 
 Owns:  OpList (every operation that a token of a spec may get, in order), and TableRows.
 Runs:  in workers, when a request whose programs have vectors arrives; in EngineCore, to count what
-       it takes. numpy, no torch.
+       the request takes. numpy, no torch.
 From:  compiled.   To: graph.tap.program_tables, core.admission.
 
 Promise: the operations are those of the programs that `Compiled.program` builds one by one. Here
@@ -33,7 +33,7 @@ class Listed(NamedTuple):
     """An operation that a token gets if one of `picks` has a value for the token.
 
     Attributes:
-        boundary, level, rank: its place in the order.
+        boundary, level, rank: the operation's place in the order.
         op: the operation; for a replacement, with the replacement's first row.
         picks: indices of picks; empty for an operation of every token.
         row: for an OP_READ, the point of the row; else -1.
@@ -62,9 +62,10 @@ class TableRows:
         vector: int64 [num_ops], index into `keys` and `vectors`; -1 for none.
         following: int64 [num_ops], the next operation of the program at this tap; -1 for none.
         heads: int64 [num_heads], the first operation of each program at each of its taps.
-        head_program, head_boundary: int64 [num_heads], which program and which boundary.
+        head_program, head_boundary: int64 [num_heads], the program and the boundary of each entry
+            of `heads`.
         keys: the keys of the vectors, each once. Vectors with equal keys are equal.
-        vectors: float32 [width of a row] each.
+        vectors: each is float32 [width of a row].
         num_slots: int64 [num_programs], slots of a token in the arena.
         num_delivered: int64 [num_programs], slots that a token delivers, encoded.
     """
@@ -90,7 +91,7 @@ class TableRows:
 
 @dataclass(frozen=True, eq=False)
 class _Selected:
-    """The distinct programs of some columns.
+    """The operations and cells of the distinct programs of some columns.
 
     Attributes:
         index: int64 [num_columns], the program of each column.
@@ -123,9 +124,10 @@ class OpList:
         Args:
             reads, rows: as in Compiled.
         """
-        #: A cell is (head, the point of its row) -> the picks that want it.
+        #: Cell, which is (head, the point of its row) -> the picks that want it.
         cells: dict[tuple[Head | None, int], list[int]] = {}
-        #: If a row has several names: each named point -> its picks. The names make layouts differ.
+        #: For rows with several named points: each of these points -> its picks. Layouts with
+        #: different named points differ.
         names: dict[int, list[int]] = {}
         shared = {row for point, row in rows.items() if point != row}
         for pick, points, head in reads:
@@ -160,7 +162,7 @@ class OpList:
     def _set_presence(
         self, ops: Sequence[Listed], of_cells: Sequence[Sequence[int]], num_picks: int
     ) -> None:
-        # An operation of every token has one more pick, which follows the last one.
+        # An operation of every token has an additional pick, which follows the last real one.
         picks = [one.picks or (num_picks,) for one in ops] + list(of_cells)
         self._picks = np.array([pick for some in picks for pick in some], np.int64)
         self._starts = np.cumsum([0, *map(len, picks)])[:-1]
@@ -183,7 +185,7 @@ class OpList:
         self._arrays: list[tuple[Array, int]] = []
         self._vector = np.full(len(ops), -1, np.int64)
         self._replaces = np.full(len(ops), -1, np.int64)
-        #: For each vector, the index of the first equal one.
+        #: For each vector, the index of the first vector that is equal.
         same: list[int] = []
         known: dict[bytes, int] = {}
         for i, one in enumerate(ops):
@@ -229,7 +231,8 @@ class OpList:
         self._read_ops = np.flatnonzero([one.row >= 0 for one in ops])
 
     def _present(self, columns: NDArray[np.int32]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Which operations and which cells the columns' tokens get, [..., num_columns]."""
+        """The operations and the cells that tokens with these columns get: bool [..., num_columns]
+        each."""
         picked = np.ones((len(columns) + 1, columns.shape[1]), bool)
         np.greater(columns, 0, out=picked[:-1])
         has = picked[self._picks]
@@ -264,8 +267,8 @@ class OpList:
         return _Selected(np.array(index, np.int64), exists, here, cells, program, op, vector)
 
     def count(self, columns: NDArray[np.int32]) -> tuple[int, int, list[bytes], set[Head]]:
-        """How many distinct programs some columns have, how many operations these have together,
-        the keys of their vectors, and the heads that they deliver."""
+        """How many distinct programs some columns have, how many operations these programs have
+        together, the keys of their vectors, and the heads whose results they deliver."""
         found = self._select(columns)
         keys = [self._keys[i] for i in np.unique(found.vector) if i >= 0]
         some = np.flatnonzero(found.cells[: len(self._cells)].any(axis=1))
@@ -283,7 +286,7 @@ class OpList:
         following = np.arange(1, len(op) + 1)
         following[heads[1:] - 1] = -1
         following[-1:] = -1
-        used = np.zeros(len(self._keys) + 1, bool)  # the last one stands for none
+        used = np.zeros(len(self._keys) + 1, bool)  # the last entry stands for none
         used[found.vector] = True
         given = np.flatnonzero(used[:-1]).tolist()
         vector = np.full(len(used), -1, np.int64)
@@ -341,7 +344,7 @@ def _firsts(rows: NDArray[np.float32]) -> Ints:
 
 
 def _marks(count: int) -> Ints:
-    """Random numbers, the same for every caller in this process. No request knows them."""
+    """Random numbers, the same for every caller in this process. No client can know them."""
     while len(_random[-1]) < count:
         _random.append(np.frombuffer(secrets.token_bytes(16 * len(_random[-1])), np.int64))
     return _random[-1][:count]

@@ -1,11 +1,11 @@
 """Folders of a process, which are removed however the process ends.
 
 Owns:  `hold`, and the removal of folders that no process holds.
-Runs:  in every process that makes such a folder: API servers (results, sockets of rows).
+Runs:  in every process that makes such a folder: an API server (results), a front-end (socket).
 
 A process holds a lock on its folder, which the kernel releases when the process ends. A process
 that ends by itself removes its folder. API servers are killed by the process that started them,
-which then removes their folders. If a whole server is killed, the next one removes its folders.
+which then removes their folders. If a whole server is killed, the next server removes its folders.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-#: Environment variable, set by the first process of a server and inherited by its children.
+#: Environment variable with the run's identity. The first process of a server sets it; the
+#: processes that it starts inherit it.
 RUN = "VLLM_SCOPE_RUN"
 #: A folder younger than this may have no holder yet, because a process is just making it.
 _NEW_S = 60.0
@@ -29,12 +30,15 @@ _own: set[Path] = set()
 
 
 def prefix(kind: str) -> str:
-    """The beginning of the names of this user's folders of a kind."""
+    """The prefix of the names of all folders of this kind and this user."""
     return f"vllm-scope-{kind}-{os.getuid()}-"
 
 
 def short(run: str) -> str:
-    """The beginning of the run's identity, for names: a socket's path has at most 107 bytes."""
+    """The first characters of a run's identity, for a folder's name.
+
+    The whole identity would be too long: the path of a socket has at most 107 bytes.
+    """
     return run[:8]
 
 
@@ -47,7 +51,7 @@ def hold(folder: Path) -> int:
 
 
 def is_held(folder: Path, holder: int) -> bool:
-    """True if the folder of this name is the one that `holder` has open."""
+    """True if the path `folder` still names the folder that `holder` has open."""
     try:
         return os.path.samestat(folder.lstat(), os.fstat(holder))
     except FileNotFoundError:
@@ -68,7 +72,7 @@ def release(folder: Path, holder: int) -> None:
 
 
 def remove_abandoned(parent: Path, kind: str) -> None:
-    """Remove the folders of servers that were killed."""
+    """Remove the folders of this kind that no process holds, left by servers that were killed."""
     _remove_free(parent.glob(f"{prefix(kind)}*"), _NEW_S)
 
 
@@ -76,9 +80,9 @@ def end_run(run: str, owner: int, *parents: str | None) -> None:
     """Remove the folders of the run's other processes, which this process started.
 
     Args:
-        owner: pid of the process that started them. In any other process, such as a fork, nothing
-            is removed.
-        parents: folders to look in, besides the system's temporary folder.
+        owner: pid of the process that started the others. A call in any process but the owner,
+            such as a fork of it, removes nothing.
+        parents: folders that are searched, besides the system's temporary folder.
     """
     if os.getpid() != owner:
         return
@@ -91,7 +95,7 @@ def end_run(run: str, owner: int, *parents: str | None) -> None:
 
 
 def _left(run: str, parents: set[str]) -> list[Path]:
-    """Folders of other processes of the run. This process removes its own ones by `release`."""
+    """Folders of the run's other processes. This process removes its own folders by `release`."""
     name = f"vllm-scope-*-{os.getuid()}-{short(run)}*"
     return [
         folder for parent in parents for folder in Path(parent).glob(name) if folder not in _own

@@ -24,7 +24,7 @@ MOST_WAITING = 8
 
 @dataclass
 class _OneKey:
-    """Accepts one key; zmq calls `callback`."""
+    """Accepts one key. pyzmq's authenticator calls `callback`."""
 
     client_key: bytes
 
@@ -40,11 +40,12 @@ class TcpListener:
         self._authenticator: ThreadAuthenticator | None = None
 
     def open(self, host: str) -> tuple[zmq.Socket[bytes], TcpAddress]:
-        """A bound socket, and its address with new keys. If `open` fails, it can be called again.
+        """Return a bound socket, and its address with new keys. If `open` fails, it can be called
+        again.
 
         Raises:
             CompatError: this zmq cannot encrypt.
-            ConfigError: this host has no such address.
+            ConfigError: `host` is not an address or interface of this host.
         """
         check_curve()
         server_key, server_secret = zmq.curve_keypair()
@@ -56,7 +57,7 @@ class TcpListener:
         socket = self._context.socket(zmq.ROUTER)
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = server_key, server_secret
-        # Unbounded: answers are small, and each answers a message.
+        # Unbounded: answers are small, and there is one for each message.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
         socket.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME_BYTES + 1024)  # CURVE adds some bytes

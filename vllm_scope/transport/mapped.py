@@ -24,7 +24,7 @@ class MappedRings:
     def __init__(self, on_gone: Callable[[int], None]) -> None:
         self._on_gone = on_gone
         self.readers: dict[RingRef, RingReader] = {}
-        #: This front-end's counter in each ring. It is set to CLOSED at the end.
+        #: The index of this front-end's counter in each ring. `close` sets the counters to CLOSED.
         self.counters: dict[RingRef, int] = {}
 
     def answer(self, hello: SharedHello) -> Ack:
@@ -37,8 +37,8 @@ class MappedRings:
         return Ack(0)
 
     def get(self, ref: RingRef) -> RingReader:
-        """The reader of a ring, which is mapped at the first call. Raises OSError or ValueError,
-        as RingReader."""
+        """The reader of a ring. The first call maps the ring, and may raise as RingReader does:
+        OSError or ValueError."""
         if ref not in self.readers:
             # Workers start and end with their engines. Keep only the rings of running workers.
             for other in [known for known, reader in self.readers.items() if reader.gone]:

@@ -5,17 +5,17 @@ Runs:  in workers (senders) and front-ends (receiver.py).
 
 Each front-end process binds one receiving socket and sends its address to the workers through
 vLLM's own control channel; the workers connect. Rows come straight from the rank that has
-them (any stage, any data-parallel replica), and not through vLLM's message queue, which
-pickles and limits a message to 4 GiB.
+them (any stage, any data-parallel replica). vLLM's message queue is not used: it pickles each
+message, and a message has at most 4 GiB.
 
 The same messages travel in two ways. If the front-end can map the worker's memory, a message
 names rows in the HostRing, and the front-end copies them once, into the tensors that the
 caller gets. From another host, or if the mapping fails, the rows follow their header over TCP.
 
-Promise: the local socket is a file in a folder that only this user may enter. Nothing listens
-on TCP before a worker has said that it cannot share memory; then only workers with the
-front-end's CURVE keys get in. Nothing is unpickled: a message is a small typed header, and
-its sizes are checked before its rows are read.
+Promise: the local socket is a file in a folder that only this user may enter. The front-end
+listens on TCP only after a worker has said that it cannot share memory, and only workers with
+the CURVE keys of the front-end's address can connect. Nothing is unpickled: a message is a small
+typed header, and its sizes are checked before its rows are read.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from vllm_scope.request.heads import known_head
 from vllm_scope.sinks import Manifest
 from vllm_scope.transport.ring import RingRef
 
-#: The largest frame that is accepted over TCP. zmq allocates a frame when it sees its size,
-#: before it knows the sender.
+#: The largest frame that is accepted over TCP. zmq allocates a frame as soon as it has read the
+#: frame's size, before it knows the sender.
 MOST_FRAME_BYTES = 64 << 20
-#: If one end of a connection is silent for SILENCE_MS, the other counts it as gone. zmq's own
-#: thread sends something every HEARTBEAT_MS, however busy Python is.
+#: If one end of a connection is silent for SILENCE_MS, the other end counts it as gone. zmq's own
+#: thread sends a heartbeat every HEARTBEAT_MS, even while Python is busy.
 HEARTBEAT_MS = 2000
 SILENCE_MS = 8000
 
 
 class TcpAddress(msgspec.Struct, frozen=True):
-    """Where a front-end listens on TCP, and the keys that let a worker in.
+    """Where a front-end listens on TCP, and the keys with which a worker can connect.
 
     Attributes:
-        endpoint: as zmq writes it, tcp://host:port.
+        endpoint: tcp://host:port, in zmq's notation.
         server_key: the front-end's public key. A worker accepts answers only from the owner of the
             secret key.
-        client_key, client_secret: the pair by which a worker proves that it has the address.
+        client_key, client_secret: the pair by which a worker proves that it has this address.
     """
 
     endpoint: str
@@ -60,7 +60,7 @@ class TcpAddress(msgspec.Struct, frozen=True):
     client_key: str
     client_secret: str
 
-    def __repr__(self) -> str:  # it may be logged
+    def __repr__(self) -> str:  # without keys: an address may be logged
         return f"TcpAddress({self.endpoint})"
 
 
@@ -69,12 +69,12 @@ class Address(msgspec.Struct, frozen=True):
 
     Attributes:
         frontend: identity of the front-end; part of every request's Recipient.
-        path: the socket's file. Its folder has a file with the name `frontend`. A worker that
-            sees this file is on the same host.
+        path: the socket's file. In the same folder is a file whose name is the value of
+            `frontend`. A worker that sees this second file is on the same host.
         pid: the front-end's process.
         started: when that process started, in the kernel's clock ticks; a later process may
             get the same pid.
-        tcp: None until a worker needs it.
+        tcp: the TCP address; None until a worker needs it.
     """
 
     frontend: str
@@ -93,12 +93,12 @@ class Address(msgspec.Struct, frozen=True):
         """True if the front-end's process runs. Ask only if `on_this_host`."""
         try:
             return start_of(self.pid) == self.started
-        except OSError:  # it may run: this process may have no descriptor left to read /proc
+        except OSError:  # unknown: this process may have no descriptor left for /proc
             return True
 
 
 def start_of(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if it does not run.
+    """The start time of a process, in clock ticks since boot; None if it does not run.
 
     Raises:
         OSError: /proc cannot be read.
@@ -107,13 +107,13 @@ def start_of(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # proc(5): field 2, in parentheses, may hold anything; 3 is the state, 22 the start.
+    # proc(5): field 2, in parentheses, may have any text; field 3 is the state, 22 the start.
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
 
 
 def check_curve() -> None:
-    """Raises CompatError if this zmq cannot encrypt."""
+    """Raise CompatError if this zmq cannot encrypt."""
     if not zmq.has("curve"):
         raise CompatError(
             f"libzmq {zmq.zmq_version()} was built without CURVE, so rows cannot travel "
@@ -146,7 +146,7 @@ class TcpHello(msgspec.Struct, array_like=True, tag="tcp"):
     """First message of a TCP connection. Answered by an Ack.
 
     Attributes:
-        session: random; the same when a worker dials again after a lost connection.
+        session: a random number. A worker that dials again after a lost connection sends it again.
     """
 
     session: int
@@ -156,10 +156,10 @@ class Ack(msgspec.Struct, array_like=True, tag="answer"):
     """The front-end's answer to a worker.
 
     Attributes:
-        read: number of this worker's messages that were read, over all connections of the
-            session; CLOSED if the front-end closes. With shared memory always 0, because
+        read: over TCP, the number of this worker's messages that were read, over all connections
+            of the session; CLOSED if the front-end closes. With shared memory always 0, because
             the ring has a counter.
-        error: why the ring cannot be shared.
+        error: the reason why the ring cannot be shared; None if it can.
     """
 
     read: int
@@ -170,13 +170,13 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
     """A batch of rows. Arrays are raw little-endian bytes.
 
     Attributes:
-        start, stop: the slots of the ring that have the rows.
+        start, stop: the rows are in slots `start` to `stop - 1` of the ring.
         reader: this front-end's counter in the ring; -1 over TCP.
-        message: the counter's value once the rows are read.
+        message: the value to which the front-end sets its counter when it has read the rows.
         boundary: the tap whose rows these are, or None for whole tokens.
         row_bytes: bytes of one row, by its kind, as in layout.Widths.
         layouts: `points` of each Layout.
-        also: `also` of each Layout; empty if it is empty in all of them.
+        also: `also` of each Layout; empty if `also` is empty in all Layouts.
         encoded: for each Layout, (text, bytes of a row, points) of each head; empty if no Layout
             has heads.
     """
@@ -238,7 +238,7 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
 
 
 class FinishHeader(msgspec.Struct, array_like=True, tag="finish"):
-    """A stage has sent everything it will send for this request.
+    """The end of a request: this pipeline stage sends nothing more for it.
 
     Attributes:
         manifests: sink -> the request's manifest at this sink, for sinks other than memory.
@@ -251,7 +251,7 @@ class FinishHeader(msgspec.Struct, array_like=True, tag="finish"):
 
 
 class EndsHeader(msgspec.Struct, array_like=True, tag="ends"):
-    """Several ends at once. Requests of a batch often end in one step."""
+    """Several FinishHeaders in one message: requests of a batch often end in the same step."""
 
     ends: list[FinishHeader]
 
@@ -276,14 +276,17 @@ class CountersHeader(msgspec.Struct, array_like=True, tag="counters"):
 
 
 class RowsMessage(msgspec.Struct):
-    """A received batch. `slots` is valid only until the callback returns.
+    """A received batch, the argument of `Receiver`'s `on_rows`.
+
+    `slots` is valid only until `on_rows` returns.
 
     Attributes:
         keys, positions: int64 [num_tokens].
         layout_of: int32 [num_tokens], index into `layouts`.
         widths: bytes of a raw row, by its kind.
         slots: uint8 [num_slots, SLOT_BYTES].
-        valid: call it after the copy; False if the slots may have been overwritten.
+        valid: call it after the slots are copied. It returns False if the slots may have been
+            overwritten; the copy must then be discarded.
     """
 
     keys: np.ndarray

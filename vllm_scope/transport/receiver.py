@@ -4,8 +4,9 @@ Owns:  the sockets that workers connect to, and the session of each worker on TC
 Runs:  on a thread of the front-end.
 From:  senders.   To: results.inbox.
 
-Promise: the messages of one worker are handed to the callbacks in their order, each once. A message
-is acknowledged when its callback has returned. A message that cannot be read is acknowledged too.
+Promise: the messages of one worker are handed to the callbacks in the order of sending, each once.
+A message is acknowledged when its callback has returned. A message that cannot be read is
+acknowledged too.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ from vllm_scope.transport.ring import CLOSED
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Messages that are read from one socket before the other socket's turn.
+#: The largest number of messages that are read from one socket before the other socket's turn.
 MOST_IN_TURN = 16
-#: A worker whose connection is gone for so long does not dial again (senders.tcp).
+#: A worker whose connection has been gone for FORGET_S no longer dials again (senders.tcp).
 FORGET_S = 60.0
-#: Kind of the folders that hold a socket.
+#: The kind, in folders.py, of a folder with a front-end's socket.
 KIND = "rows"
 
 
@@ -80,8 +81,8 @@ class Receiver:
 
     Args:
         on_lost: called with the keys of requests whose rows were read too late: the worker
-            has revoked this front-end. If that happens while `on_rows` copies, the message's
-            `valid` returns False.
+            has revoked this front-end. If the worker revokes it while `on_rows` copies, the
+            message's `valid` returns False.
         on_gone: called with the identity of a ring whose worker is gone, when a new worker
             connects.
     """
@@ -106,7 +107,8 @@ class Receiver:
         self._on_gone, self._on_decided = on_gone, on_decided
         self._rings = MappedRings(lambda identity: self._on_gone(identity))
         self._sessions: dict[int, _Session] = {}
-        #: The sessions by their connection. At the end each one is told that nothing more is read.
+        #: The sessions by their connection. At the end each worker is told that nothing more is
+        #: read.
         self._peers: dict[bytes, _Session] = {}
         self._context = zmq.Context()
         self._local = self._context.socket(zmq.ROUTER)
@@ -124,21 +126,21 @@ class Receiver:
         self._cleanup = Finalize(self, release, (folder, holder), exitpriority=0)
 
     def listen(self, host: str) -> None:
-        """Bind the TCP socket too, and put its address into `address`. Does nothing if the receiver
-        listens already, or is closed.
+        """Bind the TCP socket too, and put its address into `address`. Do nothing if the receiver
+        listens on TCP already, or is closed.
 
         Args:
-            host: the address, or interface, of this host that workers reach. Only this one is
-                bound: a port that is not reachable cannot be attacked.
+            host: the address, or interface, of this host that workers reach. The socket is bound
+                to no other: a port that is not reachable cannot be attacked.
 
         Raises:
             CompatError: this zmq cannot encrypt.
-            ConfigError: this host has no such address.
+            ConfigError: `host` is not an address or interface of this host.
         """
         with self._lock:
             if self.address.tcp is not None or self._wake < 0:
                 return
-            self._tcp, tcp = self._listener.open(host)  # only the thread uses it from here on
+            self._tcp, tcp = self._listener.open(host)  # from here on only the thread uses it
             os.eventfd_write(self._wake, 1)
             self.address = msgspec.structs.replace(self.address, tcp=tcp)
 
@@ -167,7 +169,7 @@ class Receiver:
         self._say_goodbye()
 
     def _take_turn(self, receive: Callable[[], None]) -> None:
-        """Read up to MOST_IN_TURN waiting messages. A poll for each would double the time."""
+        """Read up to MOST_IN_TURN waiting messages. One poll per message would double the time."""
         for _ in range(MOST_IN_TURN):
             try:
                 receive()
@@ -232,7 +234,7 @@ class Receiver:
         if session is None:
             header = decode(frames[0].buffer)
             if not isinstance(header, TcpHello):
-                return  # from a connection that was replaced
+                return  # the message came over a connection that was replaced
             self._forget_sessions(header.session)
             session = self._sessions.setdefault(header.session, _Session(peer))
             self._peers.pop(session.peer, None)
@@ -247,10 +249,10 @@ class Receiver:
         """Forget workers whose connection has been gone for FORGET_S.
 
         Args:
-            coming: the session of the worker that is dialling, which is kept.
+            coming: the session of the worker that is dialling. It is not forgotten.
         """
         assert self._tcp is not None
-        self._tcp.router_mandatory = True  # a send fails if its connection is gone
+        self._tcp.router_mandatory = True  # makes a send fail if the connection is gone
         try:
             for number, session in list(self._sessions.items()):
                 try:
@@ -280,10 +282,10 @@ class Receiver:
 
 
 def _slots_of(header: RowsHeader, frame: zmq.Frame) -> torch.Tensor:
-    """uint8 [stop - start, SLOT_BYTES], the frame's own memory.
+    """The slots of a frame: uint8 [stop - start, SLOT_BYTES], a view of the frame's memory.
 
     Raises:
-        ValueError: the frame is not as long as its header says.
+        ValueError: the frame does not have as many slots as `header` says.
     """
     num_slots = header.stop - header.start
     if len(frame) != num_slots * SLOT_BYTES:
@@ -294,7 +296,7 @@ def _slots_of(header: RowsHeader, frame: zmq.Frame) -> torch.Tensor:
 
 
 def _make_folder() -> tuple[Path, int]:
-    """A folder of mode 0700, and the descriptor that holds it."""
+    """Make a folder of mode 0700. Return it, and the descriptor that holds its lock."""
     parent = Path(tempfile.gettempdir())
     remove_abandoned(parent, KIND)
     run = short(os.environ.get(RUN, "alone"))

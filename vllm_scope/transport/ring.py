@@ -9,11 +9,12 @@ The memory is a memfd: it has no name in any file system, only processes of this
 it (through /proc), and it is freed when they have ended. For a GPU it is registered with CUDA,
 so that the device copies straight into the memory that the front-end reads. Some processes on
 the host cannot open it (another pid namespace, hidepid). In another namespace the same path may
-name another file, so a reader compares the identity in the first page.
+name another file, so a reader compares the identity in the first page with that of the RingRef.
 
-Promise: a span is written again only when every lease on it is released. A reader reports how
-far it has read by a counter in the ring's first page, in message order. A counter goes to
-another reader only when its last owner will not write again. If a live reader does not read
+Promise: a span is written again only when every lease on it is released. A reader has a counter
+in the ring's first page. It reads messages in order, and sets the counter to the number of the
+last message that it has read. A counter goes to another reader only when its last owner will not
+write to it again. If a live reader does not read
 for `patience_s`, the worker sets its revoked flag before it reuses the slots. A reader that
 sees the flag must discard what it copied.
 """
@@ -41,7 +42,7 @@ from vllm_scope.transport.spans import SpanRing
 #: writes its own), their revoked flags (the worker writes them), and the ring's identity.
 HEADER_BYTES = 4096
 MAX_READERS = (HEADER_BYTES // 8 - 1) // 2
-#: A counter with this value: the reader has closed, and everything counts as read.
+#: The value of a counter whose reader has closed: all messages count as read.
 CLOSED = 1 << 62
 Ints = NDArray[np.int64]
 #: How long `acquire` sleeps between looks at the readers' counters.
@@ -52,7 +53,8 @@ class RingRef(msgspec.Struct, array_like=True, frozen=True):
     """Where another process finds the ring.
 
     Attributes:
-        identity: random. A process may close a ring and reuse its file descriptor.
+        identity: a random number that tells rings apart: a process may close a ring and reuse its
+            file descriptor.
     """
 
     identity: int
@@ -62,7 +64,7 @@ class RingRef(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Lease:
-    """A span of the ring that is in use. It is free once every holder has released it."""
+    """A span of the ring. It is in use until every holder has released it."""
 
     def __init__(self, start: int, stop: int, ring: Tensor, lock: threading.Lock) -> None:
         self.start, self.stop = start, stop
@@ -92,7 +94,7 @@ class Lease:
 
 
 class JoinedLease(Lease):
-    """Adjacent leases as one."""
+    """Adjacent leases as one lease."""
 
     def __init__(self, parts: list[Lease], ring: HostRing) -> None:
         self._parts = parts
@@ -120,9 +122,9 @@ class HostRing(SpanRing[Lease]):
         slots: uint8 [num_slots, SLOT_BYTES].
         num_slots: the number of slots.
         counters: int64 [MAX_READERS], written by readers.
-        reclaim: called while `acquire` waits, to release the leases that readers have read.
-        give_up: called every patience_s / 2 while `acquire` waits, with the lease that it
-            waits for. A reader with no progress between two calls is revoked.
+        reclaim: called while `acquire` waits, to release the leases whose rows have been read.
+        give_up: called every patience_s / 2 while `acquire` waits, with the lease for which
+            `acquire` waits. A reader with no progress between two calls is revoked.
         wait_ms: total time that `acquire` has waited for readers.
     """
 
@@ -182,7 +184,7 @@ class HostRing(SpanRing[Lease]):
 
     def free_reader_later(self, reader: int, is_gone: Callable[[], bool]) -> None:
         """Free the counter of a reader once `is_gone` returns True. Until then the reader may write
-        its counter."""
+        to its counter."""
         if is_gone():
             self.free_reader(reader)
         else:
@@ -247,22 +249,22 @@ class RingReader:
     @property
     def gone(self) -> bool:
         """True if the worker has closed the ring, or is gone. Inodes are compared, because another
-        file may have the same descriptor by now."""
+        file may have got the same descriptor."""
         try:
             return os.stat(self._path).st_ino != self._inode
         except OSError:
             return True
 
     def slots(self, start: int, stop: int) -> Tensor:
-        """uint8 [stop - start, SLOT_BYTES], valid until the message is acknowledged."""
+        """uint8 [stop - start, SLOT_BYTES], valid until the slots' message is acknowledged."""
         return self._slots[start:stop]
 
     def revoked(self, reader: int) -> bool:
-        """True if the worker has revoked the reader. Ask after a copy: if True, the copied rows may
-        be those of other requests."""
+        """True if the worker has revoked the reader. Call it after a copy: if it returns True, the
+        copied rows may be those of other requests."""
         return bool(self._revoked[reader])
 
     def acknowledge(self, reader: int, message: int) -> None:
-        """Report that all messages up to this one are read. If `message` is CLOSED, report that
-        this front-end reads no more."""
+        """Report that all messages up to number `message` are read. If `message` is CLOSED, report
+        that this front-end reads no more."""
         self._counters[reader] = message

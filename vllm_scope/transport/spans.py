@@ -2,8 +2,8 @@
 
 Owns:  SpanRing, the arithmetic of worker.arena.Arena and transport.ring.HostRing.
 
-Promise: a span is handed out again only once `_wait_for` has returned for every span that
-it overlaps.
+Promise: slots are handed out again only after `_wait_for` has returned for every earlier span
+that has one of these slots.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class SpanRing(ABC, Generic[S]):
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._head = 0
-        #: In the order in which they were handed out.
+        #: Spans that may be in use, in the order in which they were handed out.
         self._spans: deque[S] = deque()
 
     def acquire(self, num_slots: int) -> S:
-        """The next span, once its slots are free.
+        """Wait until the next `num_slots` slots are free, and return them as a span.
 
         Raises:
             ValueError: `num_slots` is more than the whole ring has.
@@ -45,7 +45,7 @@ class SpanRing(ABC, Generic[S]):
         if num_slots > self.num_slots:
             raise ValueError(f"{num_slots} slots asked of {self.name} of {self.num_slots}")
         if num_slots == 0:
-            # Not queued: `acquire` would stop its search at an empty span.
+            # An empty span is not queued: the search below would stop at it.
             return self._new_span(self._head, self._head)
         start = self._head
         if start + num_slots > self.num_slots:

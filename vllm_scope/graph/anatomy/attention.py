@@ -27,7 +27,7 @@ def install_attention_taps(
     """Tap the attention of this worker's layers; arguments as for `install_taps`.
 
     Args:
-        sites: says how wide rows are.
+        sites: gives the width of each site's rows.
 
     Returns:
         The boundaries that carry a tap here.
@@ -50,7 +50,7 @@ def _tapped_attention(
     """A subclass of `base`, a module called with query, key and value.
 
     Args:
-        sizes: site with a tap -> numbers of a row.
+        sizes: site with a tap -> how many numbers a row has.
         splits: as in Anatomy.
     """
 

@@ -1,13 +1,14 @@
-"""What a decoder layer returns, and where the residual stream is in what it returns.
+"""What a decoder layer returns, and how the residual stream follows from the returned values.
 
-Owns:  Convention, and the reading of it from the layer's and the model's source; the module that
-       the model calls after its layers.
+Owns:  Convention, and `convention_of`, which reads it from the source of the layer and the model;
+       `final_norm_of`, the norm that the model calls after its layers.
 Runs:  once, after the model is loaded.
 From:  source.   To: layers.
 
 Promise: fail closed. Two independent signs must agree: what the layer returns, and how the
-model uses it at the end (the final norm's arguments). If they contradict each other, or one
-is not understood, the model gets no taps, unless numbers prove the stream (supposed.py).
+model uses the last layer's values (the final norm's arguments). If the signs contradict each
+other, or one is not understood, the model gets no taps, unless numbers prove the stream
+(supposed.py).
 
 Most of vLLM 0.32's decoder layers return (hidden, residual), whose sum is the stream. Some
 return one tensor. Some return a residual that `hidden` contains already; they look like the
@@ -130,7 +131,7 @@ def _returned_object(layer: ast.FunctionDef) -> str | None:
 
 
 def _check_single_pass(forward: ast.FunctionDef, name: str) -> None:
-    """Raise if a layer may run twice in a forward: a position then has several rows from it."""
+    """Raise if a layer may run twice in a forward: it then makes several rows for a position."""
     loops = [
         node
         for node in ast.walk(forward)
@@ -152,7 +153,8 @@ def _overwrites_residual(layer: ast.FunctionDef, name: str) -> bool:
     """True if the forward has an unconditional `residual = hidden_states`.
 
     Raises:
-        CompatError: it has one under a condition, so that its result depends on the condition.
+        CompatError: the forward has this assignment under a condition, so the result depends on the
+            condition.
     """
     if any(_is_overwrite(node) for node in layer.body):
         return True
@@ -178,8 +180,8 @@ def _is_overwrite(node: ast.stmt) -> bool:
 
 
 def _asks_for_no_residual(test: ast.expr) -> bool:
-    """True for a test for a missing residual (`residual is None`, which holds in the first layer),
-    or for its opposite."""
+    """True if a test asks whether the residual is missing, as it is in the first layer
+    (`residual is None`), or whether there is one."""
     return ast.unparse(test) in ("residual is None", "residual is not None", "not residual")
 
 

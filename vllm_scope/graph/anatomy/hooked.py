@@ -3,7 +3,7 @@
 Runs:  where nothing is compiled. Functions can be installed at any time, not only before the
        first forward.
 
-A layer's exit tap runs after the functions: it reads and edits the rows that they left.
+A layer's exit tap runs after the functions: it reads and edits the rows that the functions left.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Finds the decoder layers of a loaded model.
 
-Owns:  Anatomy, the answer; `find_anatomy` and `supposed_anatomies`, the search.
+Owns:  Anatomy (the result); `find_anatomy` and `supposed_anatomies` (the search).
 Runs:  in every worker, after load. Knows torch modules, not vLLM.
 """
 
@@ -24,8 +24,8 @@ class Anatomy:
 
     Attributes:
         layers: layer number (global, from 0) -> module.
-        num_layers: of the whole model, all pipeline stages.
-        convention: what the layers return.
+        num_layers: the number of layers of the whole model, of all pipeline stages.
+        convention: how the stream follows from the layers' return values.
         path: the name of the list that holds the layers.
         attention: layer number -> the module that is called with q, k and v. Only for layers with
             taps on that module.
@@ -39,9 +39,9 @@ class Anatomy:
             one rank.
         norm: the name of the norm behind the last layer, in the module that runs the layers;
             None if it is not found in the source.
-        norm_here: that norm; None on another pipeline stage.
-        unread: why the source is not understood; `convention` is then a supposition, which numbers
-            must prove. None if it is understood.
+        norm_here: the module of that norm; None on a pipeline stage without it.
+        unread: the reason why the source is not understood; None if it is understood. If there is a
+            reason, `convention` is a supposition, which numbers must prove.
     """
 
     layers: dict[int, nn.Module]
@@ -72,7 +72,7 @@ def find_anatomy(
 
     Args:
         model: the loaded model.
-        num_layers: from its configuration.
+        num_layers: the number of decoder layers, from the model's configuration.
         is_missing: True for the placeholder of a layer that another pipeline stage holds.
         has_cache: True for a module that keeps keys and values, or states, of earlier tokens. Of
             several lists of this length, the decoder is the one whose layers hold such modules:
@@ -108,11 +108,11 @@ def supposed_anatomies(
 
     Args:
         model, num_layers, is_missing, has_cache: as for `find_anatomy`.
-        unread: why the source is not understood.
+        unread: the reason why the source is not understood.
 
     Raises:
-        CompatError: as `find_anatomy`, or the module that holds the layers has no norm, several, or
-            one that is missing here.
+        CompatError: as `find_anatomy`; or the module that holds the layers does not have exactly
+            one norm, or this worker does not have that norm.
     """
     path, parent, layers = _decoder_of(model, num_layers, is_missing, has_cache)
     norms = [name for name, _ in parent.named_children() if is_norm(name)]

@@ -27,7 +27,8 @@ _MLP_WORDS = ("mlp", "feed_forward", "ffn", "moe")
 
 @dataclass(frozen=True)
 class _Call:
-    """`target = self.name(args)`, or `target = source`, whose `name` is empty."""
+    """`target = self.name(args)`; or `target = source`: then `name` is empty, and `args` has the
+    source."""
 
     name: str
     args: tuple[str, ...]
@@ -74,7 +75,8 @@ def norm_before_mlp(layer: nn.Module, convention: Convention) -> str:
 
 
 def _always(body: list[ast.stmt], is_it: Callable[[str], bool]) -> bool:
-    """True if every path through these statements calls such a module, or raises."""
+    """True if every path through these statements raises, or calls a module for whose name `is_it`
+    returns True."""
     for node in body:
         if isinstance(node, ast.Raise):
             return True

@@ -28,7 +28,7 @@ from vllm_scope.request.sites import (
     Sites,
 )
 
-#: How forwards of vLLM's modules name their input.
+#: Names that the forwards of vLLM's modules give to their input.
 _INPUTS = ("hidden_states", "x", "input_")
 
 
@@ -101,5 +101,5 @@ def _tapped_output(base: type, site: str, size: int, split: Split | None) -> typ
             rows = tap_rows(self, rows, getattr(self, f"scope_{site}"), size, split)
             return (rows, *others) if isinstance(out, tuple) else rows
 
-    Tapped.scope_base = base  # a lens calls its forward, without the tap
+    Tapped.scope_base = base  # a lens calls this class's forward, without the tap
     return named(Tapped, base)

@@ -4,17 +4,18 @@ Owns:  `find_faults`, `may_return`, `row_error`; Findings.
 Runs:  once, after the model is loaded and before it gets taps.
 From:  watched.   To: supposed, engine.worker.proving.
 
-The anatomy is read from source. The recorded rows show where the stream is, independently of it:
-1. What a layer leaves is what the next layer gets; else the model changes the stream between them,
-   and `resid_pre` of the next layer is not `resid_post` of this one.
-2. What a layer gets is what its first module gets, if that is a norm.
-3. resid_mid = resid_pre + attn_out, and is what the norm before the MLP gets.
+The anatomy is read from source. The recorded rows show where the stream is, independently of the
+source. These statements are tested:
+1. The stream that a layer leaves is the stream that the next layer gets; else the model changes the
+   stream between them, and `resid_pre` of the next layer is not `resid_post` of this layer.
+2. The stream that a layer gets is the input of the layer's first module, if that is a norm.
+3. resid_mid = resid_pre + attn_out, and resid_mid is the input of the norm before the MLP.
 4. resid_post = resid_mid + mlp_out.
-5. What the last layer leaves is what the norm behind the layers gets.
+5. The stream that the last layer leaves is the input of the norm behind the layers.
 6. A router runs once, and returns rows of the model's dtype.
 7. Rows of q, k, v and z are as wide as the model's configuration says.
-3 and 4 are compared for layers that return (hidden, residual). What a norm gets is `hidden`, or
-hidden + residual if the norm returns that sum. Rows that are not finite show nothing.
+Equalities 3 and 4 are tested for layers that return (hidden, residual). A norm's input is `hidden`,
+or hidden + residual if the norm returns that sum. Rows that are not finite are not compared.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ _STEPS, _LEAST = 4, 1e-5
 
 @dataclass(frozen=True)
 class Findings:
-    """What a forward showed of a model whose convention held.
+    """The findings of one forward, for a model whose convention held.
 
     Attributes:
-        wrong_sites: site -> why it is not what its name says.
+        wrong_sites: site -> the reason why its rows are not what the site's name says.
         moved: layers before which the model changes the stream.
-        num_equal: equalities that held.
-        untold: what was not compared -> the layers.
+        num_equal: the number of equalities that held.
+        untold: words for rows that could not be compared -> the layers of these rows.
         streams: layer -> the stream that it leaves, [num_tokens, hidden_size] in float32.
     """
 
@@ -64,13 +65,13 @@ def find_faults(
     anatomy: Anatomy, middles: Mapping[int, nn.Module], watch: Watch, dtype: torch.dtype,
     sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> Findings:  # fmt: skip
-    """Compare the rows of a recorded forward.
+    """Test the rows of a recorded forward, and return the findings.
 
     Args:
         middles: layer number -> the norm before its MLP, for layers where equalities 3 and 4 are to
             be compared.
-        dtype: the model's.
-        sizes: tapped site inside the attention -> numbers of a row.
+        dtype: the model's dtype.
+        sizes: tapped site inside the attention -> how many numbers a row has.
 
     Raises:
         CompatError: a layer did not run exactly once, or the stream is not where the convention
@@ -233,8 +234,8 @@ class _Faults:
         return None
 
     def _gap(self, one: Tensor | None, other: Tensor | None, what: str, number: int) -> float:
-        """The largest relative error of a row; 0 if that is rounding, or if there are no rows to
-        compare."""
+        """The largest relative error of a row; 0 if the error is rounding, or if no rows can be
+        compared."""
         error = None
         if one is not None and other is not None and one.shape == other.shape:
             error = row_error(one, other)

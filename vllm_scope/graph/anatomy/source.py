@@ -32,7 +32,7 @@ def function_of(function: Callable[..., object], owner: type) -> ast.FunctionDef
     """The syntax tree of a method.
 
     Raises:
-        CompatError: its source cannot be read, or is not that of a plain function.
+        CompatError: the method's source cannot be read, or is not a plain function.
     """
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
@@ -48,7 +48,7 @@ def forward_of(module: nn.Module, owner: type | None = None) -> ast.FunctionDef:
     """The module's forward without the branches that this module never takes.
 
     Args:
-        owner: the class whose forward it is; None for the module's own.
+        owner: the class whose forward is returned; None for the module's class.
 
     Raises:
         CompatError: as `function_of`.
@@ -75,7 +75,7 @@ def _settled(
 
 
 def is_norm(name: str) -> bool:
-    """True if an attribute of this name is a norm."""
+    """True if an attribute of this name counts as a norm."""
     return "norm" in name or name.startswith("ln")
 
 
@@ -117,8 +117,8 @@ def _answer(test: ast.expr, module: nn.Module) -> bool | None:
 
 
 def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr, module: nn.Module) -> bool | None:
-    """The answer of `self.name is None`, `self.name == 3`, or their opposites; None for any other
-    comparison, or if the answer is not known."""
+    """The answer of `self.name is None`, `self.name == 3`, or the negation of one of them; None for
+    any other comparison, or if the answer is not known."""
     value = _attribute(left, module)
     if value is _UNKNOWN or not isinstance(right, ast.Constant):
         return None

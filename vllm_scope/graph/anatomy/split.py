@@ -3,8 +3,8 @@
 Owns:  Split: how the parts of one site's rows are joined, and taken apart again.
 Runs:  traced into the model's graph, on every rank.
 
-Promise: the joined row equals the row of a model on one rank. All ranks edit the joined row alike,
-and each rank goes on with its own part.
+Promise: the joined row equals the row of a model on one rank. All ranks make the same edits
+to the joined row, and each rank goes on with its own part.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Split:
     """The split of one site's rows.
 
     Attributes:
-        whole, part: numbers of a row, and of this rank's part of it.
-        rank, num_ranks: of the tensor-parallel group.
+        whole, part: how many numbers a row has, and this rank's part of a row.
+        rank, num_ranks: this rank's index in the tensor-parallel group, and the group's size.
         gather: [n, part] -> [n, num_ranks * part], the parts of all ranks in the order of ranks.
     """
 

@@ -4,11 +4,11 @@ Owns:  `prove_supposed`, `stream_rows`, `compare_compiled`.
 Runs:  once, after the model is loaded; and once more when it is compiled.
 From:  watched, proof.   To: engine.worker.proving.
 
-Numbers show one forward only. They hold for every forward if two more things are true:
+Numbers show one forward only. Their result holds for every forward if two more things are true:
 - The model is compiled as one graph, whose guards vLLM drops. Then Python takes no branch later:
   every forward computes what the graph computes at load.
-- A layer gets the very tensors that the layer before it returned. So the graph makes no choice by
-  values between one layer and the next.
+- A layer gets the same tensor objects that the layer before it returned. So the graph makes no
+  choice by values between one layer and the next.
 The graph is not traced in the forward that gave the numbers, and may be loaded from a cache. So the
 graph's rows are compared with the rows of an uncompiled forward of the same token.
 """
@@ -41,7 +41,7 @@ def prove_supposed(
         watch: the record of a forward whose first layer got random rows.
 
     Raises:
-        CompatError: no supposition agrees, or more than one; the text says why.
+        CompatError: no supposition agrees, or more than one. The error's text has the reasons.
     """
     good: list[Anatomy] = []
     reasons = [
@@ -72,7 +72,7 @@ def stream_rows(anatomy: Anatomy, watch: Watch, dtype: torch.dtype) -> dict[int,
     """Boundary on the stream -> the first token's row, [hidden_size], float32 on the CPU.
 
     Args:
-        anatomy: of a proved convention.
+        anatomy: an anatomy whose convention is proved.
         watch: the record of a forward whose first layer got the model's own rows.
 
     Raises:
@@ -101,8 +101,8 @@ def compare_compiled(
     Args:
         rows, expected: boundary -> [hidden_size], float32 on the CPU; `expected` may have more
             boundaries.
-        unread: why the source is not understood.
-        dtype: the model's.
+        unread: the reason why the source is not understood.
+        dtype: the model's dtype.
 
     Raises:
         CompatError: a row differs, is not finite, or is 0 in the uncompiled forward.

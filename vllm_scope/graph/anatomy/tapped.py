@@ -154,16 +154,17 @@ def tap_rows(
 
     Args:
         rows: [num_tokens, size], [num_tokens, heads, size of each], or [1, num_tokens, size].
-        number: the tap's.
+        number: the tap's row of Tables.taps.
         split: how the rows, of `size` numbers, are split over the ranks; None if each rank has
             whole rows.
 
     Returns:
-        The rows to go on with: `rows` itself, or a copy if `rows` are part of wider rows or split.
+        The rows that the model must use from here on: `rows` itself, or a copy if `rows` are split
+        or are part of wider rows.
 
     Raises:
-        CompatError: raised while the graph is traced: the rows have another width or dtype. In the
-            arena they would overwrite the rows of their neighbours.
+        CompatError: the rows have another width or dtype, so that in the arena they would overwrite
+            the rows of their neighbours. This is raised while the graph is traced.
     """
     dtype = module.scope_arena.dtype
     width = size if split is None else split.part
@@ -216,7 +217,8 @@ def _tapped_layer(base: type, convention: Convention, places: frozenset[str]) ->
 def _branching_layer(base: type, size: int) -> type[nn.Module]:
     """A subclass of `base`, which returns (hidden, residual), with a tap on its MLP's output.
 
-    It is the innermost subclass: edits and functions write the stream to the same tensor.
+    It is the innermost subclass: outside of it, edits and functions write the stream to the same
+    tensor.
     """
 
     class Tapped(base):

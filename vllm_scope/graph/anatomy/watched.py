@@ -1,6 +1,6 @@
 """One forward of a model without taps, recorded by hooks.
 
-Owns:  Watch; NormCall and LayerCall, what it records.
+Owns:  Watch, and its records: NormCall and LayerCall.
 Runs:  once, after the model is loaded. Not inside a compiled graph.
 From:  layers.   To: proof.
 
@@ -44,15 +44,15 @@ class NormCall:
 
 @dataclass
 class LayerCall:
-    """Copies of a layer's arguments, and of what it returned.
+    """Copies of a layer's arguments, and of the values that it returned.
 
     Attributes:
         calls: how often the layer ran; the other attributes are of its last call.
-        given: (hidden, residual), its arguments.
-        handed: for each value that the layer before returned, True if this layer got that very
-            tensor; None for the first layer.
+        given: the arguments (hidden, residual).
+        handed: for each value that the layer before returned, True if this layer got the same
+            tensor object; None for the first layer.
         first: the first child that the layer called.
-        returned: what it returned.
+        returned: the layer's return value.
     """
 
     calls: int = 0
@@ -63,14 +63,14 @@ class LayerCall:
 
 
 class Watch:
-    """Records a model's forward while it is entered, with one recorder for each kind of module.
+    """Records the forward that runs in its `with` block, with one recorder for each kind of module.
 
     Args:
         noise: True if random rows enter the first layer instead of the model's own rows.
 
     Attributes:
         layers: layer number -> its call, in the order of layers.
-        norms: norm -> its calls. The norms are those of the layers, and the one behind the layers.
+        norms: norm -> its calls, for the norms in the layers and the norm behind the layers.
         routed: layer number -> the values that its router returned, for `Anatomy.routers`.
         attended: layer number -> site -> the rows that its attention is called with or returns, for
             `Anatomy.attention`.
@@ -115,14 +115,14 @@ def _after(module: nn.Module, hook: Callable[..., Any], hooks: ExitStack) -> Non
 
 @dataclass
 class _Left:
-    """What the last layer that ran returned, not copied."""
+    """The values that the last layer returned: the tensors themselves, not copies."""
 
     values: tuple[object, ...] | None = None
 
 
 @dataclass
 class _LayerRecorder:
-    """Records one layer. `noise`: True if random rows replace those that the layer gets."""
+    """Records one layer. If `noise` is True, random rows replace the rows that the layer gets."""
 
     call: LayerCall
     noise: bool
@@ -219,7 +219,7 @@ def _copied(value: object) -> object:
 
 
 def _noise(*tensors: object) -> dict[int, Tensor]:
-    """Random rows for each tensor, by its id; the same on every rank."""
+    """id of a tensor -> random rows that replace the tensor; equal on all ranks."""
     generator = torch.Generator().manual_seed(0)
     return {
         id(x): torch.randn(x.shape, generator=generator).to(x.device, x.dtype)

@@ -49,15 +49,16 @@ PROGRAM, SLOT, TO_HOST, OWNER = range(4)
 NUMBER, ACTS = range(2)
 NUM_TAP_COLUMNS = 4
 WORDS_PER_SLOT = SLOT_BYTES // 4
-#: A fault is the tap's number + 1. This bit is set if OP_CHECK found it, not an edit.
+#: A fault is the tap's number + 1. This bit is also set if OP_CHECK found the fault, not an edit.
 CHECKED = 1 << 30
 
 
 def fault_at(fault: int) -> tuple[int, bool]:
-    """The tap that reported a fault, and True if an edit's result was not finite there.
+    """The tap that reported a fault, and True if an edit's result was not finite there; False if
+    OP_CHECK found the fault.
 
     Args:
-        fault: not 0.
+        fault: the fault, not 0.
     """
     return (fault & ~CHECKED) - 1, not fault & CHECKED
 
@@ -83,12 +84,12 @@ def tap_rows(
     An edited row is written back, rounded once: residual = x and hidden = 0, or hidden = x
     if there is no residual. An edited row is not written in two cases:
 
-    - Its edits left it unchanged. Rounding the sum would change the next norm's input.
+    - Its edits left it unchanged. A write would round the sum and so change the next norm's input.
     - It is not finite in the model's dtype. Its owner gets a fault, and the model goes on
       with the row from before the edits. If faults are not read (in every pipeline stage
       but the last), the row is written, and OP_CHECK finds it in the last stage.
 
-    OP_CHECK replaces a row that is not finite by zeros. Nobody gets these zeros; without them
+    OP_CHECK replaces a row that is not finite by zeros. No caller gets these zeros. Without them
     a sampler could turn the row's logits into a token that does not exist.
 
     Args:
@@ -97,11 +98,11 @@ def tap_rows(
         arena: [num_slots, elements of a slot], model dtype. Written in place.
         tokens: [max_rows, 4] int32: program (-1 for none), slot, 1 if the token's slots are
             in host memory, owner. Rows from num_rows on are not read.
-        programs: [num_programs, num_taps] int32: first op, -1 for none.
+        programs: [num_programs, num_taps] int32: index of the first op, -1 for none.
         ops: [num_ops, NUM_COLUMNS] int32: see the columns above. Numbers are float32 bits.
         vectors: [num_vectors, hidden_size or more] float32.
-        tap: [4] int32: this tap's column in `programs`; 0 if no row does anything at this tap in
-            this step, so that no row looks up its program; two that are not used.
+        tap: [4] int32: this tap's column in `programs`; 1, or 0 if no row does anything at this tap
+            in this step (then no row looks up its program); two numbers that are not used.
         host: [6] int64, addresses. In host memory: the slots (only the kernel writes there); the
             faults, int32 by owner, or 0 if nobody reads faults. On the rows' device: the
             registers, float32 [max_rows, REGISTERS]; the walks, int32 [max_rows, 8]; the log of
@@ -134,7 +135,7 @@ def tap_rows(
         for code in set(told[:, CODE].tolist()):
             mine = told[:, CODE] == code
             here, op = live[mine], told[mine]
-            # Most often all rows do the same; a slice copies none.
+            # Usually all rows have the same operation; a slice copies no row.
             some = slice(None) if len(here) == len(rows) else torch.from_numpy(here)
             column = WORD_IN_TAP if slots_per_token else WORD
             start = _first_slots(table[rows[here], SLOT], slot_base, slots_per_token)
@@ -186,7 +187,7 @@ def _write_back(
     hidden: Tensor, residual: Tensor | None, came: Tensor, x: Tensor, index: Tensor,
     edited: Tensor, told: bool,
 ) -> NDArray[np.bool_]:  # fmt: skip
-    """Write the finite rows that changed. Returns bool [num_rows]: True for a row that is a fault.
+    """Write the finite rows that changed. Return bool [num_rows]: True for a row with a fault.
 
     Args:
         told: False if nobody reads faults. Rows that are not finite are then written, too.
@@ -229,7 +230,7 @@ def _relative(change: Tensor, x: Tensor) -> NDArray[np.float32]:
 
 def _store(x: Tensor, words: np.ndarray, start: np.ndarray) -> None:
     if x.shape[1] * x.element_size() % 4:
-        x = torch.nn.functional.pad(x, (0, 1))  # fills the last word; not read
+        x = torch.nn.functional.pad(x, (0, 1))  # fills the last word; no reader uses it
     out = x.contiguous().view(torch.int32).numpy()
     for first, row in zip(start.tolist(), out, strict=True):
         words[first : first + len(row)] = row
@@ -245,7 +246,7 @@ def _number(op: np.ndarray, column: int) -> Tensor:
 
 def _dot(x: Tensor, v: Tensor) -> Tensor:
     """The dot product of each row with its vector, or with the one vector, [num_rows]. A row's
-    result does not depend on the other rows. With torch's sums its last bit would."""
+    result does not depend on the other rows. With torch's sums, its last bit would."""
     rows, vectors = x.detach().numpy(), v.numpy()
     if len(vectors) == 1:
         return torch.from_numpy(np.einsum("ij,j->i", rows, vectors[0]))
@@ -281,7 +282,7 @@ def _edited(
 
     Args:
         part: [num_rows], how much of the edit is done, 0 to 1.
-        source: [num_rows], the activation of the edit's feature, if it has one.
+        source: [num_rows], the activation of the edit's feature; not used by an edit without one.
     """
     v, part = vectors[_vectors_of(op)], part[:, None]
     if code == OP_SET:

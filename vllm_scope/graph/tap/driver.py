@@ -3,7 +3,7 @@
 Owns:  the calls of the CUDA driver (libcuda, 12.3 or later).
 Runs:  in workers on NVIDIA GPUs, on the thread that captures and replays.
 
-Handles are addresses (int). An error of the driver is a DriverError.
+Handles are addresses (int). An error of the driver is raised as a DriverError.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 _Handle = ctypes.c_void_p
 _KERNEL_NODE = 0
-#: As torch instantiates its graphs.
+#: The flag with which torch instantiates its graphs.
 _FREE_ON_LAUNCH = ctypes.c_ulonglong(1)
 
 
@@ -63,8 +63,8 @@ def num_nodes(graph: int) -> int:
 
 
 def last_kernel(stream: int) -> int | None:
-    """The node of the kernel that was captured last on a stream. None if the last node is not one
-    kernel, or if the driver does not tell."""
+    """The node of the kernel that was captured last on a stream. None if the stream's last
+    node is not a kernel, if there are several last nodes, or if the driver does not tell."""
     status, number, count = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_size_t()
     graph, nodes = _Handle(), ctypes.POINTER(_Handle)()
     kind = ctypes.c_int()
@@ -108,8 +108,8 @@ def without(graph: int, nodes: Sequence[int]) -> Executable:
     the nodes before it.
 
     Args:
-        graph: not changed.
-        nodes: of `graph`.
+        graph: the graph, which is not changed.
+        nodes: the nodes of `graph` to leave out.
 
     Returns:
         A graph that uses the same memory as `graph`.
@@ -136,7 +136,7 @@ def _take_out(graph: _Handle, node: _Handle) -> None:
     for one in before:
         have = set(_around("cuGraphNodeGetDependentNodes_v2", _Handle(one)))
         for other in set(after) - have:
-            # Without edge data: the later one waits for the end of the earlier one.
+            # Without edge data, the later node waits for the end of the earlier node.
             _call(
                 "cuGraphAddDependencies_v2", graph, ctypes.byref(_Handle(one)),
                 ctypes.byref(_Handle(other)), None, ctypes.c_size_t(1),

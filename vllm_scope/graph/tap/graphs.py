@@ -4,9 +4,9 @@ Owns:  TappedGraph; `captured` and `noted`, contexts in which graphs and taps ar
 Runs:  in workers on NVIDIA GPUs, on the main thread.
 From:  op.   To: driver.
 
-Promise: a replay computes the same, whichever taps are left out: they would have returned at once.
-A GPU takes 1.0 to 1.7 us to begin each of these taps (measured on an H100), which is 0.4 ms or more
-of a step if all sites of 32 layers have taps.
+Promise: a replay computes the same with and without these taps, which would return at once. A GPU
+takes 1.0 to 1.7 us to begin each of them (measured on an H100), which is 0.4 ms or more of a step
+if all sites of 32 layers have taps.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from vllm_scope.graph.tap import driver
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: A graph without some taps is made once replays have begun PAYS such taps in vain for each node of
-#: the captured graph. Making it takes about as long as these taps took: 12 to 20 us for each node
-#: (H100).
+#: A graph without some taps is made once replays have begun these taps in vain PAYS * num_nodes
+#: times, where num_nodes is the number of nodes of the captured graph. To make the graph takes
+#: about as long as these taps took: 12 to 20 us for each node (H100).
 PAYS = 12
-#: No such graph is made if less memory of the device is free. A graph takes 4 KiB for each node.
+#: No such graph is made if the device has fewer free bytes. A graph takes 4 KiB for each node.
 LEAST_FREE = 1 << 30
-#: Most such graphs of one captured graph. To make another, the least recently used is dropped.
+#: The largest number of such graphs of one captured graph. Before another one is made, the least
+#: recently used one is dropped.
 MOST = 4
-#: A graph with fewer taps, such as a piece of a prefill's forward, is always replayed whole.
+#: A captured graph with fewer taps, such as a piece of a prefill's forward, is always replayed
+#: whole.
 LEAST_TAPS = 4
 
 
@@ -42,8 +44,8 @@ class Route(Protocol):
 
     @property
     def acting(self) -> NDArray[np.bool_] | None:
-        """[num_taps], True for taps at which some row of the coming forward does something; None
-        if none does at any. A new array whenever it changes."""
+        """[num_taps], True for taps that do something for some row of the coming forward; None if
+        no tap does. Whenever the values change, the array is a new one."""
 
 
 class Kept(NamedTuple):
@@ -63,7 +65,7 @@ class Variants:
 
     Args:
         taps: numbers of the captured graph's taps.
-        num_nodes: of the captured graph.
+        num_nodes: the number of nodes of the captured graph.
         drop: frees a graph that `make` returned.
     """
 
@@ -74,7 +76,7 @@ class Variants:
         self._kept: dict[bytes, Kept] = {}
         self._in_vain: dict[bytes, int] = {}
         self._none = np.zeros(len(taps), bool)
-        #: The array of acting taps for which the answer of `of` is known, and the answer.
+        #: The array of acting taps for which the result of `of` is known, and the result.
         self._last: NDArray[np.bool_] | None = self._none
         self._found: Any = None
 
@@ -108,7 +110,8 @@ class Variants:
         self, key: bytes, here: NDArray[np.bool_],
         make: Callable[[NDArray[np.bool_]], Any | None],
     ) -> Kept | None:  # fmt: skip
-        """Make a graph for these taps if that pays by now; else None."""
+        """Make a graph with these taps if that pays by now. None if it does not pay, or if `make`
+        fails."""
         in_vain = self._in_vain.pop(key, 0) + len(here) - int(here.sum())
         if in_vain < self._pays:
             if len(self._in_vain) >= 16 * MOST:
@@ -136,7 +139,7 @@ class Variants:
 
 
 class TappedGraph(torch.cuda.CUDAGraph):
-    """A captured graph that replays without the taps that do nothing."""
+    """A captured CUDA graph that is replayed without the taps that do nothing in the step."""
 
     #: The graph that is captured now. vLLM captures one at a time.
     capturing: TappedGraph | None = None
@@ -145,7 +148,7 @@ class TappedGraph(torch.cuda.CUDAGraph):
     _route: Route | None = None
     _variants: Variants | None = None
     _uses_random: bool | None = None
-    #: The driver could not make a graph without some taps.
+    #: True if the driver could not make a graph without some taps.
     _refused = False
     _device = 0
 
@@ -159,14 +162,14 @@ class TappedGraph(torch.cuda.CUDAGraph):
         super().capture_end()
         self.instantiate()
         if self._nodes and len(self._nodes) >= LEAST_TAPS:
-            with suppress(driver.DriverError):  # then it is replayed as a whole
+            with suppress(driver.DriverError):  # then the graph is always replayed whole
                 num_nodes = driver.num_nodes(self.raw_cuda_graph())
                 # Variants gets no reference to this graph: a cycle would delay its freeing.
                 self._variants = Variants(list(self._nodes), num_nodes, _drop)
 
     @contextmanager
     def noted(self, route: Route, tap: int) -> Iterator[None]:
-        """A context: remember the kernel that is captured in it as the kernel of a tap."""
+        """A context. The kernel that is captured in it is noted as the kernel of this tap."""
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         before = driver.last_kernel(stream)
         yield
@@ -192,7 +195,7 @@ class TappedGraph(torch.cuda.CUDAGraph):
 
     def _replay_first(self) -> None:
         """Replay the whole graph, and find out whether it draws random numbers. If it does, torch
-        writes their offset before each replay; a graph without some taps would lack that."""
+        writes their offset before each replay, but not for a graph without some taps."""
         generator = torch.cuda.default_generators[self._device]
         before = generator.get_offset()
         super().replay()
@@ -221,12 +224,12 @@ class TappedGraph(torch.cuda.CUDAGraph):
 
 
 def _drop(executable: driver.Executable) -> None:
-    torch.cuda.synchronize()  # it may still run
+    torch.cuda.synchronize()  # the graph may still run
     executable.destroy()
 
 
 def noted(route: Route, tap: int) -> AbstractContextManager[None]:
-    """A context in which a tap's kernel is captured."""
+    """A context in which a tap's kernel is captured: the TappedGraph, if there is one, notes it."""
     graph = TappedGraph.capturing
     return nullcontext() if graph is None else graph.noted(route, tap)
 
@@ -235,7 +238,8 @@ class _Made(type):
     """The metaclass of a class whose calls make TappedGraphs."""
 
     def __call__(cls, keep_graph: bool = True) -> TappedGraph:
-        # The captured graph is kept beside its executable form, to make others of it.
+        # The captured graph is kept beside its executable form: graphs without some taps are made
+        # from it.
         return TappedGraph(keep_graph=True)
 
     def __instancecheck__(cls, one: object) -> bool:
@@ -247,13 +251,13 @@ class _Made(type):
 
 class _Captured(metaclass=_Made):
     """Stands in for torch.cuda.CUDAGraph. It is a class, because modules that are imported
-    meanwhile may name it in types."""
+    inside `captured` may use that name in type hints."""
 
 
 @contextmanager
 def captured() -> Iterator[None]:
-    """A context: graphs that are captured in it are TappedGraphs, if this machine's driver has the
-    calls that they need."""
+    """A context. Graphs that are captured in it are TappedGraphs, if this machine's driver has the
+    calls that a TappedGraph needs."""
     if torch.version.cuda is None or not torch.cuda.is_available() or not driver.is_there():
         yield
         return

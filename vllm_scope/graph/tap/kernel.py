@@ -1,4 +1,4 @@
-"""The tap in Triton: one program instance per token row; without a program it returns at once.
+"""The tap in Triton: one instance per token row, which returns at once for a row without a program.
 
 Owns:  the kernel, its launcher, and `load_variants`.
 Runs:  on the GPU, inside captured CUDA graphs: no host sync, no allocation,
@@ -46,7 +46,7 @@ CHECKED = tl.constexpr(1 << 30)
 
 @triton.jit
 def _tanh(x):
-    # Small numbers by the series: the quotient would lose their digits.
+    # For small numbers the series is used: the quotient would lose digits.
     found = 1 - 2 / (tl.exp(2 * x) + 1)
     return tl.where(tl.abs(x) < 0.02, x - x * x * x / 3, found)
 
@@ -106,8 +106,8 @@ def _tap_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    # The loads do not wait for each other. Without `acts`, each row of a step that does something
-    # at another tap would look up its program here.
+    # The three loads do not wait for each other. Without `acts`, each row with a program would look
+    # it up at every tap.
     program = tl.load(tokens_ptr + row * 4)
     tap = tl.load(tap_ptr)
     acts = tl.load(tap_ptr + 1)
@@ -285,7 +285,7 @@ def _tap_kernel(
             else:
                 tl.store(hidden, rounded, keep)
     if fault != 0:
-        # Host memory: a fault costs a write across PCIe.
+        # The faults are in host memory: to report one costs a write across PCIe.
         faults = tl.load(host_ptr + 1)
         if faults != 0:
             owner = tl.load(tokens_ptr + row * 4 + 3)
@@ -302,7 +302,7 @@ def tap_rows(hidden: Tensor, residual: Tensor | None, *others: Any) -> None:
         return
     *tables, slot_base, slots_per_token = others
     programs, vectors = tables[2], tables[4]
-    # The whole row in registers: a program reads and changes it several times.
+    # The whole row is in the GPU's registers: a program reads and changes it several times.
     block = triton.next_power_of_2(hidden_size)
     stream = hidden if residual is None else residual
     _tap_kernel[(num_rows,)](
@@ -316,13 +316,13 @@ def load_variants(arena: Tensor, tables: Tables, row_sizes: tuple[int, ...]) -> 
     """Launch every variant of the kernel that taps will need, on rows that do nothing.
 
     Args:
-        row_sizes: kind of site (sites.KINDS) -> numbers of a row.
+        row_sizes: kind of site (sites.KINDS) -> how many numbers a row has.
     """
     row = arena.new_zeros((1, max(row_sizes) + 1))
     stream = row[:, : row_sizes[STREAM]]
     launches: list[tuple[Tensor, Tensor | None]] = [(stream, None), (stream, stream)]
     for size in {size for size in row_sizes[STREAM + 1 :] if size}:
-        # A slice of a wider projection may be unaligned, which is another variant.
+        # A slice of a wider projection may be unaligned, which needs another variant.
         launches += [(row[:, :size], None), (row[:, 1 : size + 1], None)]
     for hidden, residual in launches:
         tap_rows(

@@ -5,10 +5,10 @@ Runs:  traced at load; on the GPU mostly replayed inside CUDA graphs, where this
        not run (graphs.py leaves out the taps that do nothing). Where it runs (eager pieces, the
        CPU), it may skip the launch in an idle step and drain tap by tap.
 
-`tap` mutates the arena and the rows. The schema says so, and the compiler makes no copies: traced
-tensor code (index_copy_) made three arena-sized temporaries a step (measured, torch 2.13). The
-tap's number is a tensor: with a constant, each layer's graph would be compiled separately (26 s
-instead of 4 s for 32 layers, measured on an H200).
+`tap` mutates the arena and the rows. The schema says so, and the compiler therefore makes no
+copies. Without the op, traced tensor code (index_copy_) made three arena-sized temporaries a step
+(measured, torch 2.13). The tap's number is a tensor: with a constant, each layer's graph would be
+compiled separately (26 s instead of 4 s for 32 layers, measured on an H200).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from vllm_scope.graph.tap import definition, graphs
 class StepRoute(graphs.Route, Protocol):
     """The worker's state of the current step, for taps that run in Python."""
 
-    #: True while a step is computed in which some row does something.
+    #: True during a step in which a tap does something for at least one row.
     active: bool
 
     def begin_tap(self, tap: int) -> tuple[int, int] | None:
-        """(slot_base, slots_per_token) of this tap in this step; None if no row does
-        anything there."""
+        """(slot_base, slots_per_token) of this tap in this step; None if this tap does nothing
+        for any row."""
 
     def end_tap(self, tap: int) -> None:
         """Called once the tap's rows are written (on a GPU: enqueued)."""
@@ -41,10 +41,10 @@ _routes: dict[int, tuple[StepRoute, int]] = {}
 
 
 def connect(taps: Tensor, route: StepRoute) -> None:
-    """Route the taps that have these rows to the worker's state.
+    """Route the taps with these rows of Tables.taps to the worker's state.
 
     Args:
-        taps: as Tables.taps. Must keep its address until `disconnect`.
+        taps: Tables.taps. It must keep its address until `disconnect`.
     """
     for tap in range(taps.shape[0]):
         _routes[taps[tap].data_ptr()] = (route, tap)
@@ -90,14 +90,14 @@ def _launch(hidden: Tensor, residual: Tensor | None, *arguments: Any) -> None:
 
 
 def _fake(*_: object) -> None:
-    """What the ops return while a graph is traced: nothing."""
+    """Stands in for the op while a graph is traced. Returns nothing, as the op does."""
 
 
 _library = torch.library.Library("vllm_scope", "FRAGMENT")
 
 
 def register() -> None:
-    """Define the ops, once per process."""
+    """Define the op, once per process."""
     if hasattr(torch.ops.vllm_scope, "tap"):
         return
     stream = "Tensor(a0!) hidden, Tensor(a1!)? residual, Tensor(a2!) arena, "

@@ -18,7 +18,7 @@ Content = TypeVar("Content", bound=Hashable)
 
 class Places(Generic[Content]):
     """Numbered places for contents. A content keeps its place while it is held, and then until the
-    place is needed. The place that was unused longest is taken first."""
+    place is needed for another content. The place that was idle longest is taken first."""
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count - 1, -1, -1))
@@ -61,11 +61,12 @@ class Places(Generic[Content]):
         self._idle.pop(number, None)
 
     def hold_all(self, contents: Sequence[Content]) -> tuple[list[int], list[int]] | None:
-        """Hold contents, each of which is given once. Other contents in idle places are dropped if
-        the new ones need room.
+        """Hold contents, each of which is given once. If the new ones need room, other contents in
+        idle places are dropped.
 
         Returns:
-            The places of all, and the indices of those that are new; None if there is no room.
+            The place of each content, and the indices of the contents that are new here; None if
+            there is no room.
         """
         numbers, new, known = self._numbers, [], []
         for i, content in enumerate(contents):
@@ -119,7 +120,7 @@ class FreePlaces:
         self.count = count
 
     def take(self, count: int) -> NDArray[np.int32]:
-        """Take some free places, [count]. The caller has checked that so many are free."""
+        """Take some free places, [count]. The caller has checked that enough places are free."""
         self.count -= count
         return self._free[self.count : self.count + count].copy()
 

@@ -1,8 +1,8 @@
-"""The programs and vectors of requests on the device, and which places they take there.
+"""The programs and vectors of requests on the device, and the places that they take there.
 
 Owns:  ProgramTables: the ids of programs, the tables of operations and vectors, and `capacity`.
 Runs:  in every worker. The host writes; taps read.
-From:  worker.plan (what requests hold).   To: tables, which adds what the rows of a step do.
+From:  worker.plan (what requests hold).   To: tables (which adds what the rows of a step do).
 
 Promise: a place may get a new content while earlier steps still run: writes reach the device in
 stream order.
@@ -48,9 +48,9 @@ from vllm_scope.request.sites import STREAM, boundary_of_point
 
 #: Places for programs with vectors, which requests hold, and for programs that only read.
 HELD_PROGRAMS, FREE_PROGRAMS = 8192, 4096
-#: MOST_IDLE_SETS sets of programs stay on the device when no request holds them. The next request
-#: with the same monitor then uploads nothing. A set with more than MOST_IDLE_BYTES of vectors does
-#: not stay; the bytes of a set of few operations are not counted.
+#: Up to MOST_IDLE_SETS sets of programs stay on the device when no request holds them. The next
+#: request with the same monitor then uploads nothing. A set with more than MOST_IDLE_BYTES of
+#: vectors does not stay; the bytes of a set of few operations are not counted.
 MOST_IDLE_SETS, MOST_IDLE_BYTES = 16, 1 << 20
 #: Places for the ops of held programs. For each program that only reads, there is one more place
 #: per tap.
@@ -58,10 +58,10 @@ HELD_OPS = 1 << 17
 
 
 def capacity(vector_size: int, vectors_mib: float) -> Cost:
-    """What all requests together may hold of the tables.
+    """How many places of the tables all requests together may hold.
 
     Args:
-        vector_size: numbers of a vector, as in Sites.
+        vector_size: how many numbers a vector has, as in Sites.
     """
     return Cost(max(1, int(vectors_mib * 2**20) // (4 * vector_size)), HELD_PROGRAMS, HELD_OPS)
 
@@ -72,7 +72,8 @@ class _Words(NamedTuple):
     Attributes:
         rows: for each point of the arena's layout, the word of its row among the token's slots, and
             among the token's slots at one tap.
-        told: (bank, its point in the layout) -> the same two words, for numbers that taps tell.
+        told: (bank, its point in the layout) -> the same two words, for the first of the bank's
+            numbers that taps tell.
         num_slots, num_delivered: slots of a token, in the arena and encoded.
     """
 
@@ -119,7 +120,7 @@ _FLOATS, _AS_INTS = Struct("=5f"), Struct("=5i")
 
 
 def _numbers_of(op: Op) -> tuple[int, ...]:
-    """An operation's numbers, as bits. Raises OverflowError if float32 cannot hold one."""
+    """The bits of an operation's numbers. Raises OverflowError if float32 cannot hold a number."""
     return _AS_INTS.unpack(_FLOATS.pack(op.a, op.b, op.c, op.d, op.e))
 
 
@@ -149,13 +150,13 @@ class ProgramTables:
     """What requests hold on the device: programs, their operations, and vectors.
 
     Attributes:
-        boundaries: of the taps, in their order.
-        programs: [num_programs, num_taps] int32: first op or -1.
+        boundaries: the boundaries of the taps, in the order of the taps.
+        programs: [num_programs, num_taps] int32: index of the first op, or -1.
         ops: [num_ops, NUM_COLUMNS] int32: tap.definition's columns.
         vectors: [num_vectors, numbers of the widest row] float32.
-        num_slots: program id -> arena slots of a token.
-        num_delivered: program id -> slots of a token once its rows are encoded.
-        num_uploads: copies to the device so far.
+        num_slots: program id -> the number of arena slots of a token.
+        num_delivered: program id -> the number of slots of a token once its rows are encoded.
+        num_uploads: the number of copies to the device so far.
     """
 
     def __init__(
@@ -198,18 +199,19 @@ class ProgramTables:
         self._step = 0
         self.num_slots = np.zeros(num_programs, np.int64)
         self.num_delivered = np.zeros(num_programs, np.int64)
-        #: The host's copies of `programs` and `ops`, and which places the device does not have yet.
+        #: The host's copies of `programs` and `ops`, and the places whose content is not yet on the
+        #: device.
         self._host_programs = np.full((num_programs, num_taps), -1, np.int32)
         self._host_ops = np.zeros((num_ops, NUM_COLUMNS), np.int32)
         self._stale_programs = np.zeros(num_programs, bool)
         self._stale_ops = np.zeros(num_ops, bool)
         self._is_stale = False
         self._pending_vectors: dict[int, NDArray[np.float32]] = {}
-        #: Ops that `_host_ops` does not have yet, by place.
+        #: Ops by place that are not yet in `_host_ops`.
         self._pending_ops: dict[int, tuple[int, ...]] = {}
 
     def begin_step(self) -> None:
-        """Programs that are used from now on are of a new step."""
+        """Begin a step: programs that are used from now on count as used in this step."""
         self._step += 1
 
     def program_id(self, program: Program, hold: bool = False) -> int:
@@ -235,7 +237,7 @@ class ProgramTables:
         return found
 
     def layout_of(self, program_id: int) -> Layout:
-        """What a token of a program delivers."""
+        """The layout of a token with this program."""
         known = self._set_at.get(program_id)
         if known is not None:
             return known[0].layout(known[1])
@@ -259,7 +261,8 @@ class ProgramTables:
         return known.ids
 
     def _hold_few(self, held: Held) -> _HeldSet:
-        """Hold one program after the other: for few operations this takes half as long."""
+        """Hold one program after the other: for few operations this takes half as long as
+        `_hold_new_set`."""
         single: list[int] = []
         ids = [NO_PROGRAM] * len(held)
         try:
@@ -297,7 +300,7 @@ class ProgramTables:
         ops: NDArray[np.int32], vectors: list[int],
     ) -> None:  # fmt: skip
         self._settle_ops()
-        # The last entry of each stands for "none".
+        # The last entry of each array stands for "none".
         op_at, vector_at = np.append(ops, np.int32(-1)), np.array([*vectors, -1], np.int32)
         table = np.zeros((len(ops), NUM_COLUMNS), np.int32)
         table[:, _FIXED] = rows.fixed
@@ -314,8 +317,8 @@ class ProgramTables:
         self.num_delivered[numbers] = rows.num_delivered[rows.exists]
 
     def release_set(self, held: Held) -> None:
-        """Undo one `hold`. A small set that nobody holds stays for the next request, until its
-        places are needed, or until MOST_IDLE_SETS others have stayed since."""
+        """Undo one `hold`. A small set that no request holds any more stays for the next request,
+        until its places are needed, or until MOST_IDLE_SETS other sets have become idle since."""
         known = self._sets[held]
         known.holders -= 1
         if not known.holders:
@@ -399,7 +402,7 @@ class ProgramTables:
 
     def _place(self, program: Program) -> int:
         self._make_room(1, program.num_ops)
-        # Computed before the program takes a place: if this raises, no part of it is in the tables.
+        # First, because this may raise: then no part of the program may be in the tables.
         numbers = [[_numbers_of(op) for op in ops] for _, ops in program.taps]
         found = self._programs.put(program)
         self._write(found, program, numbers)
@@ -435,7 +438,7 @@ class ProgramTables:
 
     def _settle_ops(self) -> None:
         """Write the ops of all programs that were added since the last call. One write for all
-        programs takes half as long as one for each."""
+        programs takes half as long as one write for each program."""
         if self._pending_ops:
             places = np.fromiter(self._pending_ops, np.int64, len(self._pending_ops))
             self._host_ops[places] = np.array(list(self._pending_ops.values()), np.int32)
@@ -443,7 +446,7 @@ class ProgramTables:
             self._pending_ops.clear()
 
     def _flush(self) -> None:
-        """Copy what changed in programs, ops and vectors to the device, one copy each."""
+        """Copy changed programs, ops and vectors to the device, with one copy for each table."""
         if self._pending_vectors:
             vectors = self._pending_vectors
             self._send(self.vectors, np.array(list(vectors)), list(vectors.values()))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_scope.program.operations import NO_PROGRAM
 
-#: Steps that can be in flight before a buffer is written again.
+#: How many steps can be in flight before a buffer is written again.
 UPLOADS_IN_FLIGHT = 8
 
 
@@ -25,11 +25,11 @@ class Buffer:
 
     Attributes:
         tensor, array: the same memory, int32 [max_rows, 4].
-        holds: the program ids that were last written to it; compared by identity.
-        to_host: what the TO_HOST column of its rows says.
-        rows: its rows with a program.
+        holds: the program ids that were last written to the buffer; compared by identity.
+        to_host: the value of the TO_HOST column in its rows.
+        rows: the indices of its rows with a program.
         num_rows: rows with this index or a larger one have no program.
-        first: `tensor`'s first rows, as many as the last upload had.
+        first: a slice of `tensor`: as many of its first rows as the last upload had.
     """
 
     tensor: Tensor
@@ -58,7 +58,7 @@ class Staging:
             self._buffers.append(Buffer(tensor, tensor.numpy()))
         self._events = [torch.cuda.Event() for _ in range(2)] if self._cuda else []
         self._at = -1
-        #: The target, and its first rows, as many as the last upload had.
+        #: The target, and a slice of it: as many of its first rows as the last upload had.
         self._to, self._to_first = to, to
 
     def next(self) -> Buffer:
@@ -70,8 +70,9 @@ class Staging:
         return self._buffers[self._at]
 
     def upload(self, buffer: Buffer, num_rows: int) -> None:
-        """Enqueue the copy of the first `num_rows` rows. Slices are kept: decode steps have one
-        size, and slicing a tensor takes a third as long as enqueuing the copy."""
+        """Enqueue the copy of the first `num_rows` rows. The slices are kept for the next upload:
+        decode steps mostly have one size, and to slice a tensor takes a third as long as to enqueue
+        the copy."""
         if buffer.first is None or len(buffer.first) != num_rows:
             buffer.first = buffer.tensor[:num_rows]
         if len(self._to_first) != num_rows:

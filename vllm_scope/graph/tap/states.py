@@ -1,6 +1,6 @@
 """The states of gates in plain numpy: how a tap advances them, and where they are kept.
 
-Owns:  the meaning of the operations ADVANCING, and the columns of walks and of the log.
+Owns:  the meaning of the operations in ADVANCING, and the columns of walks and of the log.
 Runs:  on the CPU, and in tests as the kernel's twin.
 From:  program.operations.   To: definition, worker.walks.
 
@@ -9,10 +9,11 @@ request. For each generated token, a request has one place for each gate with a 
 a gate is the first of its token's places plus the gate's register.
 
 A walk says for one row where its request's states are, and which tokens have states already. Each
-row advances the state by itself: from the last token that has one, by the scores of its request's
-rows in this step, up to its own. An earlier tap has set these scores, so that no row waits for
-another. A step of one row and a step of several rows give the same bits. The position of a row is
-read on the device: while drafts are in flight, the host may not know the true one.
+row advances the state by itself: it starts from the state of the last token that has one, and
+applies the scores of its request's rows in this step, up to its own score. An earlier tap has set
+these scores, so no row waits for another. A step of one row and a step of several rows give the
+same bits. The position of a row is read on the device: while drafts are in flight, the host may not
+know the true position.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from vllm_scope.program.operations import OP_EMA, OP_HYSTERESIS, STATE_NUMBERS
 
 Floats = NDArray[np.float32]
 
-#: Columns of the walks. START: the request's first place in the log. WIDTH: its places for one
-#: token. TOKENS: how many tokens it has places for. BEGIN: the position of its first generated
-#: token. KNOWN: the position below which tokens have states, even if this step computes them again.
-#: INDEX: the row's index among the request's rows in this step. Two columns are empty.
+#: Columns of the walks. START: the request's first place in the log. WIDTH: how many places one of
+#: its tokens has. TOKENS: how many of its tokens have places. BEGIN: the position of its first
+#: generated token. KNOWN: the position below which tokens have states, even if this step computes
+#: them again. INDEX: the row's index among the request's rows in this step. Two columns are empty.
 START, WIDTH, TOKENS, BEGIN, KNOWN, INDEX = range(6)
 NUM_WALK_COLUMNS = 8
 #: In the op table: definition's columns REGISTER, SOURCE, and those of the numbers a to e.
@@ -42,7 +43,7 @@ def compared(score: Floats, threshold: Floats, sharpness: Floats, sign: Floats) 
     """A gate's value by its score and threshold, [num_rows]: 0 or 1; if `sharpness` is above 0, a
     sigmoid."""
     beyond = sign * (score - threshold)
-    with np.errstate(over="ignore"):  # torch's sigmoid depends on the place in the batch
+    with np.errstate(over="ignore"):  # numpy: torch's sigmoid depends on the batch
         smooth = 1 / (1 + np.exp(-sharpness * beyond))
     found: Floats = np.where(sharpness > 0, smooth, beyond > 0).astype(np.float32)
     return found
@@ -54,7 +55,7 @@ def advance(
     """Advance the states of some rows, log them, and set the gates' registers.
 
     Args:
-        rows: [num_rows], their indices in the batch.
+        rows: [num_rows], indices of the rows in the batch.
         op: [num_rows, NUM_COLUMNS], the operation of each row.
         registers: [max_rows, REGISTERS].
         host: as in definition.tap_rows.

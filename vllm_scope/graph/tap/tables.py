@@ -1,6 +1,6 @@
 """The tables that tell every tap what to do, and how they are refilled.
 
-Owns:  Tables (device tensors, fixed size, fixed address): what the rows of a step do.
+Owns:  Tables: device tensors of fixed size and address, with what the rows of a step do.
 Runs:  in every worker. The host writes; taps read.
 From:  plan, program_tables.   To: op.
 
@@ -31,7 +31,7 @@ from vllm_scope.graph.tap.states import NUM_WALK_COLUMNS
 from vllm_scope.program.layout import Widths
 from vllm_scope.program.operations import NO_PROGRAM, REGISTERS, STATE_NUMBERS
 
-#: Number of owners. Each has one word for the faults of its request.
+#: Number of owners. Each owner has one word, for a fault of its request.
 MOST_OWNERS = 1 << 16
 
 
@@ -41,12 +41,12 @@ def log_places(states_mib: float) -> int:
 
 
 class Tables(ProgramTables):
-    """Persistent device tables: those of programs, and what each row of a step does.
+    """Persistent device tables: the program tables, and what each row of a step does.
 
     Attributes:
         tokens: [max_rows, 4] int32: program, slot, 1 for host memory, owner.
         taps: [num_taps, 4] int32: the tap's number; 1, or 0 if no row does anything at the tap in
-            this step; two that are not used. A tap takes a view of its row.
+            this step; two numbers that are not used. A tap gets a view of its row.
         registers: [max_rows, REGISTERS] float32: values of conditions in one forward.
         walks: [max_rows, 8] int32: tap.states' columns, for rows whose gates have states.
         log: [num_places, STATE_NUMBERS] float32: the states of gates.
@@ -110,14 +110,14 @@ class Tables(ProgramTables):
         slots: NDArray[np.int64],
         to_host: bool = False,
     ) -> None:
-        """Give these rows of the next forward their programs, and all others none.
+        """Give each of these rows of the next forward its program, and all other rows none.
 
-        The table keeps them until the next `load_step` or `clear_step`.
+        The table keeps the programs until the next `load_step` or `clear_step`.
 
         Args:
-            rows: ascending.
-            program_ids, owners: of each row; owner 0 for none.
-            slots: first slot of each row's token.
+            rows: indices of the rows, ascending.
+            program_ids, owners: the program and the owner of each row; owner 0 for none.
+            slots: the first slot of each row's token.
             to_host: True if the slots are in host memory, not in the arena.
         """
         if self._is_stale:
@@ -141,12 +141,12 @@ class Tables(ProgramTables):
     def load_walks(
         self, rows: NDArray[np.int64], walks: NDArray[np.int32], positions: Tensor
     ) -> None:
-        """Write the walks of these rows for the next forward. The table keeps them until the next
-        call.
+        """Write the walks of these rows for the next forward. The table keeps the walks until the
+        next call.
 
         Args:
-            rows: ascending.
-            walks: [num_rows, 8].
+            rows: indices of the rows, ascending.
+            walks: [num_rows, 8], the walk of each of these rows.
             positions: [num_rows or more] int64, device: the true positions by batch row. Its
                 memory is read during the forward.
         """
@@ -168,8 +168,9 @@ class Tables(ProgramTables):
         return self._loaded is program_ids
 
     def _load_acts(self, program_ids: NDArray[np.int32]) -> None:
-        """Write at which taps any of these programs does something. Without that, each row would
-        look up its program at each tap, which takes a GPU as long again as an idle tap."""
+        """Write for each tap whether any of these programs does something there. Without
+        this, each row would look up its program at each tap, and an idle tap would take a GPU twice
+        as long."""
         used = np.zeros(len(self._host_programs) + 1, bool)  # the last one is NO_PROGRAM
         used[program_ids] = True
         acts = (self._host_programs[used[:-1]] >= 0).any(axis=0)
@@ -184,12 +185,12 @@ class Tables(ProgramTables):
 
     @property
     def acting(self) -> NDArray[np.bool_] | None:
-        """[num_taps], True for taps at which some row of the step that was loaded last does
-        anything; None if none does at any. A new array whenever it changes."""
+        """[num_taps], True for taps that do something for some row of the step that was loaded
+        last; None if no step is loaded. Whenever the values change, the array is a new one."""
         return None if self._loaded is None else self._acts
 
     def clear_step(self) -> None:
-        """Give no row a program. Does nothing if no row has one."""
+        """Take the programs away from all rows. Does nothing if no row has a program."""
         self._loaded = None
         if self._rows_written:
             self.tokens[: self._rows_written].fill_(NO_PROGRAM)

@@ -1,4 +1,4 @@
-"""One way to send to a front-end, as the memory sink uses it.
+"""The interface by which the memory sink sends to a front-end.
 
 Owns:  Sender.
 """
@@ -57,7 +57,7 @@ class Sender(ABC):
     def _send(self, header: FinishHeader | EndsHeader | DecidedHeader | CountersHeader) -> None: ...
 
     def reclaim(self) -> None:  # noqa: B027
-        """Release the leases that the front-end has read; if it is dead, all its leases."""
+        """Release the leases whose rows the front-end has read; if it is dead, all its leases."""
 
     @property
     @abstractmethod
@@ -66,11 +66,11 @@ class Sender(ABC):
 
     @abstractmethod
     def holds(self, lease: Lease) -> bool:
-        """True if the span of `lease` has rows that were sent and not read."""
+        """True if the span of `lease` has rows that the front-end has not read."""
 
     @abstractmethod
     def give_up(self) -> None:
-        """Drop the messages that were not read. The front-end counts as dead from now on."""
+        """Drop the messages that the front-end has not read, and treat it as dead from now on."""
 
     @abstractmethod
     def close(self) -> None: ...

@@ -27,7 +27,7 @@ from vllm_scope.transport.messages import (
 from vllm_scope.transport.ring import CLOSED, HostRing, Lease
 from vllm_scope.transport.senders.base import ANSWER_S, Sender
 
-#: Interval between two checks whether the process of a slow front-end still runs.
+#: The least time between two checks that the process of a slow front-end still runs.
 LOOK_S = 0.05
 
 
@@ -48,7 +48,7 @@ class SharedSender(Sender):
         self._num_sent = 0
         self._gone = False
         self._look_at = 0.0
-        #: (message number, its lease), in message order.
+        #: (number of a message with rows, its lease) of the messages not yet read, in order.
         self._unread: deque[tuple[int, Lease]] = deque()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         # Unbounded: headers are small, and the ring bounds their rows.
@@ -124,7 +124,8 @@ class SharedSender(Sender):
         self._release(CLOSED)
 
     def _is_dead_by_now(self) -> bool:
-        """True if the front-end's process is gone. Checks at most every LOOK_S."""
+        """True if the front-end's process is gone. Checks at most every LOOK_S; returns False in
+        between."""
         if time.monotonic() < self._look_at:
             return False
         self._look_at = time.monotonic() + LOOK_S
@@ -132,7 +133,7 @@ class SharedSender(Sender):
 
     def close(self) -> None:
         """Deliver the messages that wait. The counter of a dead front-end is reused once that
-        front-end can no longer write it."""
+        front-end can no longer write to it."""
         if self.dead:
             self._release(CLOSED)
             self._ring.free_reader_later(self._reader, self._has_left)

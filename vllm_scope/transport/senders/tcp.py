@@ -42,13 +42,13 @@ from vllm_scope.transport.senders.base import ANSWER_S, Sender
 logger = logging.getLogger("vllm.vllm_scope")
 
 #: A lost connection is dialled again at once, then MOST_DIALS times after a pause of DIAL_S.
-#: The front-end has DIAL_S to answer each time. After the last time it counts as dead.
+#: The front-end has DIAL_S to answer each time. If it answers none, it counts as dead.
 MOST_DIALS = 3
 DIAL_S = 2.0
 #: How long a closing worker waits for a front-end to read the messages that were sent.
 CLOSE_S = 5.0
-#: Batches are sent in pieces of about this size: the front-end copies one while the next
-#: travels, and neither end holds a large batch twice.
+#: Batches are sent in pieces of about this size: the front-end copies one piece while the next
+#: one travels, and neither end holds a large batch twice.
 PIECE_BYTES = 8 << 20
 PIECE_TOKENS = 1 << 16
 
@@ -60,7 +60,7 @@ class _Sent:
     Attributes:
         frames: the header, and a view of the rows in the ring.
         lease: the lease of the rows.
-        tracker: done once zmq no longer reads `frames`.
+        tracker: its `done` is True once zmq no longer reads `frames`.
     """
 
     number: int
@@ -92,7 +92,7 @@ class TcpSender(Sender):
         self._num_sent = self._num_confirmed = 0
         #: Messages to send: appended by the caller, taken by the thread.
         self._outgoing: deque[_Sent] = deque()
-        #: Messages that were sent and not read. Only the thread changes it.
+        #: Messages that were sent and not read. Only the thread changes this queue.
         self._unread: deque[_Sent] = deque()
         self._num_dials = 0
         self._dead = False
@@ -263,7 +263,7 @@ class TcpSender(Sender):
 
 
 def _pieces(batch: RowBatch) -> Iterator[tuple[Labels, int, int]]:
-    """Parts of a batch, about PIECE_BYTES each: labels, first slot, last slot + 1."""
+    """The pieces of a batch, about PIECE_BYTES each: (labels, first slot, last slot + 1)."""
     labels, num_tokens = batch.labels, len(batch.labels.keys)
     if batch.boundary is not None:
         ends = np.arange(1, num_tokens + 1) * (len(batch.slots) // num_tokens)
