@@ -2,8 +2,8 @@
 
 labels.py       the tokens that one step computes, and the tokens whose rows a batch holds
 by_request.py   splits a batch into the parts of its requests
-readout.py      makes scores and aggregates of a probe from its nets' numbers
+readout.py      computes a probe's scores and aggregates from its nets' numbers
 sparse.py       makes features from a bank's numbers
-by_position.py  makes one row per position from all rows of a stream; the last computed row stays
+by_position.py  keeps, of all rows of a stream, the last computed row of each position
 sums.py         sums of rows by label
 """

@@ -1,8 +1,8 @@
 """One row per position, from all rows that were computed.
 
-Owns:  the rule by which arrived rows become a stream: for each position the last computed
-       row stays; rows that nobody asked for, and rows of tokens that were never accepted,
-       are left out. Transcript.
+Owns:  Transcript; the rule by which arrived rows become a stream: for each position the last
+       computed row stays; rows that nobody asked for, and rows of tokens that were never accepted,
+       are left out.
 Runs:  in the front-end (results), and in the worker (sinks.request, files.rows).
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from vllm_scope.request.selectors import Selector, Tokens, Word
 
 Ints = NDArray[np.int64]
-#: If a tensor has fewer numbers, torch uses only the caller's thread.
+#: If a tensor has fewer numbers than this, torch uses only the caller's thread.
 #: torch 2.13, at::internal::GRAIN_SIZE
 ONE_THREAD = 1 << 15
 _ALL = Word("all")
@@ -32,7 +32,8 @@ class Part(NamedTuple):
     """Some values of one stream: [n] positions and arrivals, [n, size] rows.
 
     Attributes:
-        arrivals: larger for a row that was computed later, over all parts of a request.
+        arrivals: the order in which rows were computed, across all parts of a request: a later row
+            has a larger number.
     """
 
     positions: Ints
@@ -46,7 +47,7 @@ class Transcript(Sequence[int]):
     Args:
         prompt_ids: [num_prompt], never changed.
         output_ids: may be extended; ids in it do not change.
-        num_output: number of `output_ids` that the view has.
+        num_output: how many of the first `output_ids` the view includes.
     """
 
     def __init__(self, prompt_ids: Sequence[int], output_ids: list[int], num_output: int) -> None:
@@ -98,7 +99,7 @@ def wanted_positions(
     if _ALL in selectors:
         return positions
     if all(selector.uniform for selector in selectors):
-        ids = positions  # selectors do not look at them: the phase alone decides
+        ids = positions  # uniform selectors do not look at ids
     else:
         ids = np.asarray(token_ids[first:count], np.int64)
     tokens = Tokens(positions, num_prompt, ids, count if ended else None)
@@ -117,7 +118,7 @@ def last_of_each(positions: Ints) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The values of some parts that stay. Other parts with the same positions and arrivals have the
+    """Which values of some parts stay. Other parts with the same positions and arrivals have the
     same Chosen.
 
     Attributes:

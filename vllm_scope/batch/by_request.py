@@ -20,7 +20,7 @@ def by_layout(
     widths: Widths,
     slots: Tensor,
 ) -> Iterator[tuple[Layout, np.ndarray, np.ndarray]]:
-    """A batch's tokens and their bytes, layout by layout.
+    """Yield a batch's tokens and their bytes, layout by layout.
 
     Args:
         layouts, layout_of, boundary: as in labels.Labels and sinks.RowBatch.
@@ -61,7 +61,7 @@ def by_layout(
 
 
 def by_key(keys: np.ndarray) -> Iterator[tuple[int, slice | np.ndarray]]:
-    """Each key, ascending, and its indices; a slice if they are evenly spaced.
+    """Yield each key, ascending, with its indices: a slice if they are evenly spaced, or an array.
 
     Several steps of the same requests come as one message. A request's tokens are then
     usually every n-th token of the message, and a slice copies them without a gather.

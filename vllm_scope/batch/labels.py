@@ -1,10 +1,10 @@
 """The tokens that one step computes, and the tokens whose rows a batch holds.
 
 Owns:  StepBatch, Labels.
-Runs:  StepBatch in the worker; Labels there, and in messages to front-ends.
+Runs:  StepBatch in the worker; Labels in the worker and in messages to front-ends.
 
-The objects that each step makes are msgspec.Structs. A frozen dataclass takes ten times as long to
-make (1.4 us). A step makes three of them, on the thread that launches the model.
+The objects that each step makes are msgspec.Structs. A frozen dataclass takes 1.4 us
+to make, ten times as long. A step makes three such objects, on the thread that launches the model.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Labels(msgspec.Struct, frozen=True, eq=False):
     """The tokens whose rows and scores a batch holds, in slot order.
 
     Attributes:
-        keys: int64 [num_tokens], the request's key.
-        positions: int64 [num_tokens], absolute.
+        keys: int64 [num_tokens], the key of each token's request.
+        positions: int64 [num_tokens], each token's position in its request.
         layout_of: int32 [num_tokens], index into `layouts`.
         layouts: the distinct layouts.
         rows: int64 [num_tokens], the tokens' rows in the step (to look up true positions).
@@ -53,7 +53,7 @@ class Labels(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def sums(self) -> bool:
-        """True if some rows are added to sums on the device, and do not leave the device."""
+        """True if some rows stay on the device, where they are added to sums."""
         return any(layout.sent is not layout for layout in self.layouts)
 
     @property

@@ -1,11 +1,11 @@
-"""Scores and aggregates from the numbers that a probe's nets made.
+"""Scores and aggregates, computed from the numbers of a probe's nets.
 
-Owns:  Readout (over a request's positions, in order), `scores_of` (of single tokens).
+Owns:  Readout (for a request's positions, in order), `scores_of` (for single tokens).
 Runs:  in the front-end (results), and in the worker (sinks.request). numpy, no GPU.
 From:  request.resolve (the probe).
 
-Promise: a score and an aggregate are functions of positions. Numbers are added in float64, in the
-order of positions, so the result is the same if they come at once or in parts.
+Promise: numbers are added in float64, in the order of positions. So scores and aggregates do not
+depend on how many positions one call takes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from vllm_scope.request.nets import Aggregate, Ema, RollingMean
 from vllm_scope.request.resolved import ResolvedProbe
 
 Floats = NDArray[np.float64]
-#: The logits of a pool are taken relative to a multiple of this number, so that the reference
-#: seldom changes. exp(-2 * _STEP) is far above the smallest float64.
+#: The logits of a pool are taken relative to a reference, which is a multiple of this number and
+#: therefore seldom changes. exp(-2 * _STEP) is far above the smallest float64.
 _STEP = 256.0
 
 
@@ -53,10 +53,10 @@ class Verdict(NamedTuple):
 
 
 class Readout:
-    """A probe over one request. Each call of `read` takes later positions.
+    """Computes the scores, aggregates and verdict of one probe for one request.
 
     Attributes:
-        verdict: None as long as no value was above the threshold.
+        verdict: None until a value is above the threshold.
     """
 
     def __init__(self, probe: ResolvedProbe) -> None:
@@ -70,7 +70,7 @@ class Readout:
 
         Args:
             numbers: float32 [n, num_values], the sums over the probe's cells.
-            positions: int64 [n], ascending, later than those of earlier calls.
+            positions: int64 [n], ascending, larger than all positions of earlier calls.
         """
         found = self._read(numbers)
         if self._probe.threshold is not None and self.verdict is None:
@@ -116,7 +116,7 @@ def _activated(probe: ResolvedProbe, scores: NDArray[Any]) -> NDArray[np.float32
 
 
 class _Pool:
-    """The softmax-weighted average of the values so far, of each head; and the sum over heads."""
+    """For each head, the softmax-weighted average of the values so far; their sum over heads."""
 
     def __init__(self, num_heads: int) -> None:
         #: Per head: the largest logit, the multiple of _STEP at or above it, and the sums of
@@ -201,19 +201,20 @@ class _Mean:
 class _RollingMean:
     """The mean of the last `window` scores.
 
-    The positions are cut into blocks of `window`. The window that ends at a position is the end of
-    one block and the beginning of the next; the sums of both are running sums. The difference of
-    two values of one running sum would be wrong: it would still have the rounding errors of large
-    scores that have left the window, and each NaN.
+    The positions are cut into blocks of `window`. The window that ends at a position consists of
+    the end of one block and the beginning of the next; both have running sums. The difference of
+    two values of one running sum would be wrong: it would keep each NaN, and the rounding errors of
+    large scores, after these scores have left the window.
 
     Args:
-        largest: True: return the largest mean of a full window so far.
+        largest: True if `add` returns, at each position with a full window, the largest mean of a
+            full window so far.
     """
 
     def __init__(self, window: int, largest: bool) -> None:
         self._window, self._count = window, 0
-        #: The scores of the block that is not full, their number, and their sum. Memory that was
-        #: not written to takes no room.
+        #: The scores of the block that is not full, their number, and their sum. Pages of the
+        #: array that were not written to take no memory.
         self._block, self._begun, self._sum = np.zeros(window), 0, 0.0
         #: [window + 1], the sums of the previous block, from each place to the block's end.
         self._ends = np.zeros(window + 1)

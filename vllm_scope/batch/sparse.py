@@ -2,7 +2,7 @@
 
 Owns:  SparseRows, `sparse_rows`.
 Runs:  in the front-end (results), and in the worker (sinks.request). No GPU.
-From:  request.resolved (what was asked for).
+From:  request.resolved (the action that was asked for).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_scope.request.resolved import ResolvedFeatures
 
 @dataclass(frozen=True)
 class SparseRows:
-    """Features, or tokens of a lens, of some positions, each in a fixed number of places.
+    """Features, or tokens of a lens, at some positions. Each position has a fixed number of places.
 
     Attributes:
         indices: int32 [n, places]; -1 in a place without a feature.
@@ -55,7 +55,8 @@ def sparse_rows(asked: ResolvedFeatures, words: Tensor) -> SparseRows:
     """The features in the numbers that a worker delivered.
 
     Args:
-        words: float32 [n, num_values]; from a Strongest, the first half are the bits of int32.
+        words: float32 [n, num_values]. In numbers of a Strongest, the first half of each row are
+            the bits of int32 indices.
     """
     (cell,) = asked.cells
     if isinstance(cell.bank, Strongest):

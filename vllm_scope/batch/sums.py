@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-#: Fewest and most rows that wait on the device for their product x x^T. More rows make the products
-#: cheaper, and take more memory.
+#: Bounds of `num_waiting`. If more rows wait, their products x x^T are cheaper, and the rows take
+#: more memory.
 LEAST_ROWS, MOST_ROWS = 256, 4096
 #: Rows of x x^T that are computed at once: 32 MiB if x x^T has 4,096 columns.
 BLOCK = 1024
@@ -30,7 +30,7 @@ def upper_blocks(width: int) -> Iterator[tuple[slice, slice]]:
 
 
 def num_waiting(width: int) -> int:
-    """How many rows of this width wait for their product."""
+    """How many rows of this width may wait on the device for their products x x^T."""
     return min(max(width, LEAST_ROWS), MOST_ROWS)
 
 
@@ -39,7 +39,7 @@ def bytes_of(width: int, itemsize: int, covariance: bool, targets: bool) -> int:
 
     Args:
         width: numbers of a row.
-        itemsize: bytes of such a number.
+        itemsize: bytes of one number of a row.
         covariance, targets: whether there are sums of x x^T, and of x y.
     """
     products = width * (8 * width + num_waiting(width) * itemsize) if covariance else 0
@@ -47,9 +47,9 @@ def bytes_of(width: int, itemsize: int, covariance: bool, targets: bool) -> int:
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """Sums on their way between processes; fields as in Sums. `arrays`: the float64 bytes of the
-    sum of x, of the sum of x y, and of the `upper_blocks` of the sum of x x^T; empty for a sum that
-    was not kept."""
+    """Sums on their way between processes. `count` and `missing` are as in Sums; `target` and
+    `target_squared` are `y` and `yy` of Sums. `arrays`: the float64 bytes of the sum of x, of the
+    sum of x y, and of the `upper_blocks` of the sum of x x^T; empty for a sum that was not kept."""
 
     count: int
     missing: int
@@ -108,14 +108,14 @@ class Sums:
 
     @property
     def covariance(self) -> Floats:
-        """[width, width], `scatter` divided by the number of rows. Raises as `scatter`."""
+        """[width, width], `scatter` divided by the number of rows. Raises as `scatter` does."""
         return self.scatter / self.count
 
     def __add__(self, other: Sums) -> Sums:
         """The sums over the rows of both.
 
         Raises:
-            ValueError: the widths differ, or one of the two has sums that the other has not.
+            ValueError: the widths differ, or only one of the two has sums of x x^T or of x y.
         """
         if self.x.shape != other.x.shape:
             raise ValueError(
@@ -138,7 +138,7 @@ class Sums:
 
     @staticmethod
     def total(some: Sequence[Sums]) -> Sums:
-        """The sums over the rows of all items; there is at least one."""
+        """The sums over the rows of all items of `some`, which is not empty."""
         found = some[0]
         for one in some[1:]:
             found = found + one
@@ -173,7 +173,7 @@ class Sums:
 
 
 def _mirrored(numbers: Floats, width: int) -> Floats:
-    """The symmetric matrix [width, width] that has these upper blocks."""
+    """The symmetric matrix [width, width] whose `upper_blocks` have these numbers."""
     whole, first = np.empty((width, width)), 0
     for rows, columns in upper_blocks(width):
         shape = rows.stop - rows.start, columns.stop - columns.start

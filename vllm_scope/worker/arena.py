@@ -5,7 +5,7 @@ Runs:  in the worker that drains its stage, in device memory.
 From:  plan (how many slots a step needs).   To: graph.tap (writes), drain (copies out).
 
 Promise: a region is reused only after the fence of its last copy, so a row is never overwritten
-before it is copied. If the ring is full, the stream waits on a GPU, and the thread on a CPU.
+before it is copied. If the ring is full, the stream waits on a GPU; on a CPU, the thread waits.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Arena(SpanRing[Region]):
     def __init__(self, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(num_slots)
         shape = (num_slots, SLOT_BYTES // dtype.itemsize)
-        # Written now: host pages that are first touched later look like a leak.
+        # Filled now: if host pages were first touched later, the growth would look like a leak.
         self.slots = torch.empty(shape, dtype=dtype, device=device).fill_(0)
         self._new_fence = StreamFence if device.type == "cuda" else HostFence
 

@@ -1,12 +1,12 @@
-"""Does the drain thread's items in order, and gives adjacent steps to the sink as one batch.
+"""Does the drain thread's work in order, and gives adjacent steps to the sink as one batch.
 
 Owns:  Deliverer.
 Runs:  on the drain thread.
 From:  drain (the items), filler.   To: a BatchSink (sinks.router), the score store.
 
 Promise: rows reach the sink in the order of their steps, and a request's `finish` after all of its
-rows. If rows cannot be delivered, that is logged, and their requests report them as dropped; the
-engine and later steps go on.
+rows. If rows cannot be delivered, the error is logged, and their requests report them as dropped;
+the engine and later steps go on.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class Deliverer:
         kept: list[Filled] = []
         for kind, same in groupby(items, type):
             some = list(same)
-            if kind is Keep:  # later, so that steps before and after it may be joined
+            if kind is Keep:  # done later, so that steps before and after it may be joined
                 kept += [one for item in some if isinstance(item, Keep) for one in item.filled]
                 continue
-            # The steps so far are sent before anything else is done, and their scores are kept.
+            # Before any other work, the steps so far are written and their scores are kept.
             if kind is not Rows:
                 self._write_and_keep(steps, kept)
                 steps, kept = [], []
-            # A call between two Stored items does not concern the scores that are in the ring.
+            # A call does not change scores in the ring: Stored items around it may be one batch.
             if stored and kind in (Rows, Finish):
                 self._write_all_stored(stored)
                 stored = []
@@ -116,8 +116,8 @@ class Deliverer:
         try:
             waiting = [step for step in steps if step.waits]
             lost = {id(step) for step in waiting} - set(map(id, self._filler.fill_waiting(waiting)))
-            # Copies are on one stream, taps that write into the ring on another. On each, the
-            # last event follows all earlier ones.
+            # Copies are on one stream, taps that write into the ring on another. On each stream,
+            # the last event follows all earlier ones.
             for written in (True, False):
                 events = [s.copied for s in steps if (s.region is None) is written and s.copied]
                 if events:

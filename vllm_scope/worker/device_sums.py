@@ -5,9 +5,9 @@ Runs:  as worker.summing.   To: batch.sums.
 
 Promise: sums are float64. Products of 16-bit rows on a GPU are exact in float32, and are added in
 float32 for at most MOST_AT_ONCE rows before they are added to the float64 sums (worker.squares);
-all other products are float64. Of x x^T, only a part of what lies below the diagonal is computed.
-All vectors and matrices lie in the room that was given. Sums change only in inference mode, in
-which vLLM computes its steps.
+all other products are float64. Of x x^T, only a part of the numbers below the diagonal is
+computed. All vectors and matrices lie in the constructor's `room`. Sums change only in inference
+mode, in which vLLM computes its steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: Bytes of the float64 copies of rows that are made at once.
 COPY_BYTES = 32 << 20
-#: Most rows whose products are added in float32, if their numbers have 16 bits and are on a GPU.
+#: The most 16-bit rows on a GPU whose products are added in float32.
 MOST_AT_ONCE = 8192
 
 
@@ -43,7 +43,7 @@ class DeviceSums:
     Args:
         room: uint8 [bytes_of(width, ...)], zeroed here.
         width: numbers of a row.
-        dtype: of rows.
+        dtype: the rows' dtype.
         covariance, targets: as in batch.sums.bytes_of.
 
     Attributes:
@@ -84,10 +84,10 @@ class DeviceSums:
         at: NDArray[np.int64],
         targets: NDArray[np.float64],
     ) -> None:
-        """Add rows; if the device has no room to make them, count them as missing.
+        """Add rows. If the device runs out of memory, count them as missing.
 
         Args:
-            rows_of: returns [n, width], the rows of some indices.
+            rows_of: returns the rows at some indices, [n, width].
             at: int64 [n], the indices.
             targets: [n], one target for each row; ignored if `kind` has no targets.
         """
@@ -118,7 +118,7 @@ class DeviceSums:
         return max(1, COPY_BYTES // (8 * self._width))
 
     def _keep(self, rows: Tensor) -> None:
-        """Multiply the rows at once if they are many; few rows wait for others."""
+        """Multiply the rows now if they are as many as may wait; fewer rows wait for others."""
         if len(rows) >= len(self._rows):
             self._multiply(rows)
             return
@@ -135,8 +135,7 @@ class DeviceSums:
         self._num_rows = 0
 
     def _multiply(self, rows: Tensor) -> None:
-        """Add the products of rows; if the device has no room to make them, count the rows as
-        missing."""
+        """Add the products of rows. If the device runs out of memory, count the rows as missing."""
         try:
             self._add_products(rows)
         except torch.OutOfMemoryError:

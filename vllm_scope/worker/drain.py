@@ -1,4 +1,4 @@
-"""Arena -> host ring -> sink, off the path of the forward.
+"""Takes rows from the arena through the host ring to the sink, outside the model's forward.
 
 Owns:  Drain: the drain thread, and the items that wait for it.
 Runs:  `submit` and `finish_request` on the worker's thread, after the forward was enqueued.
@@ -54,13 +54,13 @@ class Drain:
     """Copies regions of the arena to the host ring and hands them to a sink, in order.
 
     Args:
-        watch: is shown the rows of each step, while it has requests.
+        watch: gets the rows of each step, while it has requests.
         store: collects scores from the rows of each step, on the drain thread.
         saes: the SAEs that the worker holds, by name.
-        moments_bytes: memory of the device for the sums of Moments.
-        joins: True if heads work on the rows of several steps at once. This takes a GPU fewer
-            launches, and a held SAE's weights are read once for all these steps. None: True on a
-            GPU, False on a CPU.
+        moments_bytes: bytes of device memory for the sums of Moments.
+        joins: True if heads work on the rows of several steps at once. A GPU then needs fewer
+            launches, and reads a held SAE's weights once for all these steps. None: True on a GPU,
+            False on a CPU.
 
     Attributes:
         defers: True if stored scores wait for `nudge`.
@@ -90,8 +90,8 @@ class Drain:
         self._items: deque[Item] = deque()
         self._closing = False
         #: Slots of the arena or the ring: how many may wait while no request is followed, and how
-        #: many were submitted since the thread last looked. At most a quarter of a ring waits,
-        #: which leaves room for the next steps.
+        #: many were submitted since the thread last looked. At most a quarter of the arena and
+        #: of the ring waits, which leaves room for the next steps.
         most = min(MOST_UNSEEN_BYTES // SLOT_BYTES, arena.num_slots // 4, len(ring.slots) // 4)
         self._most_unseen, self._num_unseen = most, 0
         self.defers = self._stream.is_cuda
@@ -107,22 +107,22 @@ class Drain:
     def add_request(
         self, key: int, encodings: Sequence[Encoding], banks: Mapping[Bank, Sequence[Net]]
     ) -> None:
-        """Make what a request's codecs and probes need.
+        """Prepare the projections of a request's codecs and the weights of its probes.
 
         Raises:
-            CapacityError: there is no room for it.
+            CapacityError: there is no room for them.
         """
         with self._stream.entered():
             self.filler.packer.hold(key, encodings, banks)
 
     def warm(self, call: Callable[[], None]) -> None:
         """On a GPU, call a function on the drain's stream before the first step, so that the memory
-        that it takes and frees stays with that stream. On a CPU, do nothing."""
+        that the function takes and frees stays with that stream. On a CPU, do nothing."""
         if self._stream.is_cuda:
             self._stream.warm(call)
 
     def follow(self, key: int) -> None:
-        """Deliver rows soon until this request ends: its caller looks at rows as they arrive."""
+        """Deliver rows soon until this request ends: its caller reads rows as they arrive."""
         self._pace.follow(key)
 
     def finish_request(self, key: int, error: str | None = None) -> None:
@@ -142,8 +142,8 @@ class Drain:
         """Note how many tokens of requests with Moments are accepted.
 
         Args:
-            num_tokens: key of a request -> how many of its tokens are accepted, as was known when
-                the coming step was scheduled.
+            num_tokens: key of a request -> how many of its tokens are accepted, as EngineCore knew
+                when it scheduled the coming step.
         """
         self._in_order(partial(self._accept, num_tokens))
 
@@ -159,7 +159,7 @@ class Drain:
             self.later(call)
 
     def of_sums(self, call: Callable[[Summing], T]) -> T:
-        """The result of a call on the sums, which have the rows that were submitted so far."""
+        """The result of a call on the sums, made after the rows that were submitted so far."""
         if self._stream.is_cuda:
             with self._stream.entered():
                 return call(self._summing)
@@ -187,14 +187,15 @@ class Drain:
         """Deliver a region whose taps are enqueued on the current stream.
 
         Args:
-            boundary: the one tap that the region holds, or None for whole programs.
-            positions: int64 [num_rows] on the device: true positions by batch row,
-                or None if the labels' positions are true.
+            boundary: the boundary of the only tap whose rows the region holds; None if the region
+                holds the rows of all taps.
+            positions: int64 [num_rows] on the device: true positions by batch row; None if the
+                labels' positions are true.
         """
         lease = self._ring.acquire(self.filler.num_slots(region, labels, boundary))
         copied = tapped = None
         if self._stream.is_cuda:
-            # A step that a watch waits for, or that is drained tap by tap, is not put off.
+            # A step is not put off if a watch waits for it, or if it is drained tap by tap.
             whole = boundary is None and not self._watch
             if whole and self.filler.may_put_off(region, labels):
                 positions = None if positions is None else to_host(positions)
@@ -218,17 +219,17 @@ class Drain:
             positions = to_host(positions)
         self._put(Rows(labels, None, None, lease, self._stream.after_taps(), positions))
 
-    # Scores that were kept, and those to keep
+    # Scores that were kept, and scores to keep
 
     def submit_stored(self, labels: Labels, write: Callable[[Lease], bool]) -> None:
         """Deliver scores that were kept.
 
         On a GPU, without a watch, the drain thread does not wake up for these scores before
-        `nudge`: it would delay the worker's thread, which is about to launch the model. On a CPU
-        the drain thread wakes up at once.
+        `nudge`, because it would delay the worker's thread, which is about to launch the model. On
+        a CPU the drain thread wakes up at once.
 
         Args:
-            labels: with one layout.
+            labels: all tokens have one layout.
             write: called on the drain thread, see Stored.
         """
         num_slots = len(labels.keys) * labels.layouts[0].slots(self._widths)
@@ -237,7 +238,7 @@ class Drain:
             wait = partial(_wait_for, item.written)
             self._watch.add(item.labels_if_whole, wait, item.lease, None)
             self._put(item)
-            self.hurry()  # the watch waits for them
+            self.hurry()  # the watch waits for these scores
             return
         self._items.append(item)
         self._unseen_scores = True
@@ -254,7 +255,7 @@ class Drain:
         self._pace.wake()
 
     def keep(self, filled: Sequence[Filled]) -> None:
-        """Keep scores of the rows that were submitted so far."""
+        """Let the store keep these blocks' scores, from the rows that were submitted so far."""
         self._put(Keep(filled))
 
     def _forget(self, keys: Collection[int]) -> None:
@@ -282,12 +283,12 @@ class Drain:
 
     def hurry(self) -> None:
         """Let the thread look now, without rest. Call this if something waits for the thread, or if
-        no request runs, so that the thread's work delays none."""
+        no request runs, so that the thread's work delays no request."""
         self._pace.hurry()
 
     def settle(self) -> None:
-        """Wait until heads have worked on all rows that were submitted so far: what they read on
-        the device, such as the model's unembedding, may then change."""
+        """Wait until heads have worked on all rows that were submitted so far. The weights that
+        heads read on the device, such as the model's unembedding, may then be changed."""
         if not self._thread.is_alive():
             return
         done = threading.Event()
@@ -332,8 +333,8 @@ class Drain:
         return replace(step, watched=True)
 
     def _wait_for_sums(self) -> None:
-        """Wait until the drain thread has filled all steps before this one: a request's rows are
-        added in the order of their positions."""
+        """If requests have Moments, wait until the drain thread has filled the leases of all
+        earlier steps: a request's rows are added to sums in the order of their positions."""
         if self._summing:
             filled = threading.Event()
             self.later(filled.set)
@@ -342,7 +343,7 @@ class Drain:
         self._unfilled = False
 
     def close(self) -> None:
-        """Deliver all rows that wait, then stop."""
+        """Deliver all rows that wait, then stop the drain thread."""
         if self._thread.is_alive():
             self._closing = True
             self.hurry()

@@ -1,7 +1,7 @@
 """The items that wait for the drain thread, and which steps are copied or delivered together.
 
 Owns:  Rows, Finish, Stored, Keep (the items), and `may_join`, `adjacent`, `joined`.
-Runs:  on the drain thread; `true_labels` also where the watch looks.
+Runs:  on the drain thread; `true_labels` also on the threads of the watch.
 To:    drain, filler, deliverer.
 """
 
@@ -28,7 +28,7 @@ MOST_BYTES = 64 << 20
 
 
 class Rows(msgspec.Struct, frozen=True, eq=False):
-    """Rows of one step, or of one tap of it, on their way to the sink.
+    """Rows of one step, or of one tap of a step, on their way to the sink.
 
     Attributes:
         boundary: as in RowBatch.
@@ -40,7 +40,7 @@ class Rows(msgspec.Struct, frozen=True, eq=False):
             labels' positions are true.
         tapped: the event after which the rows are in the region; None on a CPU, or if the drain
             thread does not copy the rows.
-        watched: the watch waits for `copied`, so no later step may use that event.
+        watched: True if the watch waits for `copied`, so that no later step may use that event.
     """
 
     labels: Labels
@@ -60,7 +60,7 @@ class Rows(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(frozen=True)
 class Finish:
-    """The end of a request; its rows came before it."""
+    """The end of a request. Its rows are in earlier items."""
 
     key: int
     error: str | None
@@ -72,7 +72,7 @@ class Stored:
 
     Attributes:
         write: writes the scores to the lease; returns False if some are missing.
-        written: set when the thread has done with this item, whether the scores are there or not.
+        written: set when the thread has finished this item, even if scores are missing.
         whole: True if the scores are in the lease.
     """
 
@@ -88,7 +88,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Keep:
-    """Blocks whose scores the store is to keep. The scores are of steps before this item."""
+    """Blocks whose scores the store should keep. The scores are of steps before this item."""
 
     filled: Sequence[Filled]
 
@@ -98,14 +98,14 @@ Item = Rows | Finish | Stored | Keep | Callable[[], None]
 
 
 def may_join(steps: Sequence[Rows], item: Rows) -> bool:
-    """True if `item` may join the batch of `steps`: whole programs of the same layouts, adjacent in
-    the ring, of at most MOST_BYTES together."""
+    """True if `item` may join the batch of `steps`: none is of one tap alone, the layouts are
+    equal, and all lie side by side in the ring, in at most MOST_BYTES."""
     return item.boundary is None and steps[-1].boundary is None and _lie_as_one(steps, item)
 
 
 def stored_may_join(run: Sequence[Stored], item: Stored) -> bool:
-    """True if `item` may join the batch of `run`: scores of the same layout, adjacent in the ring,
-    of at most MOST_BYTES together."""
+    """True if `item` may join the batch of `run`: the layouts are equal, and all scores lie side by
+    side in the ring, in at most MOST_BYTES."""
     return _lie_as_one(run, item)
 
 
@@ -120,7 +120,8 @@ def _lie_as_one(run: Sequence[Rows] | Sequence[Stored], item: Rows | Stored) -> 
 
 def adjacent(steps: Sequence[Rows], joins: bool) -> Iterator[list[Rows]]:
     """Divide steps that may be joined (`may_join`) into runs. Heads can work on the rows of one run
-    at once: they lie side by side in the arena and in the ring, and none of them are summed."""
+    at once: these rows lie side by side in the arena and in the ring, and none of them are summed.
+    """
     run: list[Rows] = []
     for step in steps:
         if run and not (joins and _follows(run[-1], step)):
@@ -143,7 +144,7 @@ def _follows(last: Rows, step: Rows) -> bool:
 
 
 def joined(labels: Sequence[Labels]) -> Labels:
-    """The labels of several steps with the same layouts, as those of one batch."""
+    """The labels of one batch, from the labels of several steps with the same layouts."""
     return Labels(
         np.concatenate([one.keys for one in labels]),
         np.concatenate([one.positions for one in labels]),
@@ -154,7 +155,7 @@ def joined(labels: Sequence[Labels]) -> Labels:
 
 
 def true_labels(step: Rows) -> Labels:
-    """The labels of what leaves the device, with true positions."""
+    """The labels of the rows and scores that leave the device, with true positions."""
     labels = step.labels
     layouts = tuple(layout.sent for layout in labels.layouts) if labels.encodes else labels.layouts
     if layouts != labels.layouts:

@@ -1,13 +1,13 @@
 """Copies regions from the arena to the ring, with heads and sums on the way.
 
-Owns:  Filler, with the Packer, the Summing and the side stream; which steps on a GPU are put off.
+Owns:  Filler, with the Packer, the Summing and the side stream; the choice of steps to put off.
 Runs:  `copy` and `put_off` on the worker's thread, `fill_waiting` on the drain thread (and on the
        worker's, for a step that a watch looks at on a CPU).
 From:  drain, deliverer.   To: packer, summing, the leases.
 
-On a GPU, steps are copied on the worker's thread. Small steps with probes on rows, features or a
-lens are copied on the drain thread, several at once: that takes fewer launches, and large weights
-are read once for all of these steps.
+On a GPU, small steps with probes on rows, features or a lens are put off: the drain thread copies
+several of them at once. This takes fewer launches, and large weights are read once for all of these
+steps. All other steps are copied on the worker's thread.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ HEAD_FAILED = (
 
 
 class Filler:
-    """Fills leases of the ring with rows of the arena, or with what heads make of rows.
+    """Fills leases of the ring with rows of the arena, or with the results of heads.
 
     Args:
         saes: the SAEs that the worker holds, by name.
-        moments_bytes: memory of the device for the sums of Moments.
+        moments_bytes: bytes of device memory for the sums of Moments.
         joins: True if heads work on the rows of several steps at once. None: True on a GPU, False
             on a CPU.
         forget: called with the keys of requests that lost rows or scores: no more of their scores
             may be kept.
 
     Attributes:
-        failed: key of a running request for which a head failed -> the error that it ends with.
+        failed: key of a running request for which a head failed -> the error with which the
+            request ends.
     """
 
     def __init__(
@@ -76,14 +77,15 @@ class Filler:
             self.summing = Summing(dtype, device, widths, moments_bytes)
 
     def num_slots(self, region: Region, labels: Labels, boundary: int | None) -> int:
-        """How many slots of the ring a region takes."""
+        """How many slots of the ring the rows of a region take."""
         return self.packer.num_slots(labels, boundary) if labels.encodes else region.num_slots
 
     # Later, on the drain thread
 
     def may_put_off(self, region: Region, labels: Labels) -> bool:
-        """True if, on a GPU, the drain thread shall copy a step together with others: the step is
-        small, heads multiply its rows, and no rows are summed."""
+        """True if, on a GPU, the drain thread should copy a step together with others: the step is
+        small, not too many slots wait already, heads multiply its rows by weights, and no rows are
+        summed."""
         return (
             self._joins
             and region.num_slots <= self._most_put_off // 8
@@ -106,7 +108,7 @@ class Filler:
 
     @property
     def much_waits(self) -> bool:
-        """True if the slots that wait for the drain thread are more than half of those that may."""
+        """True if more than half of the slots that may wait for the drain thread are waiting."""
         return 2 * self._num_waiting > self._most_put_off
 
     def fill_waiting(self, steps: Sequence[Rows]) -> list[Rows]:
@@ -130,7 +132,7 @@ class Filler:
         """Fill the leases of steps together; if that fails, each by itself. Returns the steps whose
         leases were filled."""
         try:
-            # On a GPU the worker's thread, which fills other leases, is in this mode too.
+            # On a GPU the worker's thread, which fills other leases, is in inference mode too.
             with self.stream.entered(), torch.inference_mode(self.stream.is_cuda):
                 self._fill_together(steps)
             return steps
@@ -169,7 +171,7 @@ class Filler:
         the rows are lost; and a copy of the positions on the host."""
         if positions is not None:
             positions = to_host(positions)
-        # Sums query the event in later steps.
+        # Sums query the event in later steps, so the next step must not record it again.
         written = self.stream.wait_for_taps(lasting=labels.sums)
         copied, whole = self.stream.event(), True
         with self.stream.entered():
@@ -207,8 +209,8 @@ class Filler:
         self._forget(keys)
 
     def _lost(self, labels: Labels) -> None:
-        """Stop keeping scores for requests that lost rows: a rejected draft's scores could stand in
-        the place of those that were lost."""
+        """Stop keeping scores for requests that lost rows: otherwise scores of a rejected draft
+        could be kept in place of the lost scores."""
         self._forget(set(labels.keys.tolist()))
 
 

@@ -1,13 +1,13 @@
 """The SAEs that a worker holds, and the strongest features of many rows at once.
 
-Owns:  DeviceSae (the encoder of one SAE on the device), `hold_saes`; PairMaker, of which DeviceLens
-       is another kind.
-Runs:  in workers that drain. SAEs are loaded at start. Rows are computed on the drain thread, those
-       of large steps on a GPU on the worker's thread, enqueued on the drain's stream.
+Owns:  DeviceSae (the encoder of one SAE on the device), `hold_saes`; PairMaker, the
+       protocol of DeviceSae and DeviceLens.
+Runs:  in workers that drain. SAEs are loaded at start. Features are computed on the drain thread;
+       for large steps on a GPU, the worker's thread enqueues them on the drain's stream.
 From:  saes.sae.   To: packer.
 
-Promise: the host never waits for the device. Memory beside the rows is bounded by MOST_BYTES of
-products, about as much again, and UNPACKED_BYTES for weights in float8.
+Promise: the host never waits for the device. Memory beside the rows is at most about
+2 * MOST_BYTES for products, and UNPACKED_BYTES for weights in float8.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
 from vllm_scope.request.heads import LensKey
 from vllm_scope.saes.sae import Sae
 
-#: Bytes of the products that are computed at once: 1,024 rows for an SAE of 65,536 features. In
-#: parts of 512 rows, 768 rows took 1.5 ms instead of 0.95 (H100).
+#: Bytes of the products that are computed at once: 1,024 rows for an SAE of 65,536 features. 768
+#: rows took 1.5 ms in parts of 512 rows, and 0.95 ms at once (H100).
 MOST_BYTES = 256 << 20
 #: Bytes of unpacked weights at a time, if weights are held in float8.
 UNPACKED_BYTES = 32 << 20
 FP8 = torch.float8_e4m3fn
 #: Number of features in a group. The k strongest features are in the k groups with the largest
-#: maxima, so that the whole width is read once and not sorted.
+#: maxima, so all features are read once, and not all are sorted.
 GROUP = 64
 
 
 def num_bytes(sae: Sae, dtype: torch.dtype) -> int:
-    """How many bytes an SAE's encoder takes with weights of this dtype; FP8 weights have scales."""
+    """How many bytes an SAE's encoder takes with weights of this dtype, and scales if it is FP8."""
     num_vectors = 1 + _has_thresholds(sae) + (dtype == FP8)
     return sae.d_sae * (sae.d_model * dtype.itemsize + 4 * num_vectors)
 
@@ -67,7 +67,7 @@ def hold_saes(
         )
     held = {sae.name: DeviceSae(sae, dtype, device, fp8) for sae in every}
     if device.type == "cuda":
-        from vllm_scope.worker import topk  # Triton is there where there is a GPU
+        from vllm_scope.worker import topk  # a machine with a GPU has Triton
 
         for sae in every:  # compiles the kernels now, so that no step waits
             row = torch.zeros(1, sae.d_model, dtype=dtype, device=device)
@@ -77,7 +77,7 @@ def hold_saes(
 
 
 class PairMaker(Protocol):
-    """Makes pairs (index, value) of rows."""
+    """Makes pairs (index, value) from rows."""
 
     def pack(self, rows: Tensor, count: int) -> Tensor:
         """uint8 [num_rows, bytes in whole slots]: `count` int32 indices of each row, then as many
@@ -92,9 +92,10 @@ class DeviceSae:
     """The encoder of one SAE: f = s if s > threshold, else 0, with s = x . weight + bias.
 
     Args:
-        dtype: of rows and weights. Sums are float32.
-        fp8: weights are float8_e4m3fn with a float32 scale for each feature, as codecs.scaled.Fp8
-            encodes rows. They are unpacked in parts to the dtype of rows, which holds them exactly.
+        dtype: the dtype of rows, to which weights are rounded. Sums are float32.
+        fp8: True if weights are float8_e4m3fn with a float32 scale for each feature, as
+            codecs.scaled.Fp8 encodes rows. They are unpacked in parts to the dtype of rows, which
+            holds them exactly.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class DeviceSae:
         """
         num_active = min(count, self._k)
         if rows.is_cuda and _grouped(len(self._bias), num_active):
-            from vllm_scope.worker import topk  # Triton is there where there is a GPU
+            from vllm_scope.worker import topk  # a machine with a GPU has Triton
 
             if topk.fits(len(self._bias) // GROUP, num_active):
                 return self._pack_in_kernels(rows, count, num_active)
@@ -166,10 +167,11 @@ class DeviceSae:
         return packed.view(torch.uint8)
 
     def _strongest(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The largest features of each row; if the SAE has no thresholds, before the ReLU."""
+        """The `count` largest features of each row, and their indices. If the SAE has no
+        thresholds, the ReLU is not applied yet."""
         products = self._products(rows)
         if rows.is_cuda and _grouped(products.shape[1], count):
-            # Triton is there where there is a GPU.
+            # A machine with a GPU has Triton.
             from vllm_scope.worker.maxima import maxima
 
             largest = maxima(products, self._bias, self._threshold, GROUP)
@@ -224,7 +226,7 @@ def packed_pairs(
     Args:
         most_rows: the most rows that `found` takes at once.
         found: rows -> values and indices, [n, at most count].
-        absent: the index of a pair that `found` does not make; its value is 0.
+        absent: the index in places for which `found` makes no pair; the value there is 0.
     """
     packed = empty_pairs(rows, count)
     if absent:
@@ -237,13 +239,13 @@ def packed_pairs(
 
 
 def empty_pairs(rows: Tensor, count: int) -> Tensor:
-    """int32 [num_rows, words in whole slots], zeros."""
+    """int32 [num_rows, words in whole slots], zeros: room for `count` pairs of each row."""
     words = slots_of_row(8 * count) * SLOT_BYTES // 4
     return torch.zeros((len(rows), words), dtype=torch.int32, device=rows.device)
 
 
 def strongest(features: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row, [n, count] descending, and their indices: as torch.topk."""
+    """The `count` largest features of each row, [n, count] descending, and their indices."""
     num_rows, width = features.shape
     if not _grouped(width, count):
         found = features.topk(count)
@@ -259,7 +261,7 @@ def _grouped(width: int, count: int) -> bool:
 def _among(
     largest: Tensor, count: int, features_at: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """As `strongest`, out of the `count` groups with the largest features.
+    """The result of `strongest`, found in the `count` groups with the largest features.
 
     Args:
         largest: [n, groups], the largest feature of each group.
@@ -273,8 +275,8 @@ def _among(
 
 
 def kept_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of weights for rows of this dtype. A CPU has no product of 16-bit numbers with a
-    float32 result."""
+    """The dtype of weights for rows of this dtype: the same on a GPU, float32 on a CPU, which has
+    no product of 16-bit numbers with a float32 result."""
     return dtype if device.type == "cuda" else torch.float32
 
 

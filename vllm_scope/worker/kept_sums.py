@@ -1,10 +1,10 @@
 """All sums of a worker, in memory that is reserved at the start.
 
-Owns:  KeptSums: the sums by name, place and label, and the number of rows that are in none.
+Owns:  KeptSums: the sums by name, place and label, and the rows that could not be added.
 Runs:  as worker.summing, which uses it.   To: batch.sums.
 
-Promise: sums of at most `most_bytes` fit, whatever was dropped before. They are views: no memory is
-taken for them after the start.
+Promise: sums of at most `most_bytes` fit, whatever was dropped before. They are views of the
+reserved memory: no memory is taken for them after the start.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class KeptSums:
     """The sums of one worker.
 
     Args:
-        dtype, device: of rows.
-        widths: of raw rows.
+        dtype, device: the rows' dtype and device.
+        widths: bytes of a raw row, by kind.
         most_bytes: the most bytes that sums take. This memory is taken at once, on the current
             stream, so that vLLM does not give it to the KV cache.
     """
@@ -42,7 +42,7 @@ class KeptSums:
     ) -> None:
         self._dtype, self._widths = dtype, widths
         self._reserved = torch.empty(most_bytes, dtype=torch.uint8, device=device)
-        #: Key -> its sums and where they begin, in the order in which they lie.
+        #: Key -> its sums and their first byte in `_reserved`, in ascending order of these bytes.
         self._sums: dict[Key, tuple[DeviceSums, int]] = {}
         #: End of the taken bytes, with gaps; number of taken bytes, without gaps.
         self._end = self._num_bytes = 0
@@ -55,7 +55,8 @@ class KeptSums:
                 squares.load(dtype, size // dtype.itemsize)
 
     def of(self, key: Key, action: ResolvedMoments) -> DeviceSums | None:
-        """The sums of an action; None without room, or if the key has sums of another kind."""
+        """The sums of a key, made now if there are none; None if there is no room for them, or if
+        the key has sums of another kind than the action needs."""
         kind = action.covariance, action.target is not None
         if key in self._sums:
             found = self._sums[key][0]
@@ -82,7 +83,7 @@ class KeptSums:
         end = 0
         for key, (one, start) in self._sums.items():
             shift = start - end
-            # In parts of `shift` bytes: a part does not overlap its new place.
+            # Copied in parts of `shift` bytes, because a part does not overlap its new place.
             for first in range(start, start + one.num_bytes, shift) if shift else ():
                 size = min(shift, start + one.num_bytes - first)
                 self._room(first - shift, size).copy_(self._room(first, size))
@@ -101,7 +102,7 @@ class KeptSums:
         return list(dict.fromkeys([*self._sums, *self._missing]))
 
     def read(self, key: Key) -> Packed | None:
-        """The sums so far; None if no rows came."""
+        """The sums of a key so far; None if no rows came."""
         if key in self._sums:
             found = self._sums[key][0].read()
         elif key in self._missing:

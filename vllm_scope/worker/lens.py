@@ -4,8 +4,8 @@ Owns:  DeviceLens; DeviceMap (one affine map of a lens), `hold_lenses`.
 Runs:  in workers that drain and hold the unembedding, on the same threads as held_saes.
 From:  engine.worker.unembedding (which knows the model).   To: packer.
 
-Promise: the host never waits for the device. Memory beside the rows is bounded by MOST_BYTES of
-float32 logits, and about twice as much again.
+Promise: the host never waits for the device. Memory beside the rows is at most MOST_BYTES for
+float32 logits, and about 2 * MOST_BYTES beside them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DeviceLens:
         return replace(self, logits=lambda rows: self.logits(mapped(rows)))
 
     def reserve(self, row: Tensor) -> None:
-        """Compute the largest piece once, on the stream that will compute all others: torch's
+        """Compute `most_rows` rows once, on the stream that will compute all later rows: torch's
         allocator keeps the memory for that stream.
 
         Args:
@@ -82,7 +82,7 @@ class DeviceMap:
     """One map of a lens on the device: weight x + bias, or x + weight x + bias.
 
     Args:
-        dtype: of the rows. Sums are float32, and the mapped row is rounded to this dtype.
+        dtype: the rows' dtype. Sums are float32, and the mapped row is rounded to this dtype.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class DeviceMap:
         self._bias = zeros if one.bias is None else one.bias.to(device=device).float()
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """The mapped rows, [n, d_model], of `rows` [n, d_model], in their dtype."""
+        """The mapped rows, [n, d_model], in the dtype of `rows`, [n, d_model]."""
         found = affine(rows, self._weight, self._bias)
         return (found.add_(rows) if self._residual else found).to(rows.dtype)
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Groups that one program reads.
+#: Groups that one Triton program reads.
 GROUPS = 16
 
 

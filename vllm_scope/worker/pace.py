@@ -1,10 +1,10 @@
-"""When the drain thread looks at what waits for it.
+"""Decides when the drain thread looks at the items that wait for it.
 
 Owns:  Pace.
-Runs:  `rest` and `sleep` on the drain thread, the others on any thread.
+Runs:  `look`, `rest` and `sleep` on the drain thread, the other methods on any thread.
 
 The thread delivers several steps at a time. It looks again after LINGER_S, or sooner if a
-request has ended, whose caller waits. The thread shares the GIL with the thread that launches
+request has ended, because its caller waits. The thread shares the GIL with the thread that launches
 the model: waking up for each step of 1 ms cost that thread a third of its speed (measured, H200,
 0.5B shape). If no caller looks at rows before its request ends, rows may wait longer: a message of
 one step costs the front-end 0.6 ms, one of 16 steps 0.7 to 0.9 ms (measured, 16 requests, two busy
@@ -17,21 +17,21 @@ import threading
 import time
 from collections.abc import Callable
 
-#: How long rows may wait for those of the next step, if some caller follows its request.
+#: How long rows may wait for the next step's rows, if some caller follows its request.
 LINGER_S = 0.004
-#: The same if no caller does.
+#: How long rows may wait if no caller follows its request.
 LINGER_UNSEEN_S = 0.08
 #: How long the last rows of a request may wait.
 LINGER_AT_END_S = 0.002
 #: The thread owes REST times its working time as rest. If it owes more than MOST_OWED_S, it rests
 #: after each look, even if a request has ended, for LINGER_AT_END_S to MOST_REST_S. Its rest is not
 #: longer, because a worker that needs room in a ring waits for the thread. If it owes less, the end
-#: of a request cuts its rest short, as when a few short requests come at once.
+#: of a request cuts its rest short, for example when a few short requests come at once.
 REST, MOST_REST_S, MOST_OWED_S = 4, 0.04, 0.2
 
 
 class Pace:
-    """Sleep and rest of the drain thread, and what ends them.
+    """Decides how long the drain thread sleeps and rests. Other threads can end both early.
 
     Attributes:
         sleeping: True while the thread waits for something to do.
@@ -44,26 +44,26 @@ class Pace:
         self._wake = threading.Event()
         #: Since the thread last looked: a request has ended; the thread should look soon, or now.
         self._ended, self._soon, self._now = (threading.Event() for _ in range(3))
-        #: Running requests whose callers look at rows as they arrive.
+        #: Running requests whose callers read rows as they arrive.
         self._followed: set[int] = set()
 
     def follow(self, key: int) -> None:
-        """Look every LINGER_S until this request ends: its caller looks at its rows."""
+        """Look every LINGER_S until this request ends: its caller reads rows as they arrive."""
         self._followed.add(key)
         self._soon.set()
 
     def unfollow(self, key: int) -> None:
-        """Note that no caller looks at this request's rows any more."""
+        """Note that no caller follows this request any more."""
         self._followed.discard(key)
 
     def ended(self) -> None:
-        """Note that a request has ended, whose caller waits."""
+        """Note that a request has ended. Its caller waits."""
         for news in (self._ended, self._soon):
             if not news.is_set():  # many requests end in one step, and is_set() is faster
                 news.set()
 
     def soon(self) -> None:
-        """Let the thread look when it has rested as long as if a caller followed its request."""
+        """Let the thread look as soon as if a caller followed its request."""
         self._soon.set()
 
     def hurry(self) -> None:
@@ -77,7 +77,7 @@ class Pace:
             self._wake.set()
 
     def look(self) -> None:
-        """Begin a look: clear what asked for it."""
+        """Begin a look: clear the events that asked for it."""
         for news in (self._ended, self._soon, self._now):
             news.clear()
 
@@ -90,7 +90,7 @@ class Pace:
         self.sleeping = False
 
     def rest(self, worked_s: float) -> None:
-        """Let items gather for a while.
+        """Rest, so that several items gather.
 
         Args:
             worked_s: CPU seconds of the last look.

@@ -1,6 +1,6 @@
 """Gathers rows, and applies heads to them, on their way out of the arena.
 
-Owns:  Packer: which rows of a region go where in the batch, and what their heads need.
+Owns:  Packer: the place in the batch for each row of a region, and the weights of heads.
 Runs:  `hold` and `num_slots` on the worker's thread, `release_all` on the drain thread; `pack` on
        either: on a GPU on the worker's thread, except for the small steps that are put off. Work
        on a GPU is enqueued on the drain's stream.
@@ -55,13 +55,14 @@ class _Move:
     """The move of rows of one kind from a region to a batch.
 
     Attributes:
-        head: the head that works on the rows; None for raw rows. Of several banks, each works on
-            its part of the rows; all parts have one length.
+        head: the head that works on the rows; None for raw rows. If there are several
+            banks, each works on its own part of the rows; all parts have one length.
         num_slots: slots of one row in the region.
         row_bytes: bytes of a row for the head, without padding.
-        sources: the rows' first slots, relative to the region; int64 [n] if they are not at regular
-            distances.
-        targets: the same, relative to the chunk.
+        sources: the rows' first slots in the region: a Grid if they are at regular distances, else
+            int64 [n].
+        targets: the first slots of the rows, or of the head's results, in the chunk; types as for
+            `sources`.
     """
 
     head: Head | tuple[Bank, ...] | None
@@ -77,7 +78,7 @@ class _Move:
         return gathered(words, self.sources, self.num_slots)
 
     def put(self, found: Tensor, batch: Tensor) -> None:
-        """Write what was made of the rows, [n, words of each], to the batch."""
+        """Write raw rows or a head's results, [n, words of each], to the batch."""
         count = found.shape[1] // WORDS
         if isinstance(self.targets, Grid):
             into = self.targets.view(batch, count)
@@ -86,8 +87,8 @@ class _Move:
         batch.index_copy_(0, self._slots_of(self.targets, count), found.reshape(-1, WORDS))
 
     def _slots_of(self, targets: Tensor, count: int) -> Tensor:
-        """int64 [n * count], the slots of what is made: `count` slots for each row. This tensor is
-        made once, because steps share a move."""
+        """int64 [n * count], all slots to write: `count` slots for each row. This tensor is made
+        once, because steps share a move."""
         known: Tensor | None = self.__dict__.get("_slots")
         if known is None:
             within = torch.arange(count, device=targets.device)
@@ -111,7 +112,7 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Sized:
-    """The size of one step's batch. Mostly the next step's batch has the same size."""
+    """The size of one step's batch. Usually the next step's batch has the same size."""
 
     labels: Labels
     boundary: int | None
@@ -131,14 +132,15 @@ class _Plan(_Sized):
 
 @dataclass
 class Packer:
-    """Makes batches of regions of one worker's arena.
+    """Makes batches from regions of one worker's arena.
 
     Args:
-        dtype, device: of the arena.
-        widths: of raw rows.
+        dtype, device: the arena's dtype and device.
+        widths: bytes of a raw row, by kind.
         saes: the SAEs that the worker holds, by name; and the lenses, by heads.LensKey.
-        stacks: True if banks that are alike work together. This takes fewer launches, but the last
-            bit of a score may depend on other requests. None: True on a GPU, False on a CPU.
+        stacks: True if banks that are alike (`Banks.like`) are computed together. This takes fewer
+            launches, but the last bit of a score may depend on other requests. None: True on a
+            GPU, False on a CPU.
     """
 
     dtype: torch.dtype
@@ -148,7 +150,7 @@ class Packer:
     stacks: bool | None = None
     _plan: _Plan | None = None
     _sized: _Sized | None = None
-    #: Request key -> the projections that it may need.
+    #: Request key -> the projections that the request may need.
     _held: dict[int, frozenset[Encoding]] = field(default_factory=dict)
     #: Request key -> its probes' nets.
     _probing: dict[int, Mapping[Bank, Sequence[Net]]] = field(default_factory=dict)
@@ -162,7 +164,8 @@ class Packer:
     def hold(
         self, key: int, encodings: Sequence[Encoding], banks: Mapping[Bank, Sequence[Net]]
     ) -> None:
-        """Make what a request's codecs and probes need, before its first step.
+        """Prepare the projections of a request's codecs and the weights of its probes, before its
+        first step.
 
         Raises:
             CapacityError: too many distinct projections, or no device memory.
@@ -209,7 +212,7 @@ class Packer:
             self._banks.release(every)
 
     def num_slots(self, labels: Labels, boundary: int | None) -> int:
-        """The number of slots of the batch that `pack` makes. On any thread."""
+        """The number of slots of the batch that `pack` makes. May be called on any thread."""
         sized = self._sized
         if sized is None or not sized.is_for(labels, boundary):
             num_slots = _num_slots(labels, boundary, self.widths)
@@ -227,8 +230,8 @@ class Packer:
             into: uint8 [num_slots(...), SLOT_BYTES], host memory, pinned if there is a GPU.
 
         Returns:
-            The keys of requests for which a head failed, for example for want of memory. Their
-            values are NaN, and their indices -1; the rest of the batch is whole.
+            The keys of requests for which a head failed, for example for want of memory. The
+            head's values are NaN, and its indices -1; the rest of the batch is whole.
         """
         with self._packing:
             return self._pack(region, labels, boundary, into)
@@ -266,7 +269,7 @@ class Packer:
         return batch
 
     def _made(self, move: _Move, words: Tensor, failed: set[Head]) -> Tensor:
-        """int64 [n, words of each]: raw rows, or what the head makes of them."""
+        """int64 [n, words of each]: raw rows, or the head's results."""
         rows = move.rows(words)
         if move.head is None:
             return rows
@@ -274,7 +277,7 @@ class Packer:
         return self._packed(move.head, rows.view(self.dtype)[:, :row_size], failed)
 
     def _packed(self, head: Head | tuple[Bank, ...], rows: Tensor, failed: set[Head]) -> Tensor:
-        """What a head makes of rows [n, width], as int64 [n, words of each]. Adds heads that fail
+        """A head's results for rows [n, width], as int64 [n, words of each]. Adds heads that fail
         to `failed`."""
         try:
             return self._pack_of(head)(rows).view(torch.int64)
@@ -288,13 +291,13 @@ class Packer:
             return self._nothing_of(head, rows)
 
     def _nothing_of(self, head: Head, rows: Tensor) -> Tensor:
-        """A substitute for what a head could not make: values of NaN and indices of -1. For a codec
-        it is the encoding of a row of NaN."""
+        """A substitute for the results of a head that failed: values of NaN and indices of -1. For
+        a codec it is the encoding of a row of NaN."""
         if isinstance(head, Encoding):
             none = torch.full((1, rows.shape[1]), torch.nan, dtype=self.dtype)
             words = packing_of(head).pack(none).view(torch.int64).to(self.device)
             return words.expand(len(rows), -1).contiguous()
-        # All bits set.
+        # If all bits are set, a float32 is NaN, and an int32 is -1.
         num_words = slots_of_row(head.row_bytes) * WORDS
         return torch.full((len(rows), num_words), -1, device=self.device)
 
@@ -433,8 +436,8 @@ def _sizes(labels: Labels, boundary: int | None, widths: Widths) -> tuple[Ints, 
 
 
 def _weight(layout: Layout, widths: Widths) -> int:
-    """The larger of two numbers of a token's slots: of the rows for the head that works on most of
-    them, and of all that the token delivers."""
+    """The larger of two numbers of slots for one token: the most slots whose rows one head works
+    on, and the slots that the token delivers."""
     counts: Counter[object] = Counter()
     for (head, num_slots, _), sources, _ in _places(layout, widths):
         # Banks may work together; an SAE works alone.
@@ -451,8 +454,8 @@ def first_slots(labels: Labels, boundary: int | None, widths: Widths) -> Ints:
 
 
 def _places(layout: Layout, widths: Widths) -> Iterator[tuple[_Kind, Ints, Ints]]:
-    """(kind, first slots in the region, first slots in the batch), relative to a token's first
-    slot in each."""
+    """Yield (kind, first slots in the region, first slots in the batch) of a token's rows. Slots
+    are relative to the token's first slot in the region and in the batch."""
     arena = layout.arena
     at = arena.row_slots(widths)
 
@@ -470,6 +473,6 @@ def _places(layout: Layout, widths: Widths) -> Iterator[tuple[_Kind, Ints, Ints]
             told = [arena.made_at(head, point, widths) for point in points]
             yield (None, num_slots, 0), np.array(told, np.int64), targets
             continue
-        kind = kind_of_point(points[0])  # a head is for rows of one width
+        kind = kind_of_point(points[0])  # all rows of a head have one width
         raw = widths.row_slots[kind], widths.row_bytes[kind]
         yield (head, *raw), sources(points), targets

@@ -7,7 +7,7 @@ To:    step_plan (which puts the rows in order).
 
 Promise: a plan is a pure function of the requests and the batch. If no request has taps, a step
 costs one dict test. Decode rows are planned by array arithmetic; only prompt tokens, and
-selectors of single generated tokens, cost Python per request. The objects of a step are
+selectors of single generated tokens, run Python code for each request. The objects of a step are
 msgspec.Structs (batch.labels says why).
 """
 
@@ -35,7 +35,7 @@ from vllm_scope.worker.walks import Walks
 
 @dataclass
 class _Steady:
-    """The last step: the next one is mostly the same, one position later."""
+    """The last step. The next step is usually the same, one position later."""
 
     version: int
     req_ids: list[str]
@@ -53,7 +53,7 @@ class _Steady:
         )
 
     def advance(self) -> StepPlan:
-        """The plan of the step that matches; it becomes the last step."""
+        """The plan of the step that matches, which becomes the last step."""
         labels = self.plan.labels
         self.plan = replace(self.plan, labels=replace(labels, positions=labels.positions + 1))
         self.next_computed = self.next_computed + 1
@@ -98,7 +98,7 @@ class Planner:
 
         Args:
             held: if the request's programs have vectors, every program that one of its tokens may
-                get, so that none lacks room later; else None.
+                get, so that no program lacks room later; else None.
             logged: the request's range of the log of states.
 
         Raises:
@@ -123,11 +123,11 @@ class Planner:
         self, req_id: str, first: int, program: RequestProgram, held: Held | None
     ) -> None:
         """Give a request's tokens another program, from the position `first` on. Earlier tokens
-        keep theirs, also if they are computed again.
+        keep their program, even if they are computed again.
 
         Args:
             first: at or after the first generated token.
-            held: as in `add_request`, for the new program; also None if all generated tokens get
+            held: as in `add_request`, for the new program; None also if all generated tokens get
                 one program.
 
         Raises:
@@ -140,7 +140,7 @@ class Planner:
         self._version += 1
         requests.programs[index] = whole
         known = requests.held[index]
-        # No token gets the programs that were held for positions from `first` on.
+        # No token will get the programs that were held for positions from `first` on.
         self._release(one for one in known if one.since >= first)
         requests.held[index] = (*(one for one in known if one.since < first), *new)
         requests.first_fixed[index], requests.generated[index] = first, generated
@@ -149,9 +149,9 @@ class Planner:
         self, since: int, program: RequestProgram, held: Held | None,
         known: Sequence[Holding] = (),
     ) -> tuple[tuple[Holding, ...], int]:  # fmt: skip
-        """Hold `held` while a request runs, and the program that all its generated tokens get,
-        unless `known` has that. Returns the new holdings, and the id of that program, or
-        NO_PROGRAM."""
+        """Hold `held` while a request runs. If all its generated tokens get one program, hold this
+        program too, unless `held` or `known` has it. Returns the new holdings, and the id of this
+        program; NO_PROGRAM if there is none."""
         # Frees programs that only the last step used.
         self._tables.begin_step()
         new = () if held is None else (Holding(since, held, self._tables.hold(held)),)
@@ -186,8 +186,8 @@ class Planner:
 
     def begin_stages(self, req_id: str, firsts: Sequence[str]) -> None:
         """From now on, plan a request's tokens with the probes that wait for the verdicts of
-        `firsts`. Tokens before a stage's first position get its probes too; readers drop the
-        scores of these tokens by the positions in their labels.
+        `firsts`. Tokens before a stage's first position get its probes too; readers of scores
+        drop these tokens by the positions in the labels.
 
         Raises:
             CapacityError: the tables have no room. The request is planned as before.
@@ -227,12 +227,12 @@ class Planner:
         return int(requests.key[index])
 
     def _new_owner(self, req_id: str) -> int:
-        """The next free number in cyclic order: a step in flight may still use the number that was
-        freed last."""
+        """The next free owner number in cyclic order: a step in flight may still use the number
+        that was freed last."""
         owner = self._last_owner % (MOST_OWNERS - 1) + 1
         while owner in self.owners:
             owner = owner % (MOST_OWNERS - 1) + 1
-        self._tables.faults[owner] = 0  # clears a fault of the number's last request
+        self._tables.faults[owner] = 0  # clears a fault of the request that had this number
         self.owners[owner] = req_id
         self._last_owner = owner
         return owner

@@ -1,4 +1,4 @@
-"""The requests with taps, as columns, and the programs that each holds.
+"""The requests with taps, as columns of arrays, and the programs that each request holds.
 
 Owns:  Requests, Holding, `find_ids`.
 Runs:  in every worker, before the forward. CPU only, no device sync.
@@ -45,12 +45,12 @@ def find_ids(
 
 @dataclass
 class Requests:
-    """The requests as columns, so that a decode step is array arithmetic.
+    """The requests as columns, so that a decode step is planned by array arithmetic.
 
     Attributes:
         index_of: request -> its index in the columns.
-        first_fixed: from this position on, all tokens have the program id `generated`, if
-            `generated_fixed`.
+        first_fixed: if `generated_fixed`, all tokens from this position on have the program id
+            `generated`.
         held: index -> the programs that the request holds while it runs.
     """
 

@@ -2,12 +2,14 @@
 
 Owns:  DeviceBank (the weights of one bank), DeviceStack (the weights of several banks that are
        alike), Banks (the banks that requests hold).
-Runs:  in workers that drain. Weights are loaded on the worker's thread. Rows are computed on the
-       drain thread, those of large steps on a GPU on the worker's thread, on the drain's stream.
+Runs:  in workers that drain. Weights are loaded on the worker's thread. Numbers are computed on
+       the drain thread; for large steps on a GPU, the worker's thread enqueues them on the drain's
+       stream.
 From:  request.nets (weights).   To: packer.
 
-Promise: all nets' first layers are one matrix product, in float32. The weights of a request's banks
-stay until its last rows were computed. At most IDLE_BYTES of weights that no request holds stay.
+Promise: the first layers of all nets of a bank are one matrix product, in float32. The weights of a
+request's banks stay until its last rows were computed. At most IDLE_BYTES of weights that no
+request holds stay.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class DeviceBank:
     """The weights of one bank.
 
     Args:
-        nets: in the order of their numbers.
+        nets: the bank's nets, in the order of their numbers.
     """
 
     def __init__(self, nets: Sequence[Net], device: torch.device) -> None:
@@ -70,8 +72,8 @@ class DeviceBank:
         self._most_rows = max(1, MOST_BYTES // (4 * sum(self._sizes)))
 
     def pack(self, rows: Tensor) -> Tensor:
-        """The nets' float32 numbers of rows [num_rows, width], on the rows' device, as uint8
-        [num_rows, bytes in whole slots]. Does not synchronise."""
+        """The nets' float32 numbers for rows [num_rows, width], on the rows' device, as uint8
+        [num_rows, bytes in whole slots]. The host does not wait for the device."""
         if len(rows) > self._most_rows:
             return torch.cat([self.pack(some) for some in rows.split(self._most_rows)])
         x = rows.float()
@@ -96,10 +98,10 @@ class DeviceBank:
 
 
 class DeviceStack:
-    """Several banks in one product: each of one linear layer, of one shape, for equally many rows.
+    """Several banks in one product. Each bank has linear nets, and all have equally many rows.
 
     Args:
-        banks: linear, and of one shape.
+        banks: linear, with equal shapes.
     """
 
     def __init__(self, banks: Sequence[DeviceBank]) -> None:
@@ -216,7 +218,7 @@ class Banks:
             return found
 
     def like(self, bank: Bank) -> object:
-        """A key that is equal for banks that `stack` takes together."""
+        """A key that groups banks: banks with equal keys may be in one stack."""
         one = self._loaded.get(bank)
         if one is None or not one.linear or one.num_bytes > MOST_STACKED:
             return bank

@@ -30,7 +30,7 @@ from vllm_scope.transport.ring import Lease
 logger = logging.getLogger("vllm.vllm_scope")
 
 Bytes = NDArray[np.uint8]
-#: Single tokens are kept for _BLOCKS_BACK blocks, and for MOST_STEPS_KEPT steps and a few more:
+#: A ring of single tokens has room for _BLOCKS_BACK blocks, and for MOST_STEPS_KEPT + 2 steps:
 #: EngineCore names a block a few steps after its last token was computed, and the drain may collect
 #: MOST_STEPS_KEPT steps before it keeps the block.
 _BLOCKS_BACK, MOST_STEPS_KEPT = 4, 16
@@ -41,7 +41,7 @@ class Filled(NamedTuple):
 
     Attributes:
         key: the request's key.
-        first: the number of the first block.
+        first: the index of the first block in the request.
         hashes: the blocks' hashes.
         probes: the digest of the request's probes.
     """
@@ -59,7 +59,7 @@ class _Run:
     Attributes:
         step: the number of the step. If a position was computed twice, the later step has its true
             values.
-        slots: which of a token's bytes `data` has, as indices; None for all.
+        slots: the indices of the token's bytes that `data` has; None for all bytes.
     """
 
     step: int
@@ -68,7 +68,7 @@ class _Run:
     slots: Ints | None
 
     def of(self, wanted: Ints) -> Bytes | None:
-        """The bytes of consecutive positions; None unless they lie one behind another in `data`."""
+        """The bytes of consecutive positions; None if they are not one behind another in `data`."""
         first = int(wanted[0] - self.positions[0])
         here = slice(first, first + len(wanted))
         if self.slots is not None or first < 0 or not np.array_equal(self.positions[here], wanted):
@@ -77,7 +77,8 @@ class _Run:
 
 
 class _Singles:
-    """The last few positions of every request, from steps with one token of each request."""
+    """A ring of single tokens: the scores of each request's last positions, from steps with one
+    token of each request."""
 
     def __init__(self, span: int, token_bytes: int) -> None:
         self._span = span
@@ -115,7 +116,8 @@ class _Collected:
     """The tokens of one request that are in no block yet.
 
     Attributes:
-        singles, row: the ring of single tokens of the request's layout, and its row there.
+        singles, row: the ring of single tokens for the request's layout, and the request's row in
+            the ring.
     """
 
     layout: Layout
@@ -128,7 +130,7 @@ class ScoreStore:
     """The scores of KV blocks, by block hash and digest of the probes.
 
     Args:
-        widths: of raw rows.
+        widths: bytes of a raw row, by kind.
         step_tokens: as in Sites.
     """
 
@@ -141,7 +143,7 @@ class ScoreStore:
         self._singles: dict[Layout, _Singles] = {}
         self._step = 0
         self._missing: list[ScoreKey] = []
-        #: The last step of single tokens: its ring, its keys, and their rows in the ring.
+        #: The last step of single tokens: its ring, its keys, and their requests' rows in the ring.
         self._last: tuple[_Singles, NDArray[np.int64], Ints] | None = None
 
     def __bool__(self) -> bool:
@@ -169,7 +171,7 @@ class ScoreStore:
             del self._singles[collected.layout]
 
     def collect(self, labels: Labels, lease: Lease, boundary: int | None) -> None:
-        """Take the scores of a step, or of one tap of it."""
+        """Take the scores of a step, or of one tap of a step."""
         self._step += 1
         for layout, tokens, data in by_layout(
             labels.layouts, labels.layout_of, boundary, self._widths, lease.slots
@@ -191,8 +193,8 @@ class ScoreStore:
                     collected.runs.append(run)
 
     def _rows_of(self, keys: NDArray[np.int64], singles: _Singles) -> Ints | None:
-        """The row of each request's token in a ring; None if some request has several tokens, or
-        belongs to another ring."""
+        """The row in the ring `singles` of each key's request; None if some request has several
+        tokens, or belongs to another ring."""
         last = self._last
         if last is not None and last[0] is singles and np.array_equal(last[1], keys):
             return last[2]
@@ -216,8 +218,8 @@ class ScoreStore:
 
     def keep(self, filled: Iterable[Filled]) -> None:
         """Make blocks of the tokens that were collected for some requests. A block that lacks a
-        token is not kept: EngineCore, which believes that the block is kept, must be told before a
-        request wants it."""
+        token is not kept. EngineCore believes that it is kept, and must be told before a request
+        wants the block."""
         #: id of a ring -> the requests that fill one block each from it, as is usual in decoding.
         decoding: dict[int, list[tuple[_Collected, Filled]]] = {}
         for one in filled:
@@ -242,7 +244,7 @@ class ScoreStore:
                     self._put(block_hash, one.probes, None)
 
     def _keep_singles(self, singles: _Singles, some: Sequence[tuple[_Collected, Filled]]) -> None:
-        """Keep one block of each of some requests, made of tokens in the ring of single tokens."""
+        """For each of some requests, keep one block, made of tokens in the ring `singles`."""
         rows = np.array([collected.row for collected, _ in some])[:, None]
         first = np.array([one.first for _, one in some])[:, None] * self._block_size
         wanted = first + np.arange(self._block_size)
@@ -267,12 +269,12 @@ class ScoreStore:
         if block is not None:
             self._blocks[block_hash, probes] = block
             return
-        # What was kept before may be of other weights of the model.
+        # A block that was kept before may be of other weights of the model.
         self._blocks.pop((block_hash, probes), None)
         self._missing.append((block_hash, probes))
 
     def _made(self, collected: _Collected, start: int, count: int) -> list[Bytes | None]:
-        """Consecutive blocks; None for one that lacks a token."""
+        """`count` consecutive blocks from position `start` on; None for one that lacks a token."""
         size, singles = count * self._block_size, collected.singles
         wanted = np.arange(start, start + size)
         at = wanted % singles.positions.shape[1]
@@ -282,7 +284,7 @@ class ScoreStore:
             if whole is not None:  # as for most prompts
                 return [some.copy() for some in whole.reshape(count, self._block_size, -1)]
         block = np.zeros((size, singles.values.shape[2]), np.uint8)
-        #: Which bytes are there; for each single token, its step.
+        #: True for bytes that are there; the step of each single token.
         filled, steps = np.zeros(block.shape, bool), np.zeros(size, np.int64)
         block[there] = singles.values[collected.row, at[there]]
         filled[there] = True
@@ -302,7 +304,7 @@ class ScoreStore:
         ]
 
     def fill(self, hashes: Sequence[bytes], probes: bytes, lease: Lease) -> bool:
-        """Write the scores of consecutive blocks; False if one of them is missing."""
+        """Write the scores of consecutive blocks. If one is missing, return False instead."""
         keys = [(block_hash, probes) for block_hash in hashes]
         found = [self._blocks.get(key) for key in keys]
         missing = [key for key, block in zip(keys, found, strict=True) if block is None]
@@ -316,11 +318,12 @@ class ScoreStore:
 
     @property
     def has_missing(self) -> bool:
-        """True if there is something for `take_missing`. On any thread."""
+        """True if there is something for `take_missing`. May be called on any thread."""
         return bool(self._missing)
 
     def take_missing(self) -> list[ScoreKey]:
-        """The blocks that were not kept, or not found, since the last call. On any thread."""
+        """The blocks that were not kept, or not found, since the last call. May be called on any
+        thread."""
         found, self._missing = self._missing, []
         return found
 

@@ -32,8 +32,8 @@ class SideStream:
             self._tapped = torch.cuda.Event()
 
     def entered(self) -> AbstractContextManager[object]:
-        """A context in which work goes to this stream. Memory is then taken on the stream that uses
-        and frees it."""
+        """A context in which work goes to this stream. Memory is then allocated on the stream that
+        uses and frees it."""
         return _entered(self._stream) if self.is_cuda else nullcontext()
 
     def warm(self, call: Callable[[], None]) -> None:
@@ -72,7 +72,7 @@ class SideStream:
         return written
 
     def after_taps(self) -> torch.cuda.Event:
-        """The event after the taps that are enqueued so far. `give_back` takes it after use."""
+        """The event after the taps that are enqueued so far. Give it to `give_back` after use."""
         written = self.event()
         written.record(self._stream_of_taps())
         return written
@@ -85,7 +85,7 @@ class SideStream:
             return torch.cuda.Event(blocking=True)
 
     def give_back(self, event: torch.cuda.Event) -> None:
-        """Keep an event, for which nobody waits any more, for reuse."""
+        """Keep an event for reuse. Call this after the last wait for the event."""
         self._events.append(event)
 
     def _stream_of_taps(self) -> torch.cuda.Stream:
@@ -106,7 +106,7 @@ def to_host(numbers: Tensor) -> Tensor:
 @contextmanager
 def _entered(stream: torch.cuda.Stream) -> Iterator[None]:
     """A context in which work goes to this stream. `torch.cuda.stream` does the same, but takes the
-    host ten times as long: 50 us of a step beside an H100."""
+    host ten times as long: 50 us per step on the host of an H100."""
     before = torch.cuda.current_stream(stream.device)
     torch.cuda.set_stream(stream)
     try:

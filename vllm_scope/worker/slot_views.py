@@ -21,8 +21,8 @@ WORDS = SLOT_BYTES // 8
 
 
 class Grid(NamedTuple):
-    """First slots of rows, at regular distances along three axes: parts, tokens and points. Tokens
-    that all have one layout have such slots.
+    """First slots of rows, at regular distances along three axes: parts, tokens and points. The
+    rows of tokens that all have one layout usually lie so.
 
     Attributes:
         first: the grid's first slot.

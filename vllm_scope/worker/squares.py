@@ -1,12 +1,12 @@
-"""Sums over rows in one pass: x x^T of 16-bit rows, added to float64 sums, and x of any rows.
+"""Sums over rows in one pass: of x x^T for 16-bit rows, added to float64 sums; of x for all rows.
 
 Owns:  `add_squares` and `column_sums`, Triton kernels, and `load`.
 Runs:  as worker.device_sums, on GPUs.
 
 Promise: products of 16-bit numbers are exact in float32. A matrix unit adds the products of at most
 CHAIN rows, because it truncates its sums instead of rounding them: sums of 5,000 rows would all be
-too small by 2e-5. Its sums are added in float32, rounded, for all rows of a call, and their total
-is added to the float64 sums.
+too small, by 2e-5 of their values. For all rows of a call, the unit's sums are added in float32,
+with rounding, and their total is added to the float64 sums.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from vllm_scope.program.layout import SLOT_BYTES
 
 #: Rows whose products a matrix unit adds.
 CHAIN = 512
-#: One program makes TILE x TILE sums, and takes DEPTH rows at once.
+#: One Triton program makes TILE x TILE sums, and takes DEPTH rows at once.
 TILE, DEPTH = 128, 64
-#: Rows that one program sums.
+#: Rows that one Triton program sums.
 ROWS = 512
 _OPTIONS: dict[str, Any] = {
     "chain": CHAIN, "depth": DEPTH, "tile": TILE, "num_warps": 8, "num_stages": 4,
@@ -71,8 +71,8 @@ def load(dtype: torch.dtype, width: int) -> None:
 
 
 def _steps(rows: Tensor) -> tuple[int, int]:
-    """(units from one row to the next, numbers of a unit). The kernels are compiled once for each
-    unit. All distances that are multiples of a slot share one unit: the numbers of a slot."""
+    """(units from one row to the next, numbers in a unit). The kernels are compiled once for each
+    size of a unit. If the distance is a multiple of a slot, the unit is a slot, else one number."""
     unit = SLOT_BYTES // rows.element_size()
     step = rows.stride(0)
     return (step // unit, unit) if step % unit == 0 else (step, 1)

@@ -32,7 +32,7 @@ class StepPlan(msgspec.Struct, frozen=True, eq=False):
         owners: int32 [num_rows], the number under which a fault is reported; 0 for none.
         offsets: int64 [num_rows], first slot of each row's token, from 0.
         num_slots: slots that all rows take in the arena.
-        num_delivered: slots that all rows take once heads have worked on them.
+        num_delivered: slots that all rows take in the ring, after heads have worked on them.
         delivers: bool [num_rows], True for the rows that `labels` describe.
         walks: rows whose gates have states, and their walks; None if there are none. If the next
             step has the same rows, its plan has the same object.
@@ -66,7 +66,7 @@ class PlannedTokens(NamedTuple):
         """All tokens of some requests. A request has one program for all its tokens.
 
         Args:
-            row, position: of each request's first token.
+            row, position: the row and the position of each request's first token.
             count: how many tokens each request has.
         """
         if index.size and int(count.max()) > 1:
@@ -83,8 +83,8 @@ class PlannedTokens(NamedTuple):
         rows and positions.
 
         Args:
-            ids: for each request, the programs of its tokens, at least one.
-            row, position: of each request's first token.
+            ids: for each request, the program ids of its tokens, at least one.
+            row, position: the row and the position of each request's first token.
         """
         count = np.fromiter(map(len, ids), np.int64, len(ids))
         every = np.concatenate(ids)

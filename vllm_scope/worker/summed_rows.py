@@ -30,8 +30,8 @@ class SummedRequest:
     """A request with Moments.
 
     Attributes:
-        places: for each action, point -> its place.
-        added: (action, point) -> the position below which rows are added, or never will be.
+        places: for each action, point -> place.
+        added: (action, point) -> the position below which no more rows are added.
         accepted: number of tokens that were accepted, as far as is known.
         over: True if no more rows come.
     """
@@ -45,7 +45,8 @@ class SummedRequest:
 
     @property
     def sure(self) -> int:
-        """Rows at positions below this number are of accepted tokens, as far as is known."""
+        """The position below which rows may be added, as far as is known: all rows of the prompt,
+        and rows of generated tokens whose next token is accepted too."""
         return max(self.num_prompt, self.accepted - 1)
 
 
@@ -77,8 +78,8 @@ class Owners:
         return np.array(found, np.int64)[self.of]
 
     def added(self, number: int, point: int) -> Ints:
-        """int64 [n]: the position below which the rows of the same request are added already, for
-        an action at a point."""
+        """int64 [n]: for each row, the position below which no more rows of its request are added,
+        for an action at a point."""
         return self.numbers(lambda one: one.added.get((number, point), 0))
 
     def at(self, some: Ints) -> Owners:
@@ -91,13 +92,13 @@ class Owners:
         return found
 
     def key(self, index: int, number: int, point: int) -> Key:
-        """The key of the sums to which an action's rows of a point are added."""
+        """The key of the sums to which an action's rows at a point are added."""
         request, action = self.requests[index], self.action(index, number)
         assert request is not None
         return action.name, request.places[number][point], action.by
 
     def reach(self, number: int, point: int, positions: Ints) -> None:
-        """Remember that these positions are added."""
+        """Remember that the rows at these positions are added."""
         stops = np.zeros(len(self.requests), np.int64)
         np.maximum.at(stops, self.of, positions + 1)
         for one, stop in zip(self.requests, stops.tolist(), strict=True):
@@ -111,8 +112,8 @@ class StepRows:
 
     Attributes:
         firsts: int64 [n], first slots of the tokens.
-        claimed: int64 [n], their positions as the labels have them.
-        rows: int64 [n], their batch rows.
+        claimed: int64 [n], the tokens' positions as the labels have them.
+        rows: int64 [n], the tokens' batch rows.
         true, ready: as in Summing.add.
     """
 
@@ -179,8 +180,8 @@ class WaitingRows:
         return self.rows.numel() * self.rows.element_size()
 
     def rest(self, owners: Owners) -> WaitingRows | None:
-        """The rows that still wait, or None. No rows of requests that are over wait. `owners`: the
-        requests of `keys`."""
+        """The rows that still wait; None if there are none. Rows of requests that are over do not
+        wait. `owners`: the requests of `keys`."""
         positions = self.positions()
         runs = owners.numbers(lambda one: not one.over) & owners.is_known
         left = np.flatnonzero((positions >= owners.numbers(lambda one: one.sure)) & (runs > 0))
@@ -189,7 +190,7 @@ class WaitingRows:
         try:
             kept, rows = positions[left], picked(self.rows, left, 1)
         except torch.OutOfMemoryError:
-            return self  # rows that were added are not added again
+            return self  # with rows that were added: `SummedRequest.added` excludes them
         return WaitingRows(
             self.number, self.points, self.keys[left], lambda: kept, lambda: True, rows
         )

@@ -40,12 +40,12 @@ from vllm_scope.worker.summed_rows import Key, Owners, StepRows, SummedRequest, 
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Bytes of raw rows that are gathered at once: 8,192 rows of 4,096 16-bit numbers. Fewer rows would
-#: take a GPU longer to start than to add.
+#: Bytes of raw rows that are gathered at once: 8,192 rows of 4,096 16-bit numbers. With fewer
+#: rows, a GPU would take longer to start than to add them.
 CHUNK_BYTES = 64 << 20
-#: Rows of generated tokens wait until their tokens are accepted. The waiting rows are looked
-#: through when they take more than MOST_BYTES, or when more than MOST_STEPS steps have added rows
-#: or more than MOST_STEPS requests have ended since the last look.
+#: Rows of generated tokens wait until their tokens are accepted. The waiting rows are checked
+#: when they take more than MOST_BYTES, or when more than MOST_STEPS steps have added rows or more
+#: than MOST_STEPS requests have ended since the last check.
 MOST_BYTES, MOST_STEPS = 64 << 20, 256
 
 
@@ -55,7 +55,7 @@ class Summing:
     Verbs: `add_request`, `add`, `accept`, `finish_request`; `read` and `drop` by name.
 
     Args:
-        dtype, device: of the arena.
+        dtype, device: the arena's dtype and device.
         widths, most_bytes: as in KeptSums.
     """
 
@@ -197,7 +197,8 @@ class Summing:
     def _sum(
         self, number: int, point: int, owners: Owners, rows_of: Callable[[Ints], Tensor]
     ) -> None:
-        """Add the rows of a point. `rows_of` returns the rows of some indices of `owners`."""
+        """Add the rows of a point to their sums. `rows_of` returns the rows at some indices of
+        `owners`."""
         groups: dict[tuple[Key, tuple[bool, bool]], list[int]] = {}
         targets = np.zeros(len(owners.requests))
         for i in np.unique(owners.of).tolist():
@@ -217,7 +218,7 @@ class Summing:
     def _settle(self) -> None:
         """Add the waiting rows whose tokens are accepted."""
         ready: list[WaitingRows] = []
-        # The others are rows of the last steps: none of their tokens is accepted yet.
+        # Rows that are not ready are of the last steps: none of their tokens is accepted yet.
         other: list[WaitingRows] = []
         for one in self._waiting:
             (ready if one.ready() else other).append(one)
@@ -277,7 +278,7 @@ class Summing:
 
 
 def _last_of_each(at: Ints, of: Ints, positions: Ints) -> Ints:
-    """The last index in `at` of each request and position, ascending."""
+    """The last index in `at` for each pair of request and position, ascending."""
     order = np.lexsort((at, positions[at], of[at]))
     one, where = of[at][order], positions[at][order]
     last = np.ones(len(at), bool)

@@ -1,4 +1,4 @@
-"""The strongest features of rows, out of the largest feature of each group, in two launches.
+"""The strongest features of rows, from the largest feature of each group, in two launches.
 
 Owns:  `put_pairs` and `fits`, with two Triton kernels.
 Runs:  as worker.held_saes, on GPUs.
@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: At most MOST features of a row, and at most MOST_GROUPS groups: one program sorts them in its
-#: registers. For up to LEAST features LEAST groups are looked through, else MOST, so that there are
-#: two variants of each kernel.
+#: At most MOST features of a row, and at most MOST_GROUPS groups: one Triton program sorts them in
+#: its registers. For up to LEAST features, the features of LEAST groups are sorted, else of MOST
+#: groups. So there are two variants of each kernel.
 LEAST, MOST, MOST_GROUPS = 32, 64, 4096
-#: Below the key of every number.
+#: Smaller than the `_key` of every number.
 _LEAST = tl.constexpr(-(2**63))
 
 
@@ -86,7 +86,7 @@ def _pairs(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     groups = tl.load(best + row * num_groups + tl.arange(0, num_groups))
     at = tl.reshape(groups[:, None] * group + tl.arange(0, group)[None, :], num_groups * group)
-    # If there are fewer groups than asked for, the other indices are out of range.
+    # If the SAE has fewer groups than num_groups, the other indices are out of range.
     there = (at >= 0) & (at < width)
     feature = tl.load(products + row * width + at, there, 0.0) + tl.load(bias + at, there, 0.0)
     if thresholds:

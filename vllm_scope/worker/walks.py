@@ -1,13 +1,13 @@
-"""Which state each row of a step begins with.
+"""The states of gates with which the rows of a step begin.
 
 Owns:  Walks.
 Runs:  in every worker, before the forward. CPU only, no device sync.
-From:  plan (requests and positions), core.admission (their ranges of the log).
+From:  plan (requests and positions), core.admission (the requests' ranges of the log).
 To:    tap.tables (the walks of the rows).
 
 Promise: a position has one state. A step begins where the accepted tokens end, so the positions
-below its first one have their final states. If a request begins again after it was preempted, all
-its tokens but the last have states in the log, which are used as they are.
+below its first position have their final states. If a request begins again after it was preempted,
+all its tokens but the last have states in the log, which are used as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_scope.program.operations import LogRange
 
 
 class Walks:
-    """Where the states of running requests are. A request is named by its index in
+    """The places of running requests' states in the log. A request is named by its index in
     planned.Requests."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Walks:
 
         Returns:
             The rows of requests with states, ascending, and their walks [n, NUM_WALK_COLUMNS]; None
-            if there are none.
+            if there are no such rows.
         """
         known = np.flatnonzero(index < len(self._walks))
         has = known[self._walks[index[known], WIDTH] > 0]

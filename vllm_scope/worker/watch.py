@@ -1,7 +1,7 @@
 """Scores while the model runs: which requests a probe stops, which later stages begin, and what
 policies decide.
 
-Owns:  Watch, and Judged (what it finds).
+Owns:  Watch, and Judged (its results).
 Runs:  `add` and `take` on the worker's thread, after a step's rows are submitted; `judge` where the
        step's output is made, maybe on another thread of vLLM.
 From:  drain (each step's rows, as they leave the arena).   To: engine.core.verdicts.
@@ -49,11 +49,12 @@ _Seen = dict[int, dict[str, float]]
 
 
 class Judged(NamedTuple):
-    """What a step's scores mean for a request.
+    """The consequences of a step's scores for a request.
 
     Attributes:
-        stops: why the request is stopped; None if it is not.
-        firsts: names of the probes that have their verdict now, and for which other probes wait.
+        stops: the reason why the request is stopped; None if it is not stopped.
+        firsts: names of the probes that have a verdict since this step, and for which other probes
+            wait.
         scales: new scales that the request's policy decided.
     """
 
@@ -68,7 +69,7 @@ class _Probe:
 
     Attributes:
         waiting: for each cell, the numbers that have arrived at positions that were not read yet.
-        first: the first stage that it waits for, or None.
+        first: the first stage for whose verdict this probe waits, or None.
         next: the position below which values were read.
         told: True once its verdict was told.
     """
@@ -85,10 +86,10 @@ class _Probe:
         prompt, all generated tokens, or both.
 
         Args:
-            seen: True if a policy sees its values.
+            seen: True if a policy sees the probe's values.
         """
         if self.readout.verdict is not None and not seen:
-            return np.zeros(len(positions), bool)  # no later value changes it
+            return np.zeros(len(positions), bool)  # no later value changes the verdict
         # The answer depends only on whether a token is of the prompt; its id is not looked at.
         found = self.probe.tokens.select(Tokens(positions, num_prompt, positions, None)).certain
         if self.first is not None:
@@ -98,7 +99,8 @@ class _Probe:
         return found
 
     def read(self, before: int) -> _Values | None:
-        """The values at positions below `before` that have arrived at every cell, each once."""
+        """The new values at positions below `before`, with their positions; None if there are none.
+        A position has a value once the numbers of every cell have arrived."""
         cells = [_joined(some) for some in self.waiting]
         if any(cell is None for cell in cells):
             return None
@@ -123,7 +125,7 @@ class _Probe:
 
 @dataclass
 class _Watched:
-    """A request whose probes may stop it, or are first stages of others, or that has a policy.
+    """A request with a policy, or with a probe that may stop it or is a first stage.
 
     Attributes:
         firsts: as in Resolved.
@@ -139,12 +141,12 @@ class _Watched:
 
     @property
     def sees(self) -> bool:
-        """True while a policy sees the values of its probes."""
+        """True while a policy sees the values of the request's probes."""
         return self.steering is not None and not self.steering.over
 
     def read(self) -> _Seen:
-        """Read the values that have arrived. Returns those that a policy sees; empty without a
-        policy."""
+        """Read the values that have arrived. Returns the values that a policy sees; empty if no
+        policy sees them."""
         seen: _Seen = {}
         sees = self.sees
         for one in self.probes:
@@ -157,7 +159,7 @@ class _Watched:
 
 @dataclass(eq=False)
 class Step:
-    """Rows on their way.
+    """Rows on their way to a lease.
 
     Attributes:
         labels: called once the rows are in the lease. Returns their true labels, or None if no rows
@@ -174,10 +176,10 @@ class Step:
 
 
 class Watch:
-    """The requests that a probe may stop, that have probes with a first stage, or have a policy.
+    """The running requests with a policy, or with a probe that may stop them or is a first stage.
 
     Args:
-        widths: of raw rows.
+        widths: bytes of a raw row, by kind.
         drafts: True if a computed token may be rejected (speculative decoding).
         tell: called with a request's key and each decision of its policy.
     """
@@ -198,7 +200,7 @@ class Watch:
         return bool(self._watched)
 
     def __contains__(self, req_id: str) -> bool:
-        # In a copy: `judge` may remove one on its thread.
+        # A copy, because `judge` may remove a request on another thread.
         return any(watched.req_id == req_id for watched in tuple(self._watched.values()))
 
     def add_request(
@@ -237,7 +239,8 @@ class Watch:
         self._open.append(self._steps[-1])
 
     def settle(self) -> None:
-        """Copy the scores of watched requests, and release the leases: `acquire` waits for one."""
+        """Copy the scores of watched requests, and release the leases of their steps: the ring is
+        full, and `acquire` waits for a lease."""
         for step in tuple(self._open):
             with _logged():
                 self._look(step)
@@ -266,8 +269,8 @@ class Watch:
         return found
 
     def judge(self, steps: Sequence[Step]) -> dict[str, Judged]:
-        """Request id -> what its new scores mean; each score counts once. Waits for the rows of
-        `steps`, which are the next steps in order."""
+        """The consequences of new scores, by request id. Each score counts once. Waits for the
+        rows of `steps`, which are the next steps in order."""
         reached: dict[int, _Watched] = {}
         for step in steps:
             with _logged():
@@ -277,7 +280,7 @@ class Watch:
         for key, watched in reached.items():
             with _logged():
                 judged = self._judged(key, watched)
-                # True if nothing is left to tell of the request.
+                # True if no later score can have a consequence for the request.
                 told = not watched.sees and all(
                     one.told or not (one.probe.stops or one.probe.name in watched.firsts)
                     for one in watched.probes
@@ -308,7 +311,7 @@ class Watch:
         return found
 
     def _take_in(self, some: Iterable[_Found]) -> dict[int, _Watched]:
-        """Give scores to the probes that want them. Returns the requests that got some, by key."""
+        """Give scores to the probes that want them. Returns the scores' requests, by key."""
         found: dict[int, _Watched] = {}
         # A request's tokens come in several parts if they have several layouts.
         first, last = dict[int, int](), dict[int, int]()
@@ -346,7 +349,7 @@ class Watch:
         return torch.from_numpy(values.view(np.float32).copy())
 
     def _judged(self, key: int, watched: _Watched) -> Judged:
-        """What a request's new scores mean. Its policy decides before its probes."""
+        """The consequences of a request's new scores. Its policy decides before its probes."""
         seen = watched.read()
         new = []
         for one in watched.probes:
@@ -354,7 +357,7 @@ class Watch:
                 one.told = True
                 new.append((one.readout.verdict, one.probe))
         firsts = tuple(probe.name for _, probe in new if probe.name in watched.firsts)
-        # The verdict at the lowest position; of several there, that of the probe that comes first.
+        # The verdict at the lowest position; of several there, the verdict of the first probe.
         stops = [(verdict, probe.name) for verdict, probe in new if probe.stops]
         first = min(stops, key=lambda x: x[0].position, default=None)
         stopped, scales = self._decided(key, watched, seen, FAR if first is None else first[0][0])
@@ -389,7 +392,7 @@ class Watch:
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """Log an exception instead of raising it: it must not end the engine, which makes outputs."""
+    """Log an exception instead of raising it, so that the engine goes on."""
     try:
         yield
     except Exception:
