@@ -39,7 +39,7 @@ class Prepared:
     Attributes:
         asked: the whole spec, resolved for this engine.
         own: the reads, probes and features that go to memory.
-        first_position: the first position that delivers something; None if none does.
+        first_position: as in Ticket.
         num_bytes: bytes that the prompt delivers to this process.
         variants: the spec of each variant, if the request stands for several; else empty. Variants
             deliver nothing to this process. `spec` is then the spec of the first variant.
