@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 #: Length of a slice of time, in seconds.
 SLICE_S = 5
-#: Slices from which a rate is computed: about a minute.
+#: Number of slices from which a rate is computed: about a minute.
 _RATE_SLICES = 12
 #: Outcomes of the verdicts for a webhook. A verdict that is "waiting" has not been sent yet.
 OUTCOMES = ("sent", "failed", "dropped", "waiting")
@@ -24,12 +24,12 @@ OUTCOMES = ("sent", "failed", "dropped", "waiting")
 class Histogram:
     """The number of requests whose largest value is in each range.
 
-    Range i is above `threshold + (first + i) * width` and up to `width` more, so the threshold is
-    the end of a range.
+    Range i has the values above `threshold + (first + i) * width`, up to this number plus `width`,
+    inclusive. So the threshold is the end of a range.
 
     Attributes:
         width: a power of 2; 0 if there are no ranges.
-        first: `first` in this formula; negative if the first range is below the threshold.
+        first: `first` in the formula above; negative if the first range is below the threshold.
         counts: the number of requests in each range.
     """
 
@@ -45,7 +45,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Slice:
-    """The completions that ended within SLICE_S seconds. `begin_s`: in seconds of `time.time()`."""
+    """The completions that ended within SLICE_S seconds from `begin_s`, a time of `time.time()`."""
 
     begin_s: int
     requests: int
@@ -75,7 +75,8 @@ class Found:
     """A monitor's settings, and what it found in completions that have ended since it was set.
 
     Attributes:
-        since_s: when the monitor was set, in seconds of `time.time()`; 0.0: at the server's start.
+        since_s: when the monitor was set, in seconds of `time.time()`; 0.0 if it was set at the
+            server's start.
         requests: completions that the monitor scored.
         verdicts: completions with a value above the threshold.
         not_finite: completions whose largest value is in no range, because it is not finite.
@@ -111,7 +112,7 @@ class Ring:
     """The shared memory through which one worker delivers rows.
 
     Attributes:
-        used_bytes: rows that no front-end has read yet.
+        used_bytes: bytes of rows that a front-end has still to read.
         wait_ms: the total time that the worker has waited for room.
     """
 

@@ -5,7 +5,7 @@ Runs:  in the front-end. `add` and `work_off` on any thread.
 From:  engine.judge (completions whose verdicts are to be counted).
 
 Promise: work is done in the order in which it was added, one piece at a time. Work that waits when
-the process ends is done too. The thread gives up Python's lock between two pieces.
+the process ends is done too. The thread releases the GIL between two pieces.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 NAME = "vllm-scope-backlog"
 #: Seconds after which the thread begins. Requests that end together have their answers by then.
 LATER_S = 0.02
-#: Pieces of work that may wait.
+#: Largest number of pieces of work that may wait.
 MOST_WAITING = 1024
 
 
@@ -34,7 +34,7 @@ class Backlog(Background):
     def __init__(self) -> None:
         super().__init__(NAME)
         self._waiting: deque[Callable[[], None]] = deque()
-        #: Set if the thread has something to do.
+        #: Set if the thread has work to do.
         self._came = threading.Event()
         #: Held while a piece of work is taken and done.
         self._working = threading.Lock()
@@ -42,11 +42,11 @@ class Backlog(Background):
 
     @property
     def waiting(self) -> int:
-        """How many pieces of work wait."""
+        """The number of pieces of work that wait."""
         return len(self._waiting)
 
     def add(self, work: Callable[[], None]) -> None:
-        """Have the thread do `work` LATER_S later. If more than MOST_WAITING pieces wait, the
+        """Have the thread do `work` about LATER_S later. If more than MOST_WAITING pieces wait, the
         calling thread does the oldest one now."""
         self._start()
         if not self._at_exit:
@@ -62,7 +62,7 @@ class Backlog(Background):
         """Do all work that was added so far, on the calling thread."""
         for _ in range(len(self._waiting)):
             self._do_one()
-            time.sleep(0)  # other threads may have Python's lock between two pieces
+            time.sleep(0)  # other threads may take the GIL between two pieces
         with self._working:  # wait for the piece that another thread has taken
             pass
 

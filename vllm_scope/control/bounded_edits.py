@@ -21,7 +21,7 @@ class BoundedEdits:
 
     Attributes:
         bounds: name of an Add -> (lowest, highest) scale.
-        max_step: name -> the largest change of the scale in one step.
+        max_step: name -> the largest change of the scale by one call of `moved`.
 
     Raises:
         SpecError: a name has no edit, an edit with bounds is not an Add, or a scale is out of

@@ -1,4 +1,4 @@
-"""Server-wide edits that follow what monitors find: an operator's callback, with rate and bounds.
+"""Server-wide edits that follow what monitors find, by an operator's callback, within bounds.
 
     def calmer(observations, scales):
         mean = sum(one.value for one in observations) / len(observations)
@@ -50,7 +50,7 @@ class Observation:
         name: the monitor's name, without its prefix.
         value: the aggregate of all scores; the largest score if the monitor has no aggregate.
         position: the token position of `value`.
-        verdict: the value was above the monitor's threshold at some position.
+        verdict: True if the value was above the monitor's threshold at some position.
         time_s: when the completion ended, in seconds of `time.time()`.
     """
 
@@ -98,8 +98,8 @@ _finders: list[Callable[[Any], ServerEdits]] = []
 
 
 def find_edits_by(finder: Callable[[Any], ServerEdits]) -> None:
-    """Set the function by which `Controller.on` takes vLLM's engines. The function is in `engine`,
-    which imports this package, so this package cannot import `engine`."""
+    """Set the function by which `Controller.on` finds the ServerEdits of an engine. The function is
+    in `engine`, which imports this package, so this package cannot import `engine`."""
     _finders.append(finder)
 
 
@@ -109,13 +109,13 @@ class Controller(Uncopied):
 
     Args:
         callback: called with at least one observation, on the controller's thread.
-        edits: name -> the edit that is in force at the start. The edits apply in this order.
+        edits: name -> the edit that is in force at the start. They apply in the mapping's order.
         bounds: name of an Add -> (lowest, highest) scale.
-        max_step: name -> the largest change of the scale in one step.
+        max_step: name -> the largest change of the scale by one call.
         rate: the most calls per second, 0.0001 to 1000.
         patience_s: above 0, at most 3600. A callback that takes longer counts as hanging, and its
             result is dropped.
-        clock: returns the time in seconds; tests give another one.
+        clock: returns the time in seconds; tests give another clock.
 
     Attributes:
         counts: calls, changes, failures, hangs, and dropped observations, so far.
@@ -170,7 +170,7 @@ class Controller(Uncopied):
         this method; without a thread, its user does.
 
         Returns:
-            Seconds until the next call of this method makes sense.
+            Seconds to wait before the next call of this method.
         """
         now = self._clock()
         if now < self._due or not self._seen:
@@ -265,9 +265,9 @@ class Controller(Uncopied):
             wait_s = self.turn()
 
     def close(self, keep: bool = False) -> None:
-        """End the controller: no callback is called any more. The server-wide edits from before are
-        in force again; with `keep` the controller's last edits stay. If a callback still runs, wait
-        for it at most `patience_s`; it changes nothing."""
+        """End the controller: the callback is not called any more. The server-wide edits from
+        before the controller are in force again; with `keep`, the controller's last edits stay. If
+        the callback still runs, wait for it at most `patience_s`; its result is dropped."""
         if self._server is None or self._closed.is_set():
             return
         self._check_thread()

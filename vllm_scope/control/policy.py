@@ -1,7 +1,7 @@
 """Policies: an operator's code that sees a request's scores and decides about its later tokens.
 
-Owns:  what a plugin is (PolicyPlugin, RunningPolicy), what it returns (Decision), and a decision as
-       the result shows it (Decided). Without torch and vLLM.
+Owns:  the protocols of a plugin (PolicyPlugin, RunningPolicy), what a running policy returns
+       (Decision), and a decision as the result shows it (Decided). Imports no torch and no vLLM.
 
 A plugin is a package with an entry point in the group "vllm_scope.policies". docs/control.md has an
 example.
@@ -22,9 +22,9 @@ class Start(NamedTuple):
     Attributes:
         request_id: the caller's id of the request.
         completion: the index of the completion, if the request has several (`n`).
-        num_prompt_tokens: the first generated token has this position.
-        options: the options that the request gives its policy, as `PolicyPlugin.check` has seen
-            them.
+        num_prompt_tokens: also the position of the first generated token.
+        options: the options that the request gives its policy, after `PolicyPlugin.check` has
+            accepted them.
     """
 
     request_id: str
@@ -54,7 +54,7 @@ class RunningPolicy(Protocol):
     process."""
 
     def observe(self, position: int, scores: Mapping[str, float]) -> Decision | None:
-        """Decide about later tokens.
+        """The decision about later tokens; None for no decision.
 
         Called once for each processed position that has scores, in ascending order. The decision
         must depend only on the arguments of this call and of earlier calls.
@@ -71,7 +71,7 @@ class PolicyPlugin(Protocol):
     policy's own options as keywords. If it raises an error, the engine does not start."""
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """Raise ValueError, with a sentence, if the policy does not take a request's options."""
+        """Raise ValueError, with the reason as its text, if a request's options are not valid."""
 
     def start(self, request: Start) -> RunningPolicy: ...
 

@@ -60,7 +60,7 @@ class PolicyConfig:
     own: Mapping[str, Any]
 
     def load(self) -> Loaded:
-        """Import the plugin and make it.
+        """The policy with its plugin, which is imported and made with the policy's own options.
 
         Raises:
             ConfigError: the plugin cannot be imported, does not take its options, or lacks a
@@ -103,8 +103,8 @@ def parse_policies(body: object) -> dict[str, PolicyConfig]:
     """Name -> PolicyConfig, from an object of options by name, or from an array of names.
 
     Raises:
-        ConfigError: a policy or an option is wrong. The message names it, what came and what is
-            allowed.
+        ConfigError: a policy or an option is wrong. The message names it, the value that came and
+            the values that are allowed.
     """
     if isinstance(body, list | tuple) and all(isinstance(name, str) for name in body):
         body = {name: {} for name in body}
@@ -114,7 +114,7 @@ def parse_policies(body: object) -> dict[str, PolicyConfig]:
 
 
 def check_engine(policies: Mapping[str, PolicyConfig], num_stages: int, drafts: bool) -> None:
-    """Raises ConfigError for policies on an engine that cannot have them."""
+    """Raises ConfigError if an engine with policies has several stages or speculative decoding."""
     if policies and (num_stages > 1 or drafts):
         what = f"{num_stages} pipeline stages" if num_stages > 1 else "speculative decoding"
         raise ConfigError(
@@ -149,7 +149,7 @@ def _plugin(name: str) -> EntryPoint:
 
 
 def checked(policy: Policy, loaded: Mapping[str, Loaded]) -> PolicyOptions:
-    """The options of the policy that a request names.
+    """The engine's options of the policy that a request names. Checks the request's options, too.
 
     Raises:
         SpecError: the engine has no such policy, or the policy does not take the request's options.

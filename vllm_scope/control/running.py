@@ -1,6 +1,6 @@
-"""One request under a policy: the scores that its running policy sees, and the decisions that hold.
+"""Calls a request's running policy with the request's scores, and checks its decisions.
 
-Owns:  Policies (those of a worker), Steering (one request's running policy).
+Owns:  Policies (a worker's policies), Steering (one request's running policy).
 Runs:  in the worker whose output EngineCore reads, on the thread that makes a step's output.
 From:  worker.watch (the scores).   To: core.news (new scales, to every rank), the result.
 
@@ -79,7 +79,7 @@ class Steering:
         self._spent_s = 0.0
 
     def observe(self, position: int, scores: Mapping[str, float]) -> Decided | None:
-        """The decision at the next position; None if nothing is decided."""
+        """The decision at a position; None if nothing is decided. Positions ascend over calls."""
         if self.over:
             return None
         began = time.monotonic()
@@ -112,7 +112,7 @@ class Steering:
         acts_from = None
         if new:
             acts_from = max(position, self._start.num_prompt_tokens - 1) + 1 + self._lag
-            # All changes that are decided in the prompt act from one position, and count as one.
+            # Changes decided at positions of the prompt act from one position, and count as one.
             self._num_changes += acts_from != self._last_from
             most = self._policy.options.most_changes
             if self._num_changes > most:

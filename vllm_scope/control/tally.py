@@ -1,6 +1,6 @@
 """What one monitor has found, counted in bounded memory.
 
-Owns:  Tally; `joined`, which adds what several API server processes have counted.
+Owns:  Tally; `joined`, which adds the counts of several API server processes.
 Runs:  in the front-end, on any thread.
 From:  engine.judge, which counts; engine.monitors, which has a Tally for each monitor.
 To:    activity.
@@ -20,13 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from vllm_scope.control.activity import SLICE_S, Flagged, Found, Histogram, Slice
 from vllm_scope.control.background import Uncopied
 
-#: Ranges of scores on each side of the threshold, and on both sides.
+#: Largest number of ranges of scores on each side of the threshold, and on both sides together.
 _SIDE = 32
 MOST_RANGES = 2 * _SIDE
-#: Slices of time that are kept: ten minutes.
+#: Number of slices of time that are kept: ten minutes.
 MOST_SLICES = 120
 MOST_VERDICTS = 50
-#: Characters of a request's id, which a client may choose.
+#: Characters that are kept of a request's id: a client may choose a long one.
 MOST_ID = 128
 
 
@@ -44,7 +44,8 @@ class Tally(Uncopied):
         self._threshold, self.since_s, self._clock = threshold, since_s, clock
         self._lock = threading.Lock()
         self._requests = self._verdicts = self._not_finite = 0
-        #: The width of a range is 2 ** _exponent. Range -> requests, as Histogram counts ranges.
+        #: The width of a range is 2 ** _exponent. `_ranges`: `first + i` of a range, as in
+        #: Histogram -> the number of requests.
         self._exponent = -math.inf
         self._ranges: dict[int, int] = {}
         self._slices: deque[list[int]] = deque(maxlen=MOST_SLICES)
@@ -144,8 +145,8 @@ def joined(found: Sequence[Found], now_s: float) -> Found:
     """The sum of what one monitor has found in several API server processes.
 
     Args:
-        found: at least one; all of the same setting of the same monitor. One may be old, if nothing
-            has ended in its process since.
+        found: one Found per process, at least one, all of the same setting of the same monitor. A
+            Found may be old if no completion has ended in its process since.
         now_s: now, in seconds of `time.time()`.
     """
     begin_s = _first_slice(now_s)

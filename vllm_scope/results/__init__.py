@@ -13,6 +13,6 @@ scores.py  the scores of a result's probes
 features.py  the features of a result's SAEs
 lens.py      the tokens of a result's lenses
 column.py  one stream or probe of a result, for the server
-cursor.py  what is new in a request that streams
+cursor.py  the new values of a request that streams
 following.py  how far a stream or a probe of such a request was followed
 """

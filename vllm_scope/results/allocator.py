@@ -5,11 +5,11 @@ Runs:  in the front-end: `empty` on the receiver's thread; memory comes back on 
 To:    table.
 
 glibc gives a large block back to the system when it is freed. The next block is new: the kernel
-finds and zeroes each of its pages while rows are copied into it. Here a block is a segment, a
-private mapping, which is free when the last view of it is gone. A large segment has huge pages, and
-the kernel may take the pages of a free large segment at any time (madvise with MADV_FREE). If the
-kernel takes none, the call costs next to nothing. For small pages the call costs more than a copy,
-so small free segments keep their pages.
+finds and zeroes each of its pages while rows are copied into it. In this allocator a block is a
+segment: a private mapping. A segment is free when its last view is gone. A large segment has huge
+pages, and the kernel may take the pages of a free large segment at any time (madvise with
+MADV_FREE). If the kernel takes no pages, the call costs next to nothing. For small pages the call
+costs more than a copy, so small free segments keep their pages.
 
 Promise: a segment is used again only when no array, tensor or buffer refers to it any more. Free
 segments take at most `most_bytes`; segments beyond this bound go back to the system at once.
@@ -40,10 +40,11 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: Smaller blocks come from numpy, because malloc keeps them for the next use.
 LEAST_BYTES = 256 << 10
-#: Segments of this size or more are large. In smaller ones a half used huge page would be too large
-#: a part. numpy, too, takes huge pages from this size on.
+#: Segments of this size or more are large. In a smaller segment, the unused half of a huge page
+#: would be too large a part. numpy, too, takes huge pages from this size on.
 LARGE_BYTES = 4 << 20
-#: The sizes of small and of large segments are multiples of these; the second is a huge page.
+#: The sizes of small segments are multiples of the first number; those of large segments, multiples
+#: of the second. The second is the size of a huge page.
 SMALL_STEP_BYTES, LARGE_STEP_BYTES = 64 << 10, 2 << 20
 #: Bound of small free segments, whose pages the kernel cannot take; at most a quarter of the
 #: allocator's bound.
@@ -72,7 +73,7 @@ class CachingAllocator:
     """Makes arrays in memory that is used again. On any thread.
 
     Args:
-        most_bytes: bound of free segments; 0: numpy allocates every array.
+        most_bytes: bound of the bytes of free segments; if 0, numpy allocates every array.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -87,7 +88,7 @@ class CachingAllocator:
         self.bound(most_bytes)
 
     def bound(self, most_bytes: int) -> None:
-        """Keep at most so many bytes of free segments from now on."""
+        """Keep at most `most_bytes` bytes of free segments from now on."""
         with self._lock:
             self.most_bytes = most_bytes
             self._small.most_bytes = min(MOST_SMALL_BYTES, most_bytes // 4)
@@ -97,8 +98,8 @@ class CachingAllocator:
         self._settle()
 
     def empty(self, *shape: int) -> np.ndarray:
-        """An uninitialised uint8 array, as np.empty. Its memory is used again when the last view of
-        the array is gone.
+        """An uninitialised uint8 array, as np.empty returns it. Its memory is used again when the
+        last view of the array is gone.
 
         Raises:
             MemoryError: there is no memory.
@@ -121,7 +122,8 @@ class CachingAllocator:
                 self._reused += len(segment)
             else:
                 self._new += len(segment)
-        # Every view of the memory, numpy's or torch's, refers to this array: its base is no array.
+        # Every view of the memory, numpy's or torch's, refers to this array, because the base of
+        # this array is not an array.
         whole = np.frombuffer(segment, np.uint8)
         weakref.finalize(whole, self._give_back, segment).atexit = False
         self._settle()
@@ -142,8 +144,8 @@ class CachingAllocator:
         return self._small if size < LARGE_BYTES else self._large
 
     def _give_back(self, segment: mmap.mmap) -> None:
-        # A fork of the process takes nothing back: another thread may have held the lock when the
-        # fork was made.
+        # A forked process takes no segment back: another thread may have held the lock when the
+        # process was forked.
         if os.getpid() == self._pid:
             self._returned.append(segment)
             self._settle()
@@ -182,7 +184,7 @@ class _FreeSegments:
 
     def __init__(self) -> None:
         self.most_bytes = 0
-        #: Size -> (number of the return, segment), in the order of their return.
+        #: Size -> (the number of the segment's return, the segment), in the order of return.
         self._by_size: dict[int, deque[tuple[int, mmap.mmap]]] = {}
         self._num_returns = self.num_bytes = 0
 
@@ -191,7 +193,7 @@ class _FreeSegments:
         sizes = [known for known in self._by_size if size <= known <= 2 * size]
         if not sizes:
             return None
-        # The one that was returned last: a part of it may still be in a CPU's cache.
+        # Take the segment that was returned last: a part of it may still be in a CPU's cache.
         return self._removed(min(sizes), -1)
 
     def put(self, segment: mmap.mmap) -> None:
@@ -199,7 +201,7 @@ class _FreeSegments:
         self._by_size.setdefault(len(segment), deque()).append((self._num_returns, segment))
         self.num_bytes += len(segment)
         if len(segment) >= LARGE_BYTES:
-            with suppress(OSError):  # a kernel without it keeps the pages
+            with suppress(OSError):  # a kernel without MADV_FREE keeps the pages
                 segment.madvise(mmap.MADV_FREE)
         self.trim()
 
@@ -207,7 +209,7 @@ class _FreeSegments:
         """Give segments back to the system until the bound is kept, beginning with those that were
         returned first."""
         while self.num_bytes > self.most_bytes:
-            # Nothing else refers to it, so this unmaps it.
+            # Nothing else refers to the segment, so it is unmapped now.
             self._removed(min(self._by_size, key=lambda size: self._by_size[size][0][0]), 0)
 
     def _removed(self, size: int, at: int) -> mmap.mmap:
@@ -221,8 +223,8 @@ class _FreeSegments:
 
 
 def reuse_bytes(environ: Mapping[str, str] = os.environ, num_processes: int = 1) -> int:
-    """The bound of free segments in this process, in bytes: VLLM_SCOPE_REUSE_MIB; if it is not set,
-    this process's equal share (one of `num_processes`) of a quarter of the memory.
+    """The bound of free segments in this process, in bytes: the value of VLLM_SCOPE_REUSE_MIB. If
+    this is not set: this process's equal share (one of `num_processes`) of a quarter of the memory.
 
     Raises:
         ConfigError: the variable is not a number from 0 on.

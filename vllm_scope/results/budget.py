@@ -6,9 +6,9 @@ Runs:  in an API server: shares are taken on its event loop and grow on the rece
        Offline (`LLM`) there is no limit: the caller owns the memory.
 To:    inbox (which requests may enter), buffer (what may be kept), server.store (files).
 
-Promise: a request takes the bytes that its prompt delivers when it enters, and further bytes as
-they arrive. It gives them back when it is forgotten or collected. A key holds at most PART times
-the free bytes, so a new key always finds room.
+Promise: when a request enters, it takes the bytes that its prompt will deliver. It takes further
+bytes as they arrive, and gives all back when it is forgotten or collected. A key holds at most PART
+times the free bytes, so a new key always finds room.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from vllm_scope.request.sites import Sites, boundary_of_point, kind_of_point
 
 #: Bytes of a value's position and its arrival number.
 LABEL_BYTES = 16
-#: A key may hold so many times the free bytes: one key alone may hold three quarters of all bytes,
-#: two keys may hold three sevenths each.
+#: A key may hold at most PART times the free bytes. One key alone may then hold three quarters of
+#: all bytes; two keys may hold three sevenths each.
 #: Source: dynamic thresholds of shared-memory switches (Choudhury and Hahne, 1998).
 PART = 3
 FULL = (
@@ -50,7 +50,7 @@ class Asker:
 
     Attributes:
         owner: a digest of the API key; "" without a server.
-        operator: True if the sender may see paths and what sinks report.
+        operator: True if the sender may see paths and all that sinks report.
         expect: called with the bytes that a prompt delivers to this process, before its request
             enters. Raises CapacityError if there will be no room for the answer.
     """
@@ -70,7 +70,7 @@ def most_of_one(most_bytes: int) -> int:
 
 
 def fits(own: int, held: int, more: int, most_bytes: int) -> bool:
-    """True if a key that holds `own` of the `held` bytes of all keys may hold `more` bytes more."""
+    """True if a key that holds `own` of the `held` bytes of all keys may take `more` bytes."""
     return own + more <= PART * (most_bytes - held - more)
 
 
@@ -118,16 +118,16 @@ class Budget:
 
 
 class Share:
-    """The bytes that one request has taken.
+    """The bytes that one request has taken of the budget.
 
     Args:
-        promised: bytes that its prompt will deliver.
+        promised: bytes that the request's prompt will deliver.
         copies: number of requests like this one that enter together (`n`).
         owner: the request's key, as Asker.owner.
 
     Raises:
-        SpecError: the prompts deliver more than a key may ever hold.
-        CapacityError: the prompts deliver more than this key may hold now.
+        SpecError: the prompts of all copies deliver more than a key may ever hold.
+        CapacityError: the prompt delivers more than this key may hold now.
     """
 
     def __init__(self, budget: Budget, promised: int, copies: int = 1, owner: str = "") -> None:
@@ -179,14 +179,14 @@ def bytes_of_prompt(own: Resolved, whole: Resolved, sites: Sites, prompt_ids: Se
 
     Args:
         own: the reads and probes that go to memory.
-        whole: the request; its edits decide which reads see the same row.
+        whole: the whole request. Its edits decide which reads share a row.
     """
     if not own.delivering:
         return 0
     if not own.uniform:
         return _bytes_of(own, whole, sites, np.asarray(prompt_ids, np.int64))
-    # All tokens of the prompt deliver equally many bytes. Many requests share these objects, so the
-    # number is kept.
+    # All tokens of the prompt deliver equally many bytes. Many requests share `own`, so the number
+    # is kept in `own`.
     known = own.__dict__.get("_bytes_of_token")
     if known is None or known[0] is not whole or known[1] is not sites:
         one = _bytes_of(own, whole, sites, np.zeros(1, np.int64))

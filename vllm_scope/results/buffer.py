@@ -50,10 +50,10 @@ class Piece(NamedTuple):
     """Values of one kind that tokens of one layout delivered.
 
     Attributes:
-        key: the kind of the values, and the columns of the whole layout.
-        columns: the columns that are here: those of `key`, or fewer if the step was drained tap
-            by tap.
-        values: uint8 [num_tokens, num_columns, bytes of a value]; memory that is reused later.
+        key: the key of the values' table: their kind, and the columns of the whole layout.
+        columns: the columns that `values` has: all columns of `key`, or fewer if the step was
+            drained tap by tap.
+        values: uint8 [num_tokens, num_columns, bytes of a value], in memory that is reused later.
     """
 
     key: TableKey
@@ -62,13 +62,13 @@ class Piece(NamedTuple):
 
 
 def pieces_of(layout: Layout, local: Layout, data: np.ndarray, widths: Widths) -> list[Piece]:
-    """The values in the data of some tokens.
+    """The pieces in the data of some tokens.
 
     Args:
         layout: what the tokens deliver in all.
         local: the part of the layout that `data` has.
         data: uint8 [num_tokens, bytes of a token].
-        widths: of raw rows.
+        widths: bytes of a raw row, by kind.
     """
 
     def piece(key: TableKey, columns: tuple[int, ...], first: int, size: int, used: int) -> Piece:
@@ -95,8 +95,8 @@ def pieces_of(layout: Layout, local: Layout, data: np.ndarray, widths: Widths) -
 
 @lru_cache(maxsize=1024)
 def _keys_of(layout: Layout) -> dict[Head, TableKey]:
-    """Head -> the key of its table. Neighbouring heads that compute the same share one table, as
-    the banks of a probe over several layers do."""
+    """Head -> the key of its table. Neighbouring heads that compute the same numbers share one
+    table: for example, the banks of a probe over several layers."""
     found: dict[Head, TableKey] = {}
     for what, some in groupby(layout.encoded, lambda pair: _what(pair[0])):
         pairs = list(some)
@@ -119,10 +119,10 @@ class Pending:
 
     Attributes:
         key: the request's key, unique among all front-ends.
-        manifests: by sink, what became of the request there.
+        manifests: by sink, what became of the request at this sink.
         decisions: what the request's policy has decided.
         done: resolved once every stage has sent its last row, or an error.
-        num_came: changes with every arrival.
+        num_came: changes whenever values arrive or are lost, and with each decision.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class Pending:
         self.done.set_result(None)
 
     def decide(self, decided: Decided) -> None:
-        """Take a decision of the request's policy."""
+        """Add a decision of the request's policy."""
         self.decisions.append(decided)
         self.num_came += 1
         if self.asked.policy is not None:
@@ -249,7 +249,7 @@ class Pending:
         """Drop the values that arrived and those that still arrive; the request goes on.
 
         Args:
-            over: True if `finish` will not be called for every stage.
+            over: True if some stages will not report their end; `done` is then resolved now.
         """
         self.error = self.error or why
         self.clear()

@@ -23,7 +23,7 @@ class Column:
 
     Attributes:
         label: site, layer and "before" or "after" of a stream; the name of a probe or of features.
-        source: the values; encoded rows, if the read has a codec; SparseRows of features.
+        source: the values: EncodedRows if the read has a codec, SparseRows for features.
         positions: int64 [n], ascending.
         row_shape: the shape of one row; `()` for scores.
         aggregates: float32 [n], of a probe with an aggregate; else None.
@@ -48,7 +48,7 @@ class Column:
         return math.prod(self.source.shape) * self.source.dtype.itemsize
 
     def at(self, places: np.ndarray) -> Column:
-        """The values at these indices, int64 [m], ascending."""
+        """The values at `places`: indices into this column, int64 [m], ascending."""
         first, last = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
         # A slice copies nothing, and wakes none of torch's threads.
         some = slice(first, last) if last - first == len(places) else torch.from_numpy(places)

@@ -15,7 +15,7 @@ import numpy as np
 
 #: (target, source), of the same shape and dtype. A copy may be cut along the first axis.
 Copy = tuple[np.ndarray, np.ndarray]
-#: If there are so many bytes or more, several threads copy.
+#: From this many bytes on, several threads copy.
 PARALLEL_BYTES = 4 << 20
 MOST_COPIERS = 6
 

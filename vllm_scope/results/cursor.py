@@ -4,9 +4,9 @@ Owns:  Cursor.
 Runs:  in the front-end, for one completion, on its event loop.
 From:  result (snapshots, each later than the one before).   To: server.
 
-Promise: each value of a stream or probe is returned once, in position order, as soon as all
-earlier ones have arrived. If a position is computed again (after a preemption), the value that
-was returned first stays: it is of the same token.
+Promise: each value of a stream or probe is returned once, in position order, as soon as the values
+of all earlier positions have arrived. If a position is computed again after its value was returned
+(after a preemption), the new value is left out: it is of the same token.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class _Track:
 
 @dataclass
 class _ProbeTrack:
-    """A probe or features, whose numbers are in one track for each of its cells.
+    """A probe or features, with one track for the numbers of each cell.
 
     Attributes:
-        readout: of a probe; None for features.
+        readout: the probe's Readout; None for features.
         waiting: for each cell, its numbers at positions that another cell does not have yet.
     """
 
@@ -64,7 +64,7 @@ class _ProbeTrack:
     sent: list[Ints] = field(default_factory=list)
 
     def take(self, came: dict[int, Column]) -> Column | None:
-        """The new values, or None. `came`: id of a track -> the track's new values."""
+        """The new values; None without any. `came`: id of a track -> the track's new values."""
         parts: list[Column] = []
         for i, track in enumerate(self.cells):
             some = [column for column in (self.waiting[i], came.get(id(track))) if column]
@@ -138,7 +138,8 @@ class Cursor:
         for track in self._own:
             state = track.state
             first = self._begins(track.source.after) if state is None else state.settled
-            # A probe that still waits begins behind all scores of its first stage so far.
+            # A probe that still waits will begin after all positions that its first stage has
+            # scored so far, so it does not lower the result.
             found += [] if first is None else [first]
         return min(found, default=0)
 
@@ -159,8 +160,8 @@ class Cursor:
         return [*found, *(column for column in scores if column is not None)]
 
     def verdicts(self) -> dict[str, Verdict]:
-        """Name of a probe -> its verdict, by the values taken so far; only of probes that have
-        one."""
+        """Name of a probe -> its verdict, by the values taken so far. Probes without a verdict are
+        left out."""
         found = ((t.probe.name, t.readout.verdict) for t in self._probes if t.readout)
         return {name: verdict for name, verdict in found if verdict is not None}
 
@@ -181,7 +182,7 @@ class Cursor:
 
     def rest(self, result: ScopeResult) -> list[Column]:
         """The values of the request's last snapshot that were not taken. Some selectors (`last`)
-        are decided only now."""
+        select positions only when the request has ended."""
         sent: dict[tuple[str, int, str] | str, list[Ints]] = {
             t.source.label: t.sent for t in self._of(result) if t.source.label is not None
         }
@@ -217,7 +218,7 @@ def _column(source: Source, parts: Sequence[Part], positions: Ints, places: Plac
         in_order = stop - start == len(at) and bool((np.diff(at) == 1).all())
         values = rows[start:stop] if in_order else rows[torch.from_numpy(at)]
     else:
-        # Runs of neighbouring values of one part.
+        # Join the runs: neighbouring values of one part.
         breaks = np.flatnonzero((np.diff(which) != 0) | (np.diff(at) != 1)) + 1
         starts, stops = [0, *breaks.tolist()], [*breaks.tolist(), len(at)]
         runs = ((which[a], at[a], at[b - 1] + 1) for a, b in zip(starts, stops, strict=True))

@@ -4,8 +4,8 @@ Owns:  SparseFeatures (as callers read them), Features (by name).
 Runs:  in the front-end, and in every process that a result is pickled to.
 From:  batch.sparse, scores.   To: result; server.encode.
 
-Promise: a position whose features are all inactive is among `tokens`; a position that did not
-arrive is not.
+Promise: a position whose features are all inactive is among `tokens`; a position whose features did
+not arrive is not.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class SparseFeatures:
         positions, indices, values: int64, int64 and float32 [num_values], CPU: the absolute
             position of a token, a feature's number, and its value there. They are in the order of
             positions; at each position, the strongest comes first.
-        tokens: int64 [num_tokens], ascending: the positions that were encoded, also those without
-            an active feature.
-        num_features: how many features the SAE has. None for a read with `indices`, except for one
-            of a TopK SAE.
+        tokens: int64 [num_tokens], ascending: the positions that were encoded, with those that have
+            no active feature.
+        num_features: how many features the SAE has. None for a read with `indices` of an SAE that
+            is not TopK.
         asked: the features that the read named (`indices`); None if it named none (`top_k`).
 
     `num_features` and `asked` are None if they come from a file that an earlier version wrote.
@@ -55,7 +55,7 @@ class SparseFeatures:
         self.values = torch.from_numpy(found[kept])
 
     def dense(self, index: int) -> Tensor:
-        """float32 [num_tokens]: one feature at each of `tokens`; 0 where it was not delivered.
+        """float32 [num_tokens]: one feature at each of `tokens`; 0 if it was not delivered.
 
         If the read has `top_k`, a feature beyond the `top_k` strongest of a token is 0 here, like
         a feature that is not active. So is a value below the read's `threshold`.
@@ -110,7 +110,7 @@ class SparseFeatures:
 
     @cached_property
     def _places(self) -> Tensor:
-        """int64 [num_values]: of each value, the index of its position in `tokens`."""
+        """int64 [num_values]: for each value, the index of its position in `tokens`."""
         return torch.searchsorted(self.tokens, self.positions)
 
     def __len__(self) -> int:

@@ -19,7 +19,7 @@ from vllm_scope.request.selectors import Selector
 from vllm_scope.results.result import ScopeResult
 
 NONE: Ints = np.zeros(0, np.int64)
-#: Where values are, int64 [n] each: the index of the part, and the index in it.
+#: Where values are, int64 [n] each: the index of a value's part, and the value's index in the part.
 Places = tuple[Ints, Ints]
 
 
@@ -28,10 +28,11 @@ class State:
     """How far one stream or probe was followed. Streams whose rows arrive together share one State.
 
     Attributes:
-        seen: each position below it was returned, is due, or is not wanted.
+        seen: each position below `seen` was returned, is due, or is not wanted.
         due: wanted positions that were not returned yet, ascending.
-        taken: of each part, the number of values that were looked at.
-        early: positions that arrived before an earlier one, and where their values are.
+        taken: for each part, the number of values that were looked at.
+        early: positions that arrived while an earlier position was missing, and where their values
+            are.
     """
 
     seen: int
@@ -54,7 +55,7 @@ def follow(
     """(The state after a later snapshot, the positions that can be returned, their places).
 
     Args:
-        arrived: of each part, the positions that arrived.
+        arrived: for each part, the positions that arrived.
     """
     new = result.wanted(selectors, state.seen)
     due = new if not len(state.due) else np.concatenate([state.due, new])

@@ -52,15 +52,14 @@ class Inbox:
     """All pending requests of this process, and the receiver that fills them.
 
     Args:
-        num_copiers: threads that copy large messages; None for half of the processors.
+        num_copiers: number of threads that copy large messages; as `count` of Copiers.
         allocator: makes the memory for rows.
 
     Attributes:
         allocator: as given.
         budget: None offline, where there is no limit.
         on_counters: called with the totals of a worker's sinks.
-        generation: changes if a worker may have given this process up; engines then connect
-            again.
+        generation: changes if a worker may have dropped this process; engines then connect again.
     """
 
     def __init__(self, num_copiers: int | None = None, allocator: CachingAllocator = PLAIN) -> None:
@@ -70,8 +69,8 @@ class Inbox:
         self._outsiders: weakref.WeakSet[Pending] = weakref.WeakSet()
         # Unique over all front-ends of an engine, because their keys meet in the engine's workers.
         self._keys = itertools.count(secrets.randbits(30) << 32)
-        #: Number of tokens that arrived so far, in all messages: the order of tokens decides which
-        #: row is the last.
+        #: Number of tokens that arrived so far, in all messages. Arrival numbers come from it: they
+        #: decide which row of a position is the last.
         self._num_arrived = 0
         self._last_tap: _Tap | None = None
         self._copiers, self.allocator = Copiers(num_copiers), allocator
@@ -104,12 +103,12 @@ class Inbox:
 
         Args:
             asked: the reads and probes that go to memory.
-            promised: bytes that the prompt delivers here (budget.bytes_of_prompt).
+            promised: bytes that the prompt delivers to this process (budget.bytes_of_prompt).
             copies: number of such requests that enter together (`n`).
 
         Raises:
             SpecError: the prompts alone deliver more than one key may hold.
-            CapacityError: the prompts deliver more than the key may hold now, here or in files.
+            CapacityError: the prompt delivers more than the key may hold now, here or in files.
         """
         share, asker = None, asking.get()
         if self.budget is not None:
@@ -126,18 +125,18 @@ class Inbox:
 
     def hold(self, num_bytes: int) -> Share | None:
         """Count rows that are kept after their request has ended, as bytes of the running code's
-        asker. They count until the returned Share is collected. None offline. Raises SpecError or
-        CapacityError as `open`."""
+        asker. The rows count until the returned Share is collected. Returns None offline. Raises
+        SpecError and CapacityError as `open` does."""
         return None if self.budget is None else Share(self.budget, num_bytes, 1, asking.get().owner)
 
     def forget(self, pending: Pending) -> None:
-        """Drop a request's rows now; what still arrives for it is ignored."""
+        """Drop a request's rows now; rows that still arrive for it are ignored."""
         self._pending.pop(pending.key, None)
         pending.clear()
 
     def renew(self) -> None:
-        """Have engines connect again: due rows do not arrive, so a worker may have given this
-        process up."""
+        """Have engines connect again. Called if due rows do not arrive: a worker may then have
+        dropped this process."""
         self.generation += 1
 
     def listen(self, host: str) -> None:
@@ -173,7 +172,7 @@ class Inbox:
         """The arrival number of a message's first token.
 
         The taps of a step that is drained tap by tap come in ascending order. Their messages have
-        the same numbers, so that a request's columns may share them. If the tap of a message does
+        the same numbers, so that a request's columns may share labels. If the tap of a message does
         not come after the tap of the message before, the message begins the next step and has
         larger numbers.
         """
@@ -221,7 +220,7 @@ def _added(
     try:
         pending.add(pieces, labels, some)
     except Exception:
-        # This request reports the rows as dropped; its neighbours go on.
+        # This request reports the rows as dropped; the other requests go on.
         logger.exception("vllm-scope: rows of a request could not be kept")
         pending.revert()
         return False
@@ -234,7 +233,7 @@ _inbox_lock = threading.Lock()
 
 
 def num_pending() -> int:
-    """Requests whose rows this process holds or waits for."""
+    """The number of requests whose rows this process holds or waits for."""
     return 0 if _inbox is None else len(_inbox)
 
 
@@ -255,7 +254,7 @@ def inbox() -> Inbox:
 
 
 def share_memory(num_processes: int) -> None:
-    """Bound the memory that is used again to this process's share: one of `num_processes`."""
+    """Bound the memory that this process keeps for reuse, as one of `num_processes` processes."""
     inbox().allocator.bound(reuse_bytes(num_processes=num_processes))
 
 

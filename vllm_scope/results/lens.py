@@ -40,7 +40,7 @@ class TopTokens:
 
     @staticmethod
     def of_rows(rows: SparseRows, positions: Tensor) -> TopTokens:
-        """The tokens that a worker delivered; k is smaller if the vocabulary has fewer tokens."""
+        """The tokens that a worker delivered; k is at most the size of the vocabulary."""
         k = int(rows.counts.max()) if len(rows) else rows.shape[1]
         return TopTokens(positions, rows.indices[:, :k].long(), rows.values[:, :k])
 
@@ -74,7 +74,7 @@ class LensTokens(Mapping[int, TopTokens]):
         """The same tokens, which a notebook shows with their texts.
 
         Args:
-            tokenizer: with `decode`, such as `llm.get_tokenizer()`.
+            tokenizer: an object with `decode`, such as `llm.get_tokenizer()`.
         """
         return LensTokens(self._layers, tokenizer)
 

@@ -1,7 +1,7 @@
 """The rows and scores of one completion, as the caller reads them.
 
 Owns:  ScopeResult (a snapshot).
-Runs:  in the front-end, on any thread, and in every process that it is pickled to.
+Runs:  in the front-end, on any thread, and in every process that a result is pickled to.
 From:  buffer.   To: streams and scores, as their Snapshot.
 
 Promise: for all positions that were asked for and processed, a result has one row per (site, layer,
@@ -56,20 +56,21 @@ class ScopeResult(OverStreams):
     `result.encoded("resid_post", 5)` returns them encoded.
 
     Attributes:
-        scores: by the probes' names, float32 [num_positions]; `scores.positions(name)`.
+        scores: by the probes' names, float32 [num_positions]; `scores.positions(name)` are their
+            positions.
         features: by the names of `Features`: SparseFeatures, with positions, indices and values.
         lens: by the names of `LensTopK`: LensTokens, by layer the likeliest tokens.
         aggregates: as `scores`, for probes with an aggregate: at each position, the aggregate of
             all scores up to that position.
-        verdicts: by the names of probes with a threshold, the first position where the value was
-            above it, and the value.
+        verdicts: by the names of probes with a threshold, the first position where the probe's
+            value was above the threshold, and this value.
         begun: by the names of probes with `after`, the first position that they score. Probes whose
             first stage has no verdict are left out.
         decisions: what the request's policy has decided, in the order of positions. The last
             decision has an `error` if the policy does not control the request any more.
         status: "streaming" while the request runs, "complete" if everything that
             was asked for has arrived, "incomplete" if not, "aborted" if the request
-            was, "failed" if its reads or edits failed (see `error`).
+            was aborted, "failed" if its reads or edits failed (see `error`).
         error: the reason, if status is "failed".
         manifests: by sink, what became of the reads that went to sinks other than memory;
             complete once the request has ended. A failed manifest makes the status
@@ -103,7 +104,7 @@ class ScopeResult(OverStreams):
 
     @property
     def num_processed(self) -> int:
-        """Positions processed so far: all tokens but the one sampled last."""
+        """Number of positions processed so far: all tokens but the one sampled last."""
         return num_processed(len(self._token_ids), self._num_prompt)
 
     @property
@@ -215,7 +216,7 @@ class ScopeResult(OverStreams):
         )
 
     def num_lost(self, probe: str) -> int:
-        """The number of a probe's scores that have not arrived; takes an operator's monitor too."""
+        """The number of scores of a probe, or of an operator's monitor, that have not arrived."""
         return self._score_table.num_lost(probe, self)
 
     @property
@@ -241,7 +242,7 @@ class ScopeResult(OverStreams):
         return Column(probe, found.scores, found.positions, aggregates=found.aggregates)
 
     def sources(self, rows: bool = True) -> list[Source]:
-        """The sources of streams, then those of the distinct numbers behind scores and features.
+        """The sources of streams, then those of the numbers that scores and features are made of.
 
         Args:
             rows: False leaves the streams out.
@@ -256,8 +257,8 @@ class ScopeResult(OverStreams):
         return [*of_rows, *banks]
 
     def parts_of(self, source: Source) -> list[Part]:
-        """The values that arrived so far, in order of arrival. A later snapshot has the same
-        values, and more."""
+        """The values of a source that arrived so far, in order of arrival. A later snapshot has the
+        same values, and maybe more."""
         return self.arrived(source.what, source.place)
 
     def wanted(self, selectors: Sequence[Selector], first: int = 0) -> np.ndarray:
@@ -289,7 +290,7 @@ class ScopeResult(OverStreams):
         """A picture of the status, the counts, the values that arrived, and each token's scores.
 
         Args:
-            tokenizer: with `decode`, such as `llm.get_tokenizer()`; None shows token ids.
+            tokenizer: an object with `decode`, such as `llm.get_tokenizer()`; None shows token ids.
         """
         from vllm_scope.views.result import result_picture
 
@@ -301,7 +302,7 @@ class ScopeResult(OverStreams):
     def monitored(self) -> ScopeResult:
         """A result with the scores of an operator's monitors alone. Whatever the caller does with
         its own result, these scores do not change. The new result holds no memory of rows."""
-        found = ScopeResult.__new__(ScopeResult)  # `copy` would take the state that is pickled
+        found = ScopeResult.__new__(ScopeResult)  # `copy.copy` would call __getstate__
         found.__dict__.update(self.__dict__)
         found._score_table, banks = self._score_table.monitors()
         found._parts = self._parts.only(banks) if isinstance(self._parts, ArrivedParts) else {}

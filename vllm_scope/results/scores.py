@@ -30,7 +30,8 @@ from vllm_scope.results.snapshot import Snapshot
 T = TypeVar("T")
 #: A bank at a point, and the tokens whose numbers are wanted.
 CellKey = tuple[Bank, int, Selector]
-#: (point -> its column, positions and arrivals, float32 [n, num_columns, numbers of the bank]).
+#: (point -> its column, positions and arrivals as a Part, float32 [n, num_columns, numbers of the
+#: bank]).
 _Table = tuple[dict[int, int], Part, np.ndarray]
 
 
@@ -41,7 +42,7 @@ class Scored(NamedTuple):
         scores: float32 [n], CPU.
         positions: int64 [n], ascending.
         aggregates: float32 [n]; None without an aggregate.
-        verdict: None if there is none so far.
+        verdict: the probe's verdict; None if it has none so far.
     """
 
     scores: Tensor
@@ -82,12 +83,12 @@ def summed(one: ResolvedProbe | ResolvedFeatures, numbers: Sequence[Tensor]) -> 
 
 
 class Asked:
-    """The probes and features of a spec, as the results of its requests look for them.
+    """The probes and features of a spec, grouped as results need them.
 
     Attributes:
         probes, features: by name.
         own: the names of the probes and features that the caller asked for: all but an operator's
-            monitors. Only these are in counts and in `tokens`.
+            monitors. Only these are in counts, and in `tokens` of an answer.
         aggregated: the probes with an aggregate.
         judging: the names of probes that have verdicts.
         later: the probes with a first stage.
@@ -117,8 +118,8 @@ class Asked:
 
     @cached_property
     def alike(self) -> list[tuple[tuple[CellKey, ...], ResolvedProbe | ResolvedFeatures, int]]:
-        """The own probes and features in groups that are made of the same cells: (the cells, the
-        group's first probe or features, the size of the group)."""
+        """The probes and features of `own`, in groups that are made of the same cells: (the cells,
+        the group's first probe or features, the size of the group)."""
         found: dict[tuple[CellKey, ...], list[ResolvedProbe | ResolvedFeatures]] = {}
         every: Iterable[ResolvedProbe | ResolvedFeatures]
         every = chain(self.probes.values(), self.features.values())
@@ -140,8 +141,8 @@ class ScoreTable:
         self._sparse: dict[str, tuple[SparseRows, Ints]] = {}
         self._numbers: dict[CellKey, tuple[Tensor, Ints]] = {}
         self._tables: dict[Bank, _Table | None] = {}
-        #: (ids of the parts' position arrays, tokens, first stage) -> the values chosen of the
-        #: parts; and the parts, so that no other array gets these ids.
+        #: (ids of the parts' position arrays, tokens, first stage) -> (the values chosen from the
+        #: parts, the parts). The parts are kept so that no other array gets these ids.
         self._chosen: dict[
             tuple[tuple[int, ...], Selector, str | None], tuple[Chosen, Sequence[Part]]
         ] = {}
@@ -187,7 +188,7 @@ class ScoreTable:
         return self._found[name]
 
     def sparse(self, name: str, of: Snapshot) -> tuple[SparseRows, Ints]:
-        """(The features of a name, their positions)."""
+        """(The features of the action with this name, their positions)."""
         if name not in self._sparse:
             asked = self.features[name]
             words, positions = self._summed(asked, of)
@@ -211,7 +212,7 @@ class ScoreTable:
         self, one: ResolvedProbe | ResolvedFeatures, of: Snapshot
     ) -> tuple[Tensor, Ints] | None:
         """The result of `_summed` without a copy, if the cells' numbers came together and in order,
-        each once; else None. It must take little time: every request with a monitor needs it."""
+        each once; else None. Every request with a monitor calls it, so it must be fast."""
         keys = cells_of(one)
         bank = keys[0][0]
         if any(key[0] is not bank for key in keys):
@@ -255,7 +256,7 @@ class ScoreTable:
         return self._tables[bank]
 
     def begins(self, one: ResolvedProbe | ResolvedFeatures, of: Snapshot) -> int | None:
-        """The first position that a probe may score; None if it waits for a verdict."""
+        """The first position that a probe may score; None while it waits for a verdict."""
         if isinstance(one, ResolvedFeatures) or one.after is None:
             return 0
         verdict = self.score(one.after, of).verdict
@@ -313,8 +314,8 @@ class ScoreTable:
             yield self._wanted(first, of), self._arrived(keys, first.name, of), count
 
     def num_lost(self, name: str, of: Snapshot) -> int:
-        """The number of a probe's scores that have not arrived; takes a monitor too. All scores
-        that have arrived are at wanted positions."""
+        """The number of scores of a probe, or of an operator's monitor, that have not arrived. All
+        scores that have arrived are at wanted positions."""
         return len(self._wanted(self.probes[name], of)) - len(self.score(name, of).positions)
 
     def _arrived(self, keys: Sequence[CellKey], name: str, of: Snapshot) -> Ints:
@@ -346,7 +347,7 @@ def positions_of(parts: Sequence[Part]) -> Ints:
 
 
 class Named(Mapping[str, T]):
-    """Values of a result by the names that the request gave, made when they are asked for."""
+    """Values of a result by the names that the request gave; each is made when it is asked for."""
 
     def __init__(self, names: Collection[str], table: ScoreTable, of: Snapshot) -> None:
         self._names, self._table, self._of = names, table, of

@@ -58,7 +58,7 @@ class Snapshot(Protocol):
         """The table that has all values of a kind; None if there is no such table."""
 
     def wanted_by(self, selectors: Sequence[Selector]) -> Ints:
-        """The processed positions that some selectors select."""
+        """The processed positions that any selector selects."""
 
     @property
     def num_prompt(self) -> int: ...

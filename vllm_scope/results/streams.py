@@ -54,7 +54,7 @@ class StreamTable:
         return list(self._sources)
 
     def find(self, key: SiteLayer | StreamKey | str) -> StreamKey:
-        """The stream of a key, whose site may be an alias. Raises KeyError."""
+        """The stream of a key, whose site may be an alias. Raises KeyError if there is none."""
         words = tuple(key) if isinstance(key, tuple | list) else (key, layer_of(key, None))
         site = ALIASES.get(str(words[0]), words[0])
         asked = self.names()
@@ -119,8 +119,8 @@ class StreamTable:
         yield from found.values()
 
     def own(self, of: Snapshot) -> StreamTable:
-        """A copy with all rows, in memory of its own, because a view would be pickled with its
-        whole table."""
+        """A copy with all rows, in memory of its own. Without the copy, pickling a view would
+        pickle its whole table."""
         found = StreamTable(self._sources, self._sites)
         for stream in self.names():
             rows, positions = self.rows(stream, of)

@@ -1,6 +1,6 @@
 """Values of one request by column, in the order of their arrival.
 
-Owns:  Table, FrozenTable (what a snapshot sees of it), and ArrivedParts (of all tables).
+Owns:  Table, FrozenTable (what a snapshot sees of a table), ArrivedParts (all tables' parts).
 Runs:  in the front-end; the receiver's thread makes room, copiers fill it, any thread reads.
 From:  buffer.   To: copiers (what they copy), result.
 
@@ -28,7 +28,7 @@ class TableKey(NamedTuple):
 
     Attributes:
         what: the kind of the table's values.
-        columns: all points of the layout with such values.
+        columns: all points of the layout that have values of this kind.
         also: as in Layout.
     """
 
@@ -75,10 +75,11 @@ class Table:
         #: values. Columns share one set until one of them gets values alone.
         self._labels = np.empty((2, 1, 0), np.int64)
         #: The number of values in each column, or one number if all columns have the same labels.
-        #: `_counts` has the values that snapshots see, `_placed` also those that are added.
+        #: `_counts` counts the values that snapshots see; `_placed` also counts the values that are
+        #: added and not committed.
         self._counts, self._placed = [0], [0]
-        #: How many values at the beginning have the same labels in all columns; None if later ones
-        #: are known to differ.
+        #: How many values at the beginning have the same labels in all columns; None if the labels
+        #: of later values are known to differ.
         self._num_alike: int | None = 0
         #: The values that are added: (their place in `_values`, the values).
         self._coming: list[tuple[slice | tuple[slice, int], np.ndarray]] = []
@@ -104,7 +105,7 @@ class Table:
         self._placed = [last] * len(self._placed)
 
     def write_one(self, column: int, labels: np.ndarray, values: np.ndarray, room: int) -> None:
-        """As `write`, for tokens with a value in one column: uint8 [num_tokens, bytes]."""
+        """As `write`, for tokens with a value in one column. values: uint8 [num_tokens, bytes]."""
         if len(self._counts) < len(self.columns):
             # Set the counts last: a snapshot on another thread then finds labels for each count.
             if self._labels.shape[1] == 1:
@@ -133,8 +134,8 @@ class Table:
             self._rejoin(self._num_alike)
 
     def _rejoin(self, num_alike: int) -> None:
-        """Let columns share their labels again, if a step that comes tap by tap has arrived
-        whole."""
+        """Let columns share their labels again, if all taps of a step that comes tap by tap have
+        arrived."""
         count = self._counts[0]
         if self._counts.count(count) < len(self._counts):
             return
@@ -171,8 +172,8 @@ class FrozenTable:
     """The contents of a table at one time.
 
     Attributes:
-        names: of each column, the points whose values it has.
-        counts: how many values each column has; one number if all have the same positions.
+        names: for each column, the points whose values it has.
+        counts: how many values each column has; one number if all columns have the same labels.
     """
 
     names: tuple[tuple[int, ...], ...]
@@ -191,8 +192,8 @@ class FrozenTable:
 
     @cached_property
     def _shared(self) -> tuple[np.ndarray, np.ndarray]:
-        """Positions and arrivals of all columns, if all columns have the same. Each access returns
-        the same objects."""
+        """The positions and arrivals of all columns; only for columns that share them. Each access
+        returns the same objects."""
         positions, arrivals = self.labels[:, 0, : self.counts[0]]
         return positions, arrivals
 
@@ -218,7 +219,7 @@ class FrozenTable:
 
 
 class ArrivedParts(Mapping[What, Mapping[int, list[Part]]]):
-    """A result's parts, made at first use, because most snapshots of a streaming request are seldom
+    """A result's parts, made at first use, because the snapshots of a streaming request are seldom
     read."""
 
     def __init__(self, tables: Mapping[TableKey, Table]) -> None:
@@ -242,7 +243,7 @@ class ArrivedParts(Mapping[What, Mapping[int, list[Part]]]):
         return found[0] if len(found) == 1 else None
 
     def only(self, kinds: Set[What]) -> ArrivedParts:
-        """The values of some kinds. They do not hold the memory of other kinds."""
+        """The parts of some kinds of values. The new object holds no memory of other kinds."""
         found = ArrivedParts({})
         found._tables = [(what, table) for what, table in self._tables if what in kinds]
         return found

@@ -16,7 +16,7 @@ sink_queue.py  what waits for a sink, in bounded memory
 spill.py       queued rows in a file, when the memory is full
 quota.py       how many bytes of one API key a sink takes
 request.py     one request at one sink: its rows, and which rows are missing
-streams.py     what a sink gets of a request, and where it lies in a token's layout
+streams.py     what a sink gets from a request, and where it lies in a token's layout
 filesystem.py  requests into files
 max_activating.py  features into tables of their strongest tokens
 options.py     the operator's options of each sink; plugin look-up
@@ -26,7 +26,7 @@ counters.py    counts of one sink
 metrics.py     the counts on vLLM's /metrics
 
 A plugin is a class, or a function that makes a sink, under the entry-point group
-`vllm_scope.sinks`. It is called with the operator's options as keyword arguments.
+`vllm_scope.sinks`. The class or function is called with the operator's options as keywords.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ class RequestInfo:
 
     Attributes:
         key: unique among all requests of the engine.
-        request_id: the caller's, or vLLM's; may repeat.
+        request_id: the id that the caller or vLLM gave; may repeat.
         uid: unique; the same for all stages and completions of one request.
-        tag, name: those of the read.
+        tag, name: the tag and the name of the read.
         child: index of the completion, if the request has n > 1.
-        stage, num_stages: the pipeline stage of this worker, which has only its layers.
+        stage, num_stages: the pipeline stage of this worker, and the number of stages. The worker
+            has only the layers of its stage.
         model: name of the engine's model.
         owner: over HTTP a digest of the sender's API key; "" offline, and at global sinks.
         num_layers: of the model; None: not known.
@@ -88,7 +89,7 @@ class Block:
             (`when="before"`), `site` ends in ".before".
         positions: int64 [n], absolute.
         values: the rows, encoded if their read has a codec, the scores, or the values of features.
-            Valid during the call: copy what you keep.
+            Valid only during the call: copy what you keep.
         probe: the name of the probe, or of the features.
         indices: for features, int32 [n, places]: the number of the feature that each value belongs
             to. A place without a feature has the index -1 and the value 0.
@@ -128,10 +129,10 @@ class Ending:
     Attributes:
         output_ids: the tokens that the engine generated. With a stop string, the caller may
             see fewer.
-        finish_reason: vLLM's: stop, length, abort, error.
+        finish_reason: vLLM's finish reason: stop, length, abort, error.
         expected: rows and scores of this stage that were asked for, of processed tokens.
-        delivered: how many of them the sink was given.
-        reason: why the status is not `ok`.
+        delivered: how many of these rows and scores the sink was given.
+        reason: why the status is not `ok`; None if it is.
     """
 
     request: RequestInfo
@@ -175,23 +176,23 @@ class Sink(Protocol):
     """Where blocks go.
 
     An instance is called from one thread of its own. With `threads` above 1 there are as many
-    instances, and all calls of one request go to the same one.
+    instances, and all calls of one request go to the same instance.
 
     Order: the blocks of a request, then `finish`, once, also for a request that had no block
     or failed. A request that began and ended while the sink was stalled is left out. Requests
     interleave.
 
-    What a block has depends on the class attribute `live`:
+    The contents of a block depend on the class attribute `live`:
 
     - False (the default): a request's rows come when it has ended, one block per stream, in
       ascending positions, exactly those that were asked for.
     - True: rows come as they are computed. A position may be computed twice; its last row is
       the right one. Some rows may be of tokens that are never accepted.
 
-    Class attributes say what may name the sink: `takes_rows` for reads, `takes_scores` for probes
-    and lenses, `takes_features` for features, `takes_some_features` for features with `indices` or
-    `threshold`, and `takes_edited` for requests with edits. If an attribute is left out, it counts
-    as True; if `takes_features` is left out, it counts as `takes_scores` does.
+    Class attributes say which actions may name the sink: `takes_rows` for reads, `takes_scores` for
+    probes and lenses, `takes_features` for features, `takes_some_features` for features with
+    `indices` or `threshold`, and `takes_edited` for requests with edits. If an attribute is left
+    out, it counts as True; if `takes_features` is left out, it counts as `takes_scores` does.
 
     If a call raises, its request ends with status `error` and the exception as the reason.
     Other requests and the engine go on. The engine waits for a call at most `patience_s`, an
@@ -220,7 +221,7 @@ class RowBatch:
     Attributes:
         labels: one entry per token.
         lease: the batch's span in the worker's host ring.
-        widths: of plain rows.
+        widths: bytes of a raw row, by kind.
         boundary: the tap's boundary, if the batch is of one tap. Each token then has the same
             number of slots, and its layout at this boundary uses the first of these slots.
     """
@@ -233,12 +234,12 @@ class RowBatch:
     @property
     def slots(self) -> Tensor:
         """uint8 [num_slots, SLOT_BYTES], host. A token's slots are consecutive: its rows
-        in the order of its layout's points, then what heads made of rows."""
+        in the order of its layout's points, then the results of heads."""
         return self.lease.slots
 
     @property
     def nbytes(self) -> int:
-        """`slots.nbytes`, without slicing the ring, which takes 80 us if caches are cold."""
+        """`slots.nbytes`, without a slice of the ring: slicing takes 80 us if caches are cold."""
         return (self.lease.stop - self.lease.start) * SLOT_BYTES
 
 

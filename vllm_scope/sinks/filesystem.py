@@ -3,8 +3,8 @@
 Owns:  FilesystemSink, which calls `vllm_scope.files`.
 Runs:  on its sink thread. Several instances may write into one root.
 
-A request that failed leaves no file; one that lacks rows leaves a file that says so. Each API
-key has its own folder, so that no key replaces another's files. A request's end is reported
+A request that failed leaves no file. A request that lacks rows leaves a file that says so. Each API
+key has its own folder, so that no key replaces another key's files. A request's end is reported
 when its file is visible: at once, or together with the other requests of its shard.
 """
 

@@ -1,4 +1,4 @@
-"""Calls a sink, which may raise, hang, or return what is wrong.
+"""Calls a sink, which may raise, hang, or return a wrong value.
 
 Owns:  GuardedSink.
 Runs:  on the sink's thread; `stalled` on any thread.
@@ -58,7 +58,7 @@ class GuardedSink:
         return f"sink {self._name!r} did not return from a call within {self._patience_s:g} s"
 
     def write(self, block: Block) -> str | None:
-        """Call the sink. Returns why the call failed, or None; `flush` and `close` do the same."""
+        """Call the sink. Returns why the call failed, or None, as `flush` and `close` do."""
         return self._call(self._sink.write, block)
 
     def flush(self) -> str | None:
@@ -84,7 +84,7 @@ class GuardedSink:
         return None
 
     def failure(self, error: BaseException, counts: bool = False) -> str:
-        """Log an error. Returns the reason that requests are told, which is shorter."""
+        """Log an error. Returns the reason for callers, which is shorter than the log's text."""
         if counts:
             self._count_error()
         self.log.failure(error)

@@ -24,7 +24,7 @@ class Manifest(msgspec.Struct, frozen=True):
         files: the files that have these rows and scores.
         streams: `site.layer` (or a probe's name) -> shape, dtype, codec, file.
         details: `Report.details` of each stage.
-        said: True if the reason or the streams have a plugin's own words.
+        said: True if the reason or the streams contain a plugin's own text.
     """
 
     status: Status
@@ -39,7 +39,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
     def public(self, sink: str) -> Manifest:
         """The manifest for API keys other than the operator's: without paths, and without texts
-        of exceptions and plugins, which may contain paths. Of `files`, the relative names stay."""
+        of exceptions and plugins, which may contain paths. `files` keeps only relative names."""
         reason, streams = self.reason, self.streams
         if self.status == "error":
             reason = f"sink {sink!r} failed; the server's log says why"
@@ -57,7 +57,7 @@ class Manifest(msgspec.Struct, frozen=True):
         )  # fmt: skip
 
     def joined(self, other: Manifest) -> Manifest:
-        """This stage's manifest and another's as one."""
+        """One manifest for two stages: this stage and the stage of `other`."""
         worse = max(self, other, key=lambda m: STATUSES.index(m.status))
         return Manifest(
             worse.status, worse.reason,

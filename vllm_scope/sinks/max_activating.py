@@ -9,7 +9,7 @@ To:    saes.max_activating (the table), files with one table each.
 
 Each accepted token counts once, however often it was computed, because the rows come when the
 request has ended. A request that failed is left out. Of a request that was aborted, the tokens
-before the abort count. Requests with edits are refused, because their features are not the model's.
+before the abort count. Requests with edits are refused, because edits change the features.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class MaxActivatingOptions(BaseModel):
 
     Attributes:
         root: the folder of the tables.
-        k: tokens that are kept of each feature.
-        before, after: tokens of the context on either side.
-        tables_mib: limit of all tables of an instance. A table takes `table_bytes`.
+        k: number of tokens that are kept for each feature.
+        before, after: numbers of tokens of the context before and after a strongest token.
+        tables_mib: limit of all tables of an instance. The size of a table is `table_bytes`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -59,7 +59,7 @@ class MaxActivatingOptions(BaseModel):
         return checked(MaxActivatingOptions, own, "")
 
 
-#: Most places (tokens x top_k) of one request. So many places take some seconds.
+#: Largest number of places (tokens x top_k) of one request. This many places take some seconds.
 MAX_PLACES: Final = 1 << 23
 
 #: The SAE's name, positions [n], indices [n, places] and values [n, places] of one request.

@@ -48,7 +48,7 @@ class MemorySink:
         #: As `_frontend_of`, but only of requests whose rows go to their front-end.
         self._reads: dict[int, str] = {}
         self._num_bytes = 0
-        #: Messages that front-ends had read at the last `_give_up`.
+        #: Front-end -> the number of messages that it had read at the last `_give_up`.
         self._read_before: dict[str, int] = {}
 
     @property
@@ -58,7 +58,7 @@ class MemorySink:
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended."""
+        """The number of requests that have not ended."""
         return len(self._frontend_of)
 
     def connect(self, address: Address) -> Road | None:
@@ -115,7 +115,8 @@ class MemorySink:
         self.reclaim()
         with self._lock:
             of = self._reads
-            # Keys are unique over all front-ends. A front-end ignores the keys of others.
+            # Keys are unique over all front-ends, and a front-end ignores the keys of others. So if
+            # there is one front-end, no key is looked up.
             one = set(self._senders) if len(self._senders) == 1 and of else None
             frontends = one or {of[k] for k in np.unique(batch.labels.keys).tolist() if k in of}
             for frontend in frontends:
@@ -186,8 +187,8 @@ class MemorySink:
                 sender.reclaim()
 
     def _give_up(self, lease: Lease) -> None:
-        """Drop front-ends that have read nothing since the last call, because the worker waits for
-        them."""
+        """Drop each front-end that holds the lease for which the worker waits, and has read nothing
+        since the last call."""
         with self._lock:
             before = self._read_before
             self._read_before = {f: sender.num_read for f, sender in self._senders.items()}

@@ -1,8 +1,8 @@
 """The sinks' counters for Prometheus, beside vLLM's own metrics on its /metrics.
 
 Owns:  the metrics `vllm_scope_sink_*`, and the arithmetic from totals to increments.
-Runs:  in front-ends, on the receiver's thread. Workers have no /metrics. Once a second they
-       send their totals to one front-end, if they have changed.
+Runs:  in front-ends, on the receiver's thread. Workers have no /metrics. Once a second, each worker
+       whose totals have changed sends them to one front-end.
 
 With several API servers prometheus_client keeps the values in files, and each server shows the
 sum. Each worker reports to one server, so that nothing counts twice.
@@ -102,7 +102,7 @@ def count_verdict(monitor: str, value: float | None, above: bool, num_lost: int)
     Args:
         value: the monitor's largest value in the request; None if nothing was scored.
         above: True if the monitor has a verdict.
-        num_lost: scores that did not arrive. The request's caller is told nothing of them.
+        num_lost: scores that did not arrive. The request's caller does not learn of them.
     """
     metrics = _of_monitors()
     if metrics and value is not None:
@@ -162,7 +162,7 @@ def count_memory(memory: str, num_bytes: int) -> None:
 
 
 def count_sinks(header: CountersHeader) -> None:
-    """Add the difference between a worker's totals and those that it sent before."""
+    """Add the differences between a worker's totals and the totals that it sent before."""
     metrics = _metrics()
     for sink, totals in header.sinks.items():
         last = _last.get((header.worker, sink), {})

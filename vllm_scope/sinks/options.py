@@ -6,7 +6,7 @@
 
 Owns:  SinkOptions (the options of every sink), SinkConfig (one sink), the look-up of plugins, and
        `take_options` (for any kind of plugin).
-Runs:  in the front-end, before the engine starts, and in every process that parses it.
+Runs:  in the front-end, before the engine starts, and in every process that parses the options.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ HIDDEN = "***"
 
 
 class SinkOptions(BaseModel):
-    """The options of every sink, beside its own.
+    """The options that every sink has, besides its own options.
 
     Attributes:
         on_overload: what happens to rows if the queue is full. `block`: the engine waits.
-            `drop`: they are dropped and counted, and their request is `partial`. `spill`:
-            they wait on a local disk, in order; if the disk is full too, the engine waits.
+            `drop`: the rows are dropped and counted, and their request is `partial`. `spill`:
+            the rows wait on a local disk, in order; if the disk is full too, the engine waits.
         queue_mib: limit of the rows that wait for the sink in memory.
         held_mib: limit of the rows of running requests, for a sink that takes whole requests.
-            Rows beyond it are dropped and counted under any policy, because only the end of
-            a request makes room. One API key may hold three times what is left free; under
+            Rows beyond the limit are dropped and counted under any policy, because only the end
+            of a request makes room. One API key may hold three times the free part; under
             `drop`, the same rule holds for queue_mib.
         spill_mib, spill_folder: limit of the rows on disk, and their folder; None is the
             folder for temporary files.
         threads: instances of the sink, each with its own thread. They share the limits
             equally.
         patience_s: limit of one call to the sink. After this time the sink counts as stalled
-            until the call returns: nothing waits for the sink, new rows are dropped, and its
-            requests end with the reason.
+            until the call returns: nothing waits for the sink, rows that the queue has no room for
+            are dropped, and requests that end get the status `error` with this reason.
         flush_s: how long an ended request may wait until the sink makes it visible, together
-            with others. If its caller waits and no other request is running, it waits less.
+            with others. If the caller waits and no other request is running, the time is shorter.
         key_mib: rows that one API key may give the sink within 24 hours, in each worker. A
-            request counts 8 KiB beside its rows. Rows beyond the limit are dropped and counted,
-            and their request is `partial`. A request without any row at the sink then leaves
-            nothing at the sink. None: no limit. Offline requests have no key.
+            request counts as 8 KiB more than its rows. Rows beyond the limit are dropped and
+            counted, and their request is `partial`. A request without any row at the sink then
+            leaves nothing at the sink. None: no limit. Offline requests have no key.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -120,7 +120,7 @@ class SinkConfig:
             try:
                 sink: Sink = made(**self.own)
             except (TypeError, ValueError) as error:
-                # Only the options' names, because the error is logged and values may be secrets.
+                # The text has only the options' names: it is logged, and values may be secrets.
                 raise ConfigError(
                     f"the options of sink {self.name!r}, {', '.join(sorted(map(str, self.own)))}, "
                     f"are not taken: {error}."
@@ -214,7 +214,7 @@ def _parse_reads(body: object, where: str) -> str:
 
 
 def take_options(model: type[Options], own: dict[str, Any], where: str) -> Options:
-    """The options that every plugin of a kind has. They are removed from `own`, which has all
+    """The options that every plugin of a kind has. They are removed from `own`, which holds all
     options of one plugin.
 
     Raises:

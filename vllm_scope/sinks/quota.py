@@ -26,7 +26,7 @@ class Quota:
     """Bytes that each key gave within WINDOW_HOURS, counted by the hour.
 
     Args:
-        name: of the sink.
+        name: the sink's name.
         options: if `key_mib` is None, nothing is counted.
 
     Attributes:
@@ -36,7 +36,7 @@ class Quota:
     def __init__(self, name: str, options: SinkOptions) -> None:
         self._most_bytes = None if options.key_mib is None else int(options.key_mib * 2**20)
         self._lock = threading.Lock()
-        #: hour -> key -> bytes, of the hours in the window.
+        #: hour -> key -> bytes, for the hours in the window.
         self._given: dict[int, Counter[str]] = {}
         self.reason = (
             f"this key has given sink {name!r} the {options.key_mib or 0:.3g} MiB that it may in "
@@ -61,7 +61,7 @@ class Quota:
 class KeyedBytes:
     """Bytes in the memory of one sink thread, in all and by API key. Used by one thread at a time.
 
-    A key may hold three times what is left free, so that other keys find some room. The operator,
+    A key may hold three times the free bytes, so that other keys find some room. The operator,
     who has no key, may fill the memory.
     """
 

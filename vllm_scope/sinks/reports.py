@@ -1,8 +1,8 @@
 """A sink's report of a request, checked, and made into the manifest that callers get.
 
 Owns:  `plain` and `failure` (bounded text that can be encoded), Log, `checked`, `manifest_of`.
-Runs:  on a sink's thread. What a plugin returns or raises is checked: it must not break the
-       message that says that a request has ended.
+Runs:  on a sink's thread. All that a plugin returns or raises is checked: it must not break the
+       message about a request's end.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Log:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        #: How many more failures could be logged at the time `_at`.
+        #: How many further failures could be logged without a pause at the time `_at`.
         self._room, self._at = float(_BURST), time.monotonic()
 
     def failure(self, error: BaseException) -> None:
@@ -72,7 +72,7 @@ class Log:
 
 
 def facts_of(block: Block) -> dict[str, object]:
-    """What a manifest says of a stream: shape, dtype and codec."""
+    """The facts about a stream in a manifest: shape, dtype and codec."""
     dtype = str(block.values.dtype).removeprefix("torch.")
     facts: dict[str, object] = {"shape": list(block.values.shape), "dtype": dtype}
     return facts if block.encoded is None else facts | {"codec": block.encoded.codec.metadata()}
@@ -119,8 +119,8 @@ def manifest_of(ending: Ending, streams: dict[str, dict[str, object]], report: R
     """The manifest of a request at one sink.
 
     Args:
-        streams: shape, dtype and codec of what the sink was given; the report's streams replace
-            these.
+        streams: shape, dtype and codec of each stream that the sink was given; streams of the
+            report replace these.
     """
     if ending.status == "ok" and report.status is not None:
         ending = replace(ending, status=report.status, reason=report.reason)

@@ -6,8 +6,8 @@ Runs:  made on the worker's thread, then used on the sink's thread. The drain th
        `arrival` and `lose`.
 From:  router.   To: sink_thread.
 
-Promise: of each stream, a sink that takes whole requests gets the last computed row of every
-accepted position that was asked for, once. The counts say how many rows are missing.
+Promise: for each stream, a sink that takes whole requests gets one row for every accepted position
+that was asked for: the row that was computed last. The counts say how many rows are missing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Arrival:
         layout: the part of the tokens' layout that `data` has.
         positions: int64 [n].
         data: uint8 [n, bytes of a token], in memory of its own.
-        widths: of plain rows.
+        widths: bytes of a raw row, by kind.
         number: counts the request's arrivals at this sink, from 1.
     """
 
@@ -69,8 +69,8 @@ class Delivery:
         here: boundaries of this stage.
 
     Attributes:
-        error: why nothing more is delivered.
-        loss: why some rows were dropped.
+        error: why nothing more is delivered; None while rows are delivered.
+        loss: why some rows were dropped; None if none were.
         held_bytes: bytes of the rows that wait for the request's end.
         entered: True if some of the request's rows have been in the sink's queue.
         refused: True if the request's key may not give the sink more rows for now.
@@ -107,7 +107,7 @@ class Delivery:
         """A copy of the rows that go to this destination; None if none do.
 
         Args:
-            layout: of `data`, uint8 [n, bytes of a token].
+            layout: the layout of `data`, which is uint8 [n, bytes of a token].
         """
         if layout not in self._parts:
             self._parts[layout] = self._part_of(layout, widths)
@@ -125,7 +125,7 @@ class Delivery:
 
     def _part_of(self, layout: Layout, widths: Widths) -> tuple[Layout, Ints | slice] | None:
         """(The part of a layout that goes to this destination, its slots: a slice if they are
-        consecutive). None if nothing goes there."""
+        consecutive). None if nothing goes to it."""
         wanted: dict[Head | None, set[int]] = defaultdict(set)
         for stream in self._streams:
             wanted[stream.head].add(stream.point)
@@ -149,7 +149,7 @@ class Delivery:
         return own_layout, slice(int(listed[0]), int(listed[-1]) + 1) if together else listed
 
     def lose(self, arrival: Arrival, reason: str) -> None:
-        """Count rows as dropped. The first reason is kept. Any thread."""
+        """Count rows as dropped. The first reason is kept. May be called on any thread."""
         self.loss = self.loss or reason
         self._dropped.append(replace(arrival, data=np.empty((0, 0), np.uint8)))
 
@@ -166,8 +166,8 @@ class Delivery:
         return found
 
     def _last_dropped(self) -> dict[Layout, Ints]:
-        """Layout -> int64 [positions]: the number of the last dropped arrival that has the
-        position, or 0."""
+        """Layout -> int64 [positions]: the number of the last dropped arrival that has this
+        position; 0 if none has it."""
         dropped = list(self._dropped)
         if self._last[0] != len(dropped):
             by_layout: dict[Layout, list[Arrival]] = {}
@@ -202,7 +202,7 @@ class Delivery:
                 self._arrived.setdefault(stream, []).append((arrival.positions, numbers))
 
     def whole_blocks(self, ended: Ended) -> Iterator[Block]:
-        """The blocks of the whole request, one per stream: exactly what was asked for."""
+        """The blocks of the whole request, one per stream: exactly the values asked for."""
         firsts = np.cumsum([0, *(len(some.positions) for some in self._kept)])
         by_layout: dict[Layout, list[int]] = {}
         for i, some in enumerate(self._kept):
@@ -234,7 +234,7 @@ class Delivery:
                     self._arrived.setdefault(stream, []).append((positions, last))
 
     def ending(self, ended: Ended) -> Ending:
-        """The request's end, with the counts of what was delivered so far."""
+        """The request's end, with the counts of the values that were delivered so far."""
         expected = delivered = 0
         for stream in self._streams:
             wanted = self._wanted(stream, ended)

@@ -5,8 +5,8 @@ Runs:  `add_request`, `expect_end` and `counters` on the worker's thread; `write
        `finish` on the drain thread; a thread of its own looks for stalled sinks.
 From:  worker.deliverer.   To: sinks.memory, sinks.sink_thread.
 
-Promise: a request's end is sent to its caller when every sink that it named has ended it, or
-has stalled. Global sinks are not waited for.
+Promise: a request's end is sent to its caller when every sink that the request named has finished
+the request, or has stalled. The caller does not wait for global sinks.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class _Routed:
     """A request with sinks beside memory.
 
     Attributes:
-        deliveries: destination -> its sink thread, and its delivery there.
-        waiting: destinations whose manifest has not come.
+        deliveries: destination -> its sink thread, and the request's Delivery to it.
+        waiting: after the request's end, the destinations whose manifest has not come.
         ended: None until the request has ended.
     """
 
@@ -137,7 +137,7 @@ class Router:
                 self._keys = np.array(sorted(self._routed), np.int64)
 
     def expect_end(self, key: int, ended: Ended) -> None:
-        """Take the scheduler's news of a request's end. Called before the drain finishes the
+        """Note what the scheduler knows of a request's end. Called before the drain finishes the
         request."""
         with self._lock:
             if key in self._routed:
@@ -208,7 +208,7 @@ class Router:
                 logger.exception("vllm-scope: the end of a request could not be told")
 
     def close(self) -> None:
-        """Deliver what waits, and close all sinks."""
+        """Deliver all queued items, and close all sinks."""
         self._stop.set()
         self._close_threads()
         if self._watcher is not None:

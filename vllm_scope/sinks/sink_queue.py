@@ -1,4 +1,4 @@
-"""What waits for one sink, in order: rows, ends of requests, flushes.
+"""The items that wait for one sink, in order: rows, ends of requests, flushes.
 
 Owns:  SinkQueue (in memory, then in a spill file), and its items.
 Runs:  on the drain thread and on the sink's thread.
@@ -84,7 +84,7 @@ class SinkQueue:
         self.spilled_bytes = 0
         self._name, self._log = name, log
         # Each key has a share under `drop` only. Under the other policies rows beyond a share
-        # would make the engine wait, and with it every key.
+        # would make the engine wait, and so the requests of every key.
         self._has_shares = options.on_overload == "drop"
         self._items: deque[QueueItem] = deque()
         self._memory = KeyedBytes(options.share(options.queue_mib))
@@ -109,7 +109,7 @@ class SinkQueue:
     def accept(self, rows: QueuedRows) -> bool:
         """Append rows, in memory or on disk. Returns False if both are full."""
         # Spilled rows are older, and nothing may overtake them. Rows that are larger than the
-        # whole queue are taken when it is empty.
+        # queue's memory are taken when this memory is empty.
         first = self._spill is None or not len(self._spill)
         owner = rows.owner if self._has_shares else ""
         if first and (not self.num_bytes or self._memory.fits(owner, rows.num_bytes)):

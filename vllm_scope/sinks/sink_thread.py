@@ -6,7 +6,7 @@ From:  router.   To: a Sink, by way of sink_queue.
 
 Promise: the drain thread waits only if the policy says so, and never for a sink whose call has
 taken longer than `patience_s`. Memory is bounded by queue_mib and held_mib. Rows that are not
-delivered are counted on their request. Whatever a sink does, raises or returns, the end of
+delivered are in the counts of their request. Whatever a sink does, raises or returns, the end of
 every request is reported once.
 """
 
@@ -31,7 +31,7 @@ from vllm_scope.sinks.sink_queue import QueuedEnd, QueuedFlush, QueuedRows, Queu
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Interval between two checks whether the sink has stalled.
+#: Seconds between two checks whether the sink has stalled.
 WAIT_S = 0.05
 #: If a caller waits for its rows to be published and no other request is running, the thread
 #: waits this long for a further request, to publish both together.
@@ -139,8 +139,8 @@ class SinkThread:
             self._tell(delivery, manifest_of(ending, {}, Report()))
 
     def _is_refused(self, delivery: Delivery) -> bool:
-        """True if the key's limit forbids even the end of a request without rows: the sink may
-        make a file for it."""
+        """True if the request has no rows at the sink, and its key's limit forbids even its end:
+        the sink may make a file for the end."""
         if delivery.entered or delivery.error is not None:
             return False
         if not delivery.refused:
@@ -165,13 +165,14 @@ class SinkThread:
         return request.error
 
     def stop(self) -> None:
-        """End the thread once what waits is delivered."""
+        """End the thread once all queued items are delivered."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Deliver what waits. A sink that hangs is left behind."""
+        """Deliver all queued items, and end the thread. If the sink hangs, the thread is left
+        running."""
         self.stop()
         while self._thread.is_alive() and not self.stalled:
             self._thread.join(WAIT_S)
@@ -209,7 +210,7 @@ class SinkThread:
         self._queue.close()
 
     def _next(self) -> QueueItem | None:
-        """The oldest item; None at the end."""
+        """The oldest item, once there is one; None if the thread must end."""
         while True:
             with self._changed:
                 while (wait_s := self._flush_in()) is None or wait_s > 0:

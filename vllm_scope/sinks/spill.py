@@ -3,7 +3,7 @@
 Owns:  SpillFile.
 Runs:  `put` on the drain thread, `take` on the sink's; both under the queue's lock.
 
-The file has no name: the system removes it when the worker ends, however it ends.
+The file has no name, so the system removes it when the worker ends, even if the worker is killed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SpillFile:
 
     @staticmethod
     def open(name: str, options: SinkOptions) -> SpillFile:
-        """The file of one thread of a sink. Raises ConfigError if it cannot be made."""
+        """A new file for one thread of a sink. Raises ConfigError if it cannot be made."""
         try:
             return SpillFile(options.spill_folder, options.share(options.spill_mib))
         except OSError as error:
@@ -86,7 +86,7 @@ class SpillFile:
         return data
 
     def _room(self, num_bytes: int) -> int | None:
-        """Where the next span begins; None if so many bytes do not fit."""
+        """Where the next span, of `num_bytes`, begins; None if it does not fit."""
         if not self._spans:
             return 0 if num_bytes <= self._most_bytes else None
         first, last = self._spans[0][0], self._spans[-1][1]

@@ -1,4 +1,4 @@
-"""What a sink gets of one request: streams, and where they lie in a token's layout.
+"""What a sink gets from one request: streams, and where they lie in a token's layout.
 
 Owns:  Stream, `streams_of`.
 Runs:  in the worker, on the drain thread and on the sinks' threads.
@@ -30,13 +30,13 @@ from vllm_scope.sinks import Block, RequestInfo
 
 @dataclass(frozen=True)
 class Stream:
-    """What a sink gets of one point: its rows, what a codec makes of them, the scores of one probe,
+    """The values that a sink gets from one point: raw rows, encoded rows, the scores of one probe,
     or some features.
 
     Attributes:
         name: the site and layer of its blocks.
-        dtype: of plain rows.
-        head: makes the values out of rows; None for plain rows.
+        dtype: the dtype of raw rows.
+        head: makes the values out of rows; None for raw rows.
         probe: the probe or the features that the values belong to; None for rows.
     """
 
@@ -48,7 +48,7 @@ class Stream:
     probe: ResolvedProbe | ResolvedFeatures | None = None
 
     def bytes_in(self, layout: Layout, widths: Widths) -> slice | None:
-        """Which bytes of a token of this layout are the row, or what the head made of it; None if
+        """The bytes, in a token of this layout, of the stream's row or the head's result; None if
         the token has neither."""
         if self.head is None:
             row = layout.row_of(self.point)
@@ -70,7 +70,7 @@ class Stream:
         words of features [n, num_values]; None if the layout has none.
 
         Args:
-            layout: of `data`, uint8 [n, bytes of a token].
+            layout: the layout of `data`, which is uint8 [n, bytes of a token].
         """
         found = self.bytes_in(layout, widths)
         if found is None:
