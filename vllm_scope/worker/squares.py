@@ -5,8 +5,8 @@ Runs:  as worker.device_sums, on GPUs.
 
 Promise: products of 16-bit numbers are exact in float32. A matrix unit adds the products of at most
 CHAIN rows, because it truncates its sums instead of rounding them: sums of 5,000 rows would all be
-too small, by 2e-5 of their values. For all rows of a call, the unit's sums are added in float32,
-with rounding, and their total is added to the float64 sums.
+too small, by 2e-5 of their values in bfloat16 and by 3e-5 in float16. For all rows of a call, the
+unit's sums are added in float32, with rounding, and their total is added to the float64 sums.
 """
 
 from __future__ import annotations
