@@ -1,10 +1,11 @@
 """Reused memory for rows that wait for a file.
 
 Owns:  Buffers.
-Runs:  `empty` on one thread. Memory comes back on the thread that drops its last view.
+Runs:  `empty` on one thread. A tensor's memory comes back on the thread that drops its last view.
 
-The first write to a fresh page costs more than the copy (measured: 1.3 GB/s into fresh memory,
-13 GB/s into used), and malloc returns large blocks to the system at once.
+The first write to a fresh page costs more than the copy: measured, 1.3 GB/s into fresh memory and
+13 GB/s into used memory. malloc returns large freed blocks to the system at once, so it would give
+fresh memory for each large block.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SMALL_BYTES = 1 << 16
 
 
 class Buffers:
-    """Tensors whose memory returns here when the last view of them is gone.
+    """Makes tensors, and takes back the memory of each one when its last view is gone.
 
     Args:
         most_bytes: limit of the memory kept for reuse; the rest is freed.
@@ -69,8 +70,10 @@ class Buffers:
 
 
 def _fresh(num_bytes: int) -> mmap.mmap:
-    """Memory of this process in pages of 2 MiB, if the kernel has them: the first write to a page
-    costs about as much for 2 MiB as for 4 KiB. Shared memory, Python's default, has pages of 4 KiB.
+    """New private memory, in pages of 2 MiB if the kernel has such pages.
+
+    The first write to a page costs about as much for 2 MiB as for 4 KiB. Shared memory, the default
+    of Python's mmap, has pages of 4 KiB.
     """
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without such pages
@@ -79,7 +82,10 @@ def _fresh(num_bytes: int) -> mmap.mmap:
 
 
 def _size_class(num_bytes: int) -> int:
-    """The next larger of four sizes per power of two, so that similar blocks share memory."""
+    """`num_bytes`, rounded up to one of four sizes per power of two.
+
+    So blocks of similar size can reuse each other's memory.
+    """
     step = 1 << max(num_bytes.bit_length() - 3, 12)
     return -(-num_bytes // step) * step
 
@@ -97,12 +103,14 @@ def copy_rows(into: Tensor, rows: Tensor) -> None:
 
 
 def cat_rows(pieces: Sequence[Tensor]) -> Tensor:
-    """Some pieces, joined along the first axis by `joined_rows`; one piece is returned as it is."""
+    """The pieces, joined along the first axis by `joined_rows`. A single piece is returned as it
+    is."""
     return pieces[0] if len(pieces) == 1 else joined_rows(pieces)
 
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """The bytes of a CPU tensor's numbers, one after another; a copy only if there are gaps."""
+    """The bytes of a CPU tensor, uint8 [number of bytes]. They are copied only if the tensor is not
+    contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.stride(0) != 1:  # a single number may have any stride; numpy's empty arrays have 0
         flat = flat.clone(memory_format=torch.contiguous_format)

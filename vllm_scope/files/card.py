@@ -66,7 +66,7 @@ def card_of(
     codecs = sorted({str(stream.codec["codec"]) for stream in streams} - {"none"})
     names = [stream_name(stream) for stream in widths]
     models = ", ".join(sorted({request.manifest.model for request in requests})) or "no model"
-    # On one line, and of characters that YAML and UTF-8 have.
+    # On one line, without characters that YAML or UTF-8 cannot hold.
     models = " ".join("".join(c if c.isprintable() else " " for c in models).split())
     under = f", under the codec {', '.join(codecs)}" if codecs else ""
     return _CARD.format(

@@ -1,6 +1,6 @@
 """One data file, opened for reading: its tensors by name, mapped.
 
-Owns:  MappedFile and NpzFile, and the checks before either allocates memory.
+Owns:  MappedFile and NpzFile, and the checks that precede any allocation of memory.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def open_data(folder: Folder, name: str, dtypes: dict[str, str]) -> MappedFile |
 
 
 class MappedFile:
-    """A safetensors file. Its tensors are views of the page cache: only what is touched is
-    read."""
+    """A safetensors file. Its tensors are views of the page cache, so only the pages that a caller
+    uses are read from the disk."""
 
     def __init__(self, folder: Folder, name: str) -> None:
         self._name = name
@@ -127,7 +127,7 @@ def _npz_index(file: BinaryIO, size: int, name: str) -> Index | None:
 
 
 def _members(file: BinaryIO, size: int, name: str) -> dict[str, _Member]:
-    """Array name -> where the array is. Every size is checked against the file's size.
+    """The arrays of an archive by name. Every size is checked against the file's size.
 
     For an archive of another program the result is empty, and no array is looked at.
     """
@@ -164,7 +164,7 @@ def _members(file: BinaryIO, size: int, name: str) -> dict[str, _Member]:
 
 
 def _data_start(file: BinaryIO, info: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin: behind its local header, name and extra field."""
+    """The offset of a member's bytes in the file: after its local header, name and extra field."""
     file.seek(info.header_offset + 26)
     of_name, of_extra = struct.unpack("<HH", file.read(4))
     return info.header_offset + 30 + int(of_name) + int(of_extra)

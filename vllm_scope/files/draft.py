@@ -41,17 +41,18 @@ def export_speculators(
 ) -> int:
     """Write the folder on which speculators trains draft models. Returns the number of samples.
 
-    A sample is a request with a row for each token, from the first on. Rows keep their dtype.
+    A sample is one request. Its rows begin at the first token and have no gap. Rows keep their
+    dtype.
 
     Args:
         folder: an empty folder, or the path of a new one.
-        streams: the places that the draft model sees, in the order that it expects, and at the end
-            the place whose rows enter the model's final norm: `resid_post` of its last layer.
-        loss_mask: a function from a request to an int for each row; None: 1 for each.
+        streams: the places that the draft model sees, in the order that it expects. The last one
+            must be `resid_post` of the captured model's last layer: its rows enter the final norm.
+        loss_mask: a function from a request to one int for each row; None: 1 for each row.
 
     Raises:
         FileError: the folder is not empty, a request has rows of some tokens only, a loss mask has
-            another length, the rows' widths or dtypes differ, or the last of `streams` is not that
+            another length, the rows' widths or dtypes differ, or the last of `streams` is another
             place. The last of `streams` is not checked for files of earlier versions, which do
             not tell the model's number of layers.
         KeyError: a place was not captured.
@@ -101,8 +102,8 @@ def _check_last(requests: Sequence[CapturedRequest], stream: SiteLayer) -> None:
 
 
 def _stacked(request: CapturedRequest, streams: Sequence[SiteLayer]) -> torch.Tensor:
-    """[rows, places, width]. Raises FileError for rows of several dtypes, which torch would make
-    rows of one."""
+    """The rows of all places, [rows, places, width]. Raises FileError if their dtypes differ: torch
+    would convert them to one dtype."""
     rows = [request[stream] for stream in streams]
     dtypes = dict.fromkeys(str(some.dtype).removeprefix("torch.") for some in rows)
     if len(dtypes) != 1:
@@ -114,7 +115,11 @@ def _stacked(request: CapturedRequest, streams: Sequence[SiteLayer]) -> torch.Te
 
 
 def _tokens(request: CapturedRequest, streams: Sequence[SiteLayer]) -> torch.Tensor:
-    """int64 [rows]: the tokens that all streams have rows of. Raises FileError."""
+    """int64 [rows]: the ids of the tokens whose rows all streams have.
+
+    Raises:
+        FileError: a stream's positions have a gap, or the streams have different numbers of rows.
+    """
     counts = set()
     for stream in streams:
         positions = request.positions(*stream)

@@ -1,10 +1,10 @@
 """Captured rows for other tools: Hugging Face `datasets` folders, through pyarrow.
 
-Owns:  `export_dataset` (one row per token) and `export_saelens` (fixed contexts, as
+Owns:  `export_dataset` (one row per token) and `export_saelens` (contexts of equal length, as
        SAELens caches activations). draft.py has `export_speculators`.
 
-All three write folders that `datasets.load_from_disk` reads, without importing `datasets`. Their
-files become visible whole, or not at all.
+All three functions write folders that `datasets.load_from_disk` reads, and do not import
+`datasets`. Their files become visible whole, or not at all.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def export_dataset(
     """Write a dataset with one row per token, and a card, README.md. Returns the number of rows.
 
     The columns are request, position, token_id and, for each stream, `site.layer`. The card leaves
-    the license for you to choose. float32 holds every number of the other dtypes, so the rows equal
-    the captured ones; float32 rows keep their bits.
+    the license for you to choose. Rows in float32 equal the captured rows, because float32 holds
+    every number of the other dtypes; captured float32 rows keep their bits.
 
     Args:
         folder: an empty folder, or the path of a new one.

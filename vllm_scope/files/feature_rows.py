@@ -1,7 +1,7 @@
 """Features as the rows of a stream, as the files of a sink hold them.
 
 Owns:  SUFFIX, `stored_features` and `features_in`.
-Runs:  wherever rows are written (`stored_features`); anywhere for the rest.
+Runs:  `stored_features` where rows are written; `features_in` anywhere.
 To:    sinks.filesystem (writes), captured (reads).
 
 In a file the features called NAME are the stream `NAME.features`. Its rows are float32 [n,
@@ -19,7 +19,7 @@ from vllm_scope.codecs import make_codec
 from vllm_scope.codecs.packed import EncodedRows, Packing
 from vllm_scope.request.read_features import ReadFeatures
 
-#: The ending that makes a stream's name out of the name of its features.
+#: The name of a stream of features is the features' own name with this ending.
 SUFFIX = ".features"
 
 

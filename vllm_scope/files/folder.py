@@ -1,4 +1,4 @@
-"""Folders from which files are read: what all have in common, and the local one.
+"""Folders from which files are read: the protocol, and folders of this host.
 
 Owns:  the Folder protocol, LocalFolder.
 """
@@ -25,11 +25,12 @@ class Folder(Protocol):
         ...
 
     def open(self, name: str) -> tuple[BinaryIO, int]:
-        """A file at its beginning, and its size in bytes. Raises FileError."""
+        """A data file, opened for reading at its beginning, and its size in bytes. Raises
+        FileError."""
         ...
 
     def local(self, name: str) -> Path:
-        """A local file with the same content. Raises FileError."""
+        """The path of a local file with the content of this data file. Raises FileError."""
         ...
 
 
@@ -39,7 +40,7 @@ class LocalFolder:
     def __init__(self, root: Path, only: str | None = None) -> None:
         self._root = root
         self._only = only
-        #: Name -> inode, size and time of the file when it was first opened.
+        #: Name -> inode, size and modification time of the file when it was first opened.
         self._seen: dict[str, tuple[int, int, int]] = {}
 
     def names(self) -> list[str]:

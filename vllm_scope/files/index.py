@@ -19,15 +19,16 @@ from vllm_scope.errors import FileError, shown
 from vllm_scope.request.read_features import ReadFeatures
 from vllm_scope.request.sites import SiteLayer
 
-#: `ok`: all rows that were asked for are there; `partial`: some are; `error`: see the reason.
+#: `ok`: all rows that were asked for are there. `partial`: rows are missing. `error`: see `reason`.
 Status = Literal["ok", "partial", "error"]
 #: From best to worst.
 STATUSES: tuple[Status, ...] = get_args(Status)
 
 FORMAT = 1
-#: Larger than any index that a writer makes. Checked before an index is read.
+#: Limit for an index that is read. Any index that a writer makes is smaller.
 MAX_INDEX_BYTES = 1 << 30
-#: More pipeline stages than any engine has: a damaged index may claim any number.
+#: Limit for the number of pipeline stages in an index: a damaged index may claim any number. No
+#: engine has so many stages.
 MAX_STAGES = 1024
 
 
@@ -64,10 +65,10 @@ class RequestRecord:
             same owner, tag and name.
         uid: unique among all requests; the same for all stages and completions of a request.
         child: index of the completion, if the request has n > 1.
-        stage, num_stages: the pipeline stage of these rows.
+        stage, num_stages: index of the pipeline stage that has these rows, and number of stages.
         owner: the request's owner, in letters and digits, if several owners share a root.
-        documents: the spans that the prompt is made of, in its order, if the request was
-            harvested.
+        documents: the spans that the prompt of a harvested request is made of, in order; empty for
+            other requests.
         num_layers: the model's number of layers; None: not known.
     """
 
@@ -105,7 +106,7 @@ class IndexedStream(msgspec.Struct, frozen=True):
         dtype: the dtype of decoded rows.
         codec: metadata for `codecs.codec_from`.
         file: the name of the file, in the folder of the manifest.
-        first: the request's first row in the file's stream.
+        first: the index of the request's first row in the file's stream.
         features: in a stream of features, which features were read. Other streams and files of
             earlier versions do not have this field.
     """
@@ -125,7 +126,7 @@ class IndexedRequest(msgspec.Struct, frozen=True):
         files: names of the files, in the folder of the manifest.
         streams: the request's streams, by `site.layer`.
         number: the request's index in the file.
-        first_token: the request's first token in the file's token ids.
+        first_token: the index of the request's first token in the file's token ids.
 
     The other attributes are those of RequestRecord.
     """

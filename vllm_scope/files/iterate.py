@@ -5,8 +5,8 @@ Owns:  `iter_rows`, and the meaning of "shuffled".
 Single rows are not permuted, because disks are slowest at small reads from many places. Runs of
 neighbouring rows are put in random order, a pool of POOL_RUNS runs is read, and rows are drawn
 from the pool in random order. A batch thus mixes rows from POOL_RUNS places of the data set. The
-kernel reads a pool's runs ahead into the page cache. Each row is copied once, from there into its
-batch.
+kernel reads a pool's runs ahead into the page cache. Each row is copied once, from the page cache
+into its batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_scope.files.streams import StoredStream
 #: Rows that are read at once for shuffling: 1 MB if a row has 4096 bf16 values.
 RUN_ROWS = 128
 POOL_RUNS = 256
-#: The memory of so many batches is kept for reuse after the caller has dropped them.
+#: Memory of at most this many batches is kept for reuse after the caller has dropped the batches.
 _KEPT_BATCHES = 4
 #: Most files that stay mapped. The kernel's page tables take 1/512 of their bytes.
 _MOST_MAPPED = 512
@@ -144,11 +144,12 @@ class _Pool:
     One gather copies rows of many files straight into a batch.
 
     Args:
-        mapped: a function from the index of a span that is not encoded to all its rows.
+        mapped: a function from a span's index to all rows of the span. It is called only for spans
+            that are not encoded.
 
     Attributes:
-        memory: uint8 [bytes, bytes of a row]: all memory from the first to the last row, as rows
-            that overlap. Nothing between the runs is touched.
+        memory: uint8 [bytes, bytes of a row]: all memory from the first to the last row. Entry i
+            shows the bytes from byte i on, so entries overlap. Only the runs' bytes are read.
         starts: int64 [rows]: where each row begins in `memory`.
         kept: the tensors whose memory `memory` shows; they must stay alive with it.
     """
@@ -199,7 +200,7 @@ def _pools(order: list[int], runs: Sequence[_Run]) -> Iterator[list[int]]:
 
 
 def _batches(pieces: Iterator[Tensor], batch_size: int) -> Iterator[Tensor]:
-    """The pieces, cut and joined to batches. A piece of a batch's size is passed on as it is."""
+    """The pieces, cut and joined into batches. A piece of a batch's size is passed on as it is."""
     waiting: list[Tensor] = []
     num_waiting = 0
     for piece in pieces:

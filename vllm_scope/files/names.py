@@ -16,7 +16,7 @@ from vllm_scope.files.index import RequestRecord
 MAX_CHARS = 100
 _PLAIN = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_CHARS - 1}}}")
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
-#: A folder with such an ending could stand where a data file is to be.
+#: Endings that a name must not have: a folder of that name could take the place of a data file.
 _OURS = (".json", ".safetensors", ".npz", ".")
 
 

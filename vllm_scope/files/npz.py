@@ -1,8 +1,8 @@
-"""One numpy archive per request, for tools that read nothing else.
+"""One numpy archive per request, for tools that read no other format.
 
 The arrays are those of `per_request`. numpy has neither bf16 nor fp8: their bits are stored
-as int16 and uint8, and the index has their dtypes. The index is the array `vllm_scope` (JSON
-as bytes), and a file beside the archive.
+as int16 and uint8, and the index tells their dtypes. The index is in the archive, as the array
+`vllm_scope` (JSON as bytes), and in a file beside the archive.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ class FileOptions(BaseModel):
         mode: the mode of local files, in octal. Users who may read the files may enter the
             folders that the writer makes. An existing root keeps its mode.
         key_folders: True: files of requests over HTTP (`per_request`, `npz`) are in a folder
-            of their API key, `key-` and a digest. False: keys may replace each other's files.
+            of their API key, named `key-` and a digest. False: all API keys share the folders, so
+            one key's request may replace another key's file.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

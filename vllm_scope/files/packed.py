@@ -2,7 +2,7 @@
 
     0/resid_post.5, 0/resid_post.5.positions, 0/token_ids, 1/resid_post.5, ...
 
-For many small requests whose tensors are read one by one. A file is full after
+This layout is for many small requests whose tensors are read one by one. A file is full after
 `packed_requests` requests or `file_mib`, whichever comes first.
 """
 

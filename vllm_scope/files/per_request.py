@@ -26,12 +26,13 @@ KEY = "vllm_scope"
 
 
 def part_key(stream: str, part: str) -> str:
-    """The tensor name of a codec's part: the stream's own name for rows that need no decoding."""
+    """The name of the tensor that holds a codec's part of a stream: the stream's own name if the
+    part is rows that need no decoding."""
     return stream if part == "rows" else f"{stream}.{part}"
 
 
 def tensors_of(request: FinishedRequest, prefix: str = "") -> dict[str, list[Tensor]]:
-    """Tensor name -> its pieces."""
+    """The request's tensors by name, each as pieces along the first axis."""
     found = {f"{prefix}token_ids": [request.token_ids]}
     for name, stream in request.streams.items():
         found[f"{prefix}{name}.positions"] = [torch.from_numpy(stream.positions)]

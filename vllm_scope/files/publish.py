@@ -33,7 +33,7 @@ class Publisher(Protocol):
     """Puts files below one root. Safe to call from several threads."""
 
     def publish(self, files: Mapping[str, Write]) -> None:
-        """Write files, then make them visible in this order.
+        """Write files, then make them visible in the order of `files`.
 
         Existing files of the same names are replaced.
 
@@ -195,7 +195,7 @@ def _remove_leftovers(root: Path, own: str) -> None:
 
 
 def _removed(path: str) -> bool:
-    """Remove a lock's file if no process holds the lock. Returns False if a process holds it.
+    """Remove a lock's file if no process holds the lock. Returns True if the file is gone.
 
     The file is unlinked while this process holds the lock. A writer that has just made the file,
     and does not hold the lock yet, then sees that the file is gone.

@@ -29,9 +29,11 @@ from vllm_scope.request.sites import SiteLayer
 
 
 class Capture:
-    """Requests in the order of their files' names, and within a file in the order they ended.
+    """Requests in the order of their files' names. Requests of one file are in the order in which
+    they ended.
 
-    `[...]` takes an index, a name or a request id. `find` can also match a tag, a status, an owner.
+    `[...]` takes an index, a name or a request id. `find` can also match a tag, a status or an
+    owner.
     """
 
     def __init__(self, requests: list[CapturedRequest]) -> None:
@@ -44,10 +46,10 @@ class Capture:
         return iter(self._requests)
 
     def __getitem__(self, which: int | str) -> CapturedRequest:
-        """The request of an index, a name or a request id.
+        """The request with this index, name or request id.
 
         Raises:
-            IndexError, KeyError: there is no such request, or there are several of that name.
+            IndexError, KeyError: there is no such request, or there are several.
         """
         if isinstance(which, int):
             return self._requests[which]
@@ -98,7 +100,8 @@ class Capture:
         part: tuple[int, int] = (0, 1),
         skip: int = 0,
     ) -> Iterator[Tensor]:
-        """Every row of a stream once, [batch_size, hidden_size]; the last batch may be smaller.
+        """Every row of a stream once, in batches [batch_size, hidden_size]; the last batch may be
+        smaller.
 
         Without `shuffle`, a batch may be a view of the file, if there is no codec. With `shuffle`,
         rows are read in runs of neighbours and mixed within a pool of many runs from all files:
@@ -133,7 +136,7 @@ def open(path: str | os.PathLike[str]) -> Capture:
     """
     folder = find_folder(path)
     files = OpenFiles(folder)
-    #: Key that the pieces of one request share -> stage -> the stage's pieces, mostly one.
+    #: A key that the pieces of one request share -> stage -> the stage's pieces, usually one.
     groups: dict[tuple[str, int, int], dict[int, list[Piece]]] = {}
     for name in folder.names():
         index = read_index(folder, name)
@@ -151,6 +154,7 @@ def open(path: str | os.PathLike[str]) -> Capture:
 
 
 def _requests(stages: dict[int, list[Piece]]) -> list[list[Piece]]:
-    """The pieces of each request, by stage. A request that was stored twice counts as two."""
+    """The pieces of each request, in the order of stages. A request that was stored twice counts as
+    two requests."""
     of_requests = zip_longest(*(stages[stage] for stage in sorted(stages)))
     return [[piece for piece in pieces if piece is not None] for pieces in of_requests]

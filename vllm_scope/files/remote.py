@@ -41,7 +41,7 @@ def _file_system(url: str) -> tuple[AbstractFileSystem, str]:
 
 
 def read_remote(url: str, name: str) -> bytes | None:
-    """A small file below a URL, whole; None if there is no such file. Raises FileError."""
+    """The content of a small file below a URL; None if there is no such file. Raises FileError."""
     system, root = _file_system(url)
     try:
         system.invalidate_cache()
@@ -122,7 +122,7 @@ class RemoteStaged:
 
 
 class RemoteFolder:
-    """The files below a URL, or the one file that it names."""
+    """The files below a URL, or the one file that the URL names."""
 
     def __init__(self, url: str) -> None:
         self._system, root = _file_system(url)
@@ -159,7 +159,7 @@ class RemoteFolder:
 
     def local(self, name: str) -> Path:
         folder = Path(self._fetched.name)
-        # A name from a listing is not trusted to stay below the folder.
+        # A name in a listing could lead out of the folder.
         path = folder / name
         if ".." in Path(name).parts or not path.is_relative_to(folder):
             raise FileError(f"{name!r} is no name below {self._root}")

@@ -22,7 +22,7 @@ def make_publisher(root: str, fsync: bool, mode: int = 0o600) -> Publisher:
 
     Raises:
         FileError: the root cannot be written to.
-        ConfigError: the root is a URL, and fsspec cannot open it, or `fsync` is true.
+        ConfigError: the root is a URL that fsspec cannot open, or a URL while `fsync` is true.
     """
     if "://" in root:
         if fsync:
@@ -32,7 +32,7 @@ def make_publisher(root: str, fsync: bool, mode: int = 0o600) -> Publisher:
 
 
 def find_folder(path: str | os.PathLike[str]) -> Folder:
-    """The files of a root. Raises FileError if the root does not exist."""
+    """The Folder of a root, for reading its files. Raises FileError if the root does not exist."""
     text = os.fspath(path)
     if "://" in text:
         return RemoteFolder(text)
@@ -45,7 +45,7 @@ def find_folder(path: str | os.PathLike[str]) -> Folder:
 
 
 def read_file(root: str, name: str) -> bytes | None:
-    """A small file of a root, whole; None if there is no such file. Raises FileError."""
+    """The content of a small file of a root; None if there is no such file. Raises FileError."""
     if "://" in root:
         return read_remote(root, name)
     try:

@@ -3,8 +3,8 @@
 Owns:  RequestWriter (collects blocks of rows) and Stream (one stream, in order).
 Runs:  on the thread that writes rows, such as a sink thread. Only `finish` may wait for a disk.
 
-Promise: rows are in position order, and each position has one row, the one written last. Rows of
-tokens that were never accepted are left out.
+Promise: rows are in position order. Each position has one row: the last row that was written for
+it. Rows of tokens that were never accepted are left out.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class RequestWriter:
 
     Args:
         buffers: memory for copies of the rows.
-        copies: False: rows on the CPU are kept without a copy, unless they would keep much more
-            memory alive than their own. The caller must not change them until they are published.
+        copies: False: rows on the CPU are kept without a copy, unless they would keep alive much
+            more memory than they fill. The caller must not change them until they are published.
     """
 
     def __init__(
@@ -125,8 +125,10 @@ class RequestWriter:
 
 
 def _fills_its_memory(rows: Tensor) -> bool:
-    """True for rows on the CPU if at least half of the memory that they keep alive holds them, or
-    rows of other layers between them."""
+    """True if the rows are on the CPU and take at least half of the memory that they keep alive.
+
+    Rows of other layers that lie between them count as theirs.
+    """
     used = len(rows) * rows.stride(0) * rows.itemsize
     return rows.device.type == "cpu" and 2 * used >= rows.untyped_storage().nbytes()
 

@@ -41,8 +41,8 @@ from vllm_scope.files.tensors import joined, write_tensors
 #: How many shards are written at once, unless the caller gives another number. If one more shard
 #: is full, `add` waits.
 NUM_WRITERS = 2
-#: How many shards are filled at once: rows of one stream under different codecs need different
-#: shards. If one more is needed, the oldest is written.
+#: How many shards are filled at once: rows of one stream with different codecs need different
+#: shards. If one more shard is needed, the oldest one is written.
 MOST_OPEN = 4
 #: A block that is decoded for a Summary ends when it has at least this many rows.
 BLOCK_ROWS = 4096
@@ -88,7 +88,7 @@ class _Shard:
 
     Attributes:
         nbytes: bytes of the tensors so far.
-        published: done when the file is visible, or with the exception that prevented this.
+        published: done when the file is visible; has the exception if the file was not written.
     """
 
     def __init__(self, stem: str) -> None:
@@ -101,7 +101,8 @@ class _Shard:
         self._streams: dict[str, _Rows] = {}
 
     def fits(self, request: FinishedRequest) -> bool:
-        """True if the shard's streams have the same width, dtype and codec in the request."""
+        """True if each stream that the shard and the request share has the same width, dtype and
+        codec in both."""
         known = self._streams
         return all(
             name not in known or known[name].codec == stream.codec
@@ -111,7 +112,7 @@ class _Shard:
     def add(self, request: FinishedRequest) -> Stored:
         number = len(self.manifests)
         firsts = {name: rows.num_rows for name, rows in self._streams.items()}
-        # The only step that can fail, so that a request is in the shard whole or not at all.
+        # First, because only this step can fail: a request is in the shard whole or not at all.
         manifest = request.manifest(f"{self.stem}.safetensors", firsts, number, self._num_tokens)
         for name, stream in request.streams.items():
             rows = self._streams.setdefault(name, _Rows(stream.codec))

@@ -1,4 +1,4 @@
-"""Files that one process writes and another makes visible.
+"""Files that one process writes and another process makes visible.
 
     staged = make_staged(root)
     place = staged.make()            # a hidden folder, or a URL
@@ -49,7 +49,7 @@ class Staged(Protocol):
         ...
 
     def remove(self, place: str) -> None:
-        """Remove a place and its files. What cannot be removed is left, without an error."""
+        """Remove a place and its files. A file that cannot be removed stays, and raises nothing."""
         ...
 
 

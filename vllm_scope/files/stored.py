@@ -30,9 +30,9 @@ class Stored:
     """The result of storing a request.
 
     Attributes:
-        manifest: true once `published` is done; until then the rows are only in this
-            process's memory.
-        published: done when the file is visible, or with the exception that prevented this.
+        manifest: the request's manifest. The file that it names has the rows once `published` is
+            done; until then the rows are only in this process's memory.
+        published: done when the file is visible; has the exception if the file was not written.
         folder: the file's folder, below the root.
     """
 
@@ -54,7 +54,8 @@ def published() -> Future[None]:
 
 @contextmanager
 def settling(published: Future[None]) -> Iterator[None]:
-    """Set the future's result when the block ends, or its exception if it raises."""
+    """Complete the future when the `with` block ends: with None, or with the exception that the
+    block raises."""
     try:
         yield
     except BaseException as error:
@@ -106,11 +107,11 @@ class FinishedRequest:
     def manifest(
         self, file: str, firsts: dict[str, int] | None = None, number: int = 0, first_token: int = 0
     ) -> IndexedRequest:
-        """The manifest of this request as number `number` of `file`.
+        """The manifest of this request, as the request with index `number` in `file`.
 
         Args:
-            firsts: stream -> the request's first row in the file's stream; 0 if missing.
-            first_token: the request's first token in the file's token ids.
+            firsts: stream -> index of the request's first row in the file's stream; 0 if missing.
+            first_token: index of the request's first token in the file's token ids.
         """
         record, first_of = self.record, firsts or {}
         status, reason = _status(record, sum(s.shape[0] for s in self.streams.values()))
@@ -135,14 +136,16 @@ class FinishedRequest:
 
 
 def _utf8(text: Text) -> Text:
-    """The text, with `?` for lone surrogates: JSON input may have them, UTF-8 cannot."""
+    """The text, with `?` for lone surrogates. JSON input may have them; UTF-8 has no bytes for
+    them."""
     if text is None or text.isascii():
         return text
     return text.encode("utf-8", "replace").decode()
 
 
 def _status(record: RequestRecord, num_rows: int) -> tuple[Status, str | None]:
-    """The record's status and reason; `partial` if the counts contradict its `ok`."""
+    """The record's status and reason; `partial` if the status is `ok` and the counts contradict
+    it."""
     if record.status != "ok":
         return record.status, record.reason
     if num_rows != record.delivered:
@@ -162,7 +165,8 @@ class FileLayout(ABC):
 
     @abstractmethod
     def add(self, request: FinishedRequest) -> Stored:
-        """Take a request. Raises FileError if the layout writes its file now, and that fails."""
+        """Take a request. Raises FileError if the layout writes the request's file in this call and
+        the write fails."""
 
     def flush(self) -> None:  # noqa: B027
         """Wait until every request is published or has failed. Raises the first FileError."""

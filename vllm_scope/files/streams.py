@@ -38,12 +38,12 @@ class OpenFiles:
 
 @dataclass(frozen=True)
 class StoredStream:
-    """Rows of one stream in one file, of one request or of consecutive ones.
+    """Rows of one stream in one file, of one request or of consecutive requests.
 
     Attributes:
         name: the file's name.
         key: the stream's name in the file.
-        first, num_rows: the first row in the file's stream, and the number of rows.
+        first, num_rows: index of the first row in the file's stream, and number of rows.
         codec: the codec of the rows.
     """
 
@@ -76,14 +76,14 @@ class StoredStream:
         return self._decode(parts, stop - start)
 
     def take(self, index: Tensor) -> Tensor:
-        """The rows of these indices, [len(index), hidden_size], decoded."""
+        """The rows with these indices, [len(index), hidden_size], decoded."""
         if not self.codec.rowwise:
             return self._decode(self._parts(), self.num_rows)[index]
         parts = {name: _select(part, index) for name, part in self._parts().items()}
         return self._decode(parts, len(index))
 
     def joined(self, other: StoredStream) -> StoredStream | None:
-        """Both streams as one if the rows of `other` follow in the file; else None."""
+        """Both streams as one if the rows of `other` come next in the file; else None."""
         if (
             self.codec.rowwise
             and (self.name, self.key, self.codec) == (other.name, other.key, other.codec)

@@ -25,7 +25,7 @@ from vllm_scope.files.publish import write_bytes
 
 #: Larger headers are refused before they are read; the format allows 100 MB.
 MAX_HEADER_BYTES = 64 << 20
-#: Limit for a tensor in a file that is read. Tensors of captured rows have one or two dimensions.
+#: Most dimensions of a tensor in a file that is read. Tensors of captured rows have one or two.
 MAX_DIMS = 8
 #: Largest number of elements of a tensor, in torch too.
 _MAX_NUMBERS = (1 << 63) - 1
@@ -77,9 +77,9 @@ def write_tensors(
 
 
 def _in_turn(piece: Tensor) -> Iterator[Tensor]:
-    """Yield the piece; or, if there are gaps between its rows, copies of some rows at a time.
+    """Yield the piece; if there are gaps between its rows, yield copies of some rows at a time.
 
-    Each copy overwrites the memory of the copy before.
+    Each copy overwrites the memory of the previous copy.
     """
     if piece.is_contiguous() or piece.dim() != 2 or piece.stride(1) != 1:
         yield piece
@@ -98,7 +98,8 @@ def head_of(
     """The bytes before the tensors in a file: the header's length, and the header.
 
     Args:
-        tensors: name, dtype's code, shape and number of bytes of each, in the file's order.
+        tensors: for each tensor, in the file's order: name, code of the dtype, shape, number of
+            bytes.
 
     Raises:
         FileError: the header would be larger than MAX_HEADER_BYTES.
@@ -148,7 +149,7 @@ class Header(msgspec.Struct, frozen=True):
     """A checked header: every tensor lies within the file and has its shape's size.
 
     Attributes:
-        num_bytes: bytes of the header and of the number before it; the tensors begin behind them.
+        num_bytes: bytes before the tensors: the header, and the 8 bytes that tell its length.
     """
 
     metadata: dict[str, str]
@@ -157,14 +158,14 @@ class Header(msgspec.Struct, frozen=True):
 
 
 def read_header(file: BinaryIO, size: int, where: str, mark: str | None = None) -> Header:
-    """Read a safetensors header, allocating no more than the file can fill.
+    """Read and check a safetensors header. It cannot claim more memory than the file fills.
 
     Args:
         file: at its beginning.
         size: the file's size in bytes.
         where: the file's name, for messages.
         mark: if neither the metadata nor the tensors have this name, another program wrote the
-            file, and its tensors are not looked at. None: the tensors of every file are checked.
+            file, and its tensors are not checked. None: the tensors of every file are checked.
 
     Raises:
         FileError: the file is not safetensors, or sizes in the header contradict the file's.

@@ -35,7 +35,7 @@ class RowDataset(IterableDataset[Tensor]):
 
     Args:
         path: the path of captured rows, as for `vllm_scope.open`.
-        shuffle: False: in the order of the files, in every epoch.
+        shuffle: False: rows come in the order of the files, in every epoch.
         seed: the seed of epoch 0; epoch n has seed + n. The next epoch begins after an iterator
             has given its last batch.
         part: (index, number of parts), for several training processes.
@@ -84,11 +84,12 @@ class RowDataset(IterableDataset[Tensor]):
         self._epoch, self._taken = epoch, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, the batches taken in it, and the settings that fix their order."""
+        """The epoch, the number of batches taken in it, and the settings that determine the order
+        of batches."""
         return {"epoch": self._epoch, "taken": self._taken, "part": self._parts()} | self._order()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the batches of a state.
+        """Let the next iterator go on after the batches that a state counts as taken.
 
         Raises:
             FileError: the state has another seed, `shuffle`, batch size or part.

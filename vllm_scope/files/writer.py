@@ -2,10 +2,10 @@
 
     writer = open_writer(FileOptions.parse({"root": "captures"}))
     request = writer.begin()
-    request.write("resid_post", 5, positions, rows)     # any interleaving
+    request.write("resid_post", 5, positions, rows)     # streams and positions in any order
     stored = request.finish(RequestRecord(...))
     writer.flush()                                     # not needed once the file is full
-    stored.published.result()                          # stored.manifest is true from here on
+    stored.published.result()                          # the file of stored.manifest is visible now
     writer.close()
 
 Owns:  Writer, `open_writer`.
@@ -51,7 +51,7 @@ class Writer:
 
     Args:
         layout: how requests become files; None: the layout of the options.
-        copies: False: most rows are kept as they are; see RequestWriter.
+        copies: False: most rows are kept without a copy; see RequestWriter.
 
     Attributes:
         buffers: memory for the rows that wait for a file.
@@ -67,7 +67,7 @@ class Writer:
         self._options = options
         self._publisher = publisher
         self._layout = layout or _LAYOUTS[options.layout](options, publisher)
-        # Two files that are being written, and one that is being filled.
+        # Room for two files that are being written, and for one that is being filled.
         self.buffers = Buffers(3 * options.file_bytes)
         self._copies = copies
         self._codecs: dict[tuple[int, torch.dtype], Codec] = {}

@@ -12,12 +12,12 @@ computing.py   from documents to their rows, on an engine
 engines.py     protocols: the engine that computes rows, and the store that writes them
 job.py         the loop from documents to shards
 storing.py     rows of one engine into shards
-several.py     several engines: which contexts each one gets, and how a lost one is replaced
+several.py     several engines: which contexts each engine gets, how a lost engine is replaced
 member.py      one engine of several, in a process of its own
 pools.py       protocols for starting members: processes.py on this host, ray_pool.py on a cluster
 guard.py       ends an engine's processes when the process that started them is gone
 shards.py      what the visible shards hold: contexts, hashes, figures
 statistics.py  figures of a stream's rows
 manifest.py    `harvest.json`, and the lock of a folder
-progress.py    the line that a person sees
+progress.py    the progress line on standard error
 """

@@ -18,12 +18,12 @@ from vllm_scope.harvests.engines import Engine, EngineFacts, Rows
 from vllm_scope.harvests.skipped import Skipped
 from vllm_scope.request.actions import Read
 
-#: Contexts that are tokenized ahead of the engine.
+#: Most contexts that are tokenized ahead of the engine.
 _AHEAD = 512
 
 
 def context_size(engine: EngineFacts, asked: int | None) -> int:
-    """The most tokens of a context: `asked`, or the engine's maximum if that is None.
+    """The most tokens of a context: `asked`, or the engine's maximum if `asked` is None.
 
     Raises:
         ConfigError: `asked` is below 1 or above the engine's maximum.
@@ -45,7 +45,7 @@ def contexts_ahead(
     skipped: Skipped,
     wanted: Callable[[Context], bool],
 ) -> Generator[Context]:
-    """The contexts that are to be computed, in order, made on a thread ahead of the engine.
+    """Yield the contexts to compute, in order. A thread makes them ahead of the engine.
 
     Args:
         size: the most tokens of a context.
@@ -72,7 +72,7 @@ def rows_of(
     prompts = ((context, context.token_ids) for context in contexts)
     with closing(engine.compute(prompts, reads)) as computed:
         for context, rows in computed:
-            rows.columns()  # before `status`, whose counts then take less time
+            rows.columns()  # first, because `status` then counts rows in less time
             if rows.status != "complete":
                 raise ScopeError(
                     f"the rows of document {shown(context.name)} are {rows.status}: "

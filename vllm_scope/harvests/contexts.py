@@ -1,15 +1,15 @@
 """Documents as the prompts that an engine computes.
 
-    truncate   one context of each document: its first tokens
-    split      as many contexts of a document as it fills, one after another
+    truncate   one context of each document: the document's first tokens
+    split      all tokens of a document, in consecutive contexts; the last one may be shorter
     pack       contexts of equal length, cut from all documents joined in order; each text ends with
                the end-of-text token, and attention sees earlier documents of the same context
 
 Owns:  Context, `contexts_of`, `prefetched`.
 Runs:  on a thread of its own: reading and tokenizing go on while the engine computes.
-From:  documents.   To: job.
+From:  documents.   To: computing.
 
-Promise: the contexts are a function of the documents, the tokenizer, the size and the rule.
+Promise: the contexts depend only on the documents, the tokenizer, the size and the rule.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm_scope.files.index import DocumentSpan
 from vllm_scope.harvests.documents import Document, digest_of
 
 Long = Literal["truncate", "split", "pack"]
-#: Some texts -> the token ids of each.
+#: A function from texts to the token ids of each text.
 Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 T = TypeVar("T")
 
@@ -48,8 +48,8 @@ class Context:
 
     @property
     def name(self) -> str:
-        """The first document's id. `:` and the index of the first token in that document follow, if
-        the index is not 0."""
+        """The first document's id. If the context does not begin at that document's first token,
+        `:` and the index of the context's first token in the document follow."""
         first = self.spans[0]
         return first.document if first.first == 0 else f"{first.document}:{first.first}"
 
@@ -67,7 +67,7 @@ def key_of(spans: Sequence[DocumentSpan]) -> bytes:
 def contexts_of(
     documents: Iterable[Document], encode: Encode, size: int, long: Long, end: int | None
 ) -> Iterator[Context]:
-    """The contexts of documents. A document without tokens is in none.
+    """Yield the contexts of documents. A document without tokens is in no context.
 
     Args:
         size: the most tokens of a context.
@@ -120,7 +120,8 @@ def _packed(tokenized: Iterable[tuple[str, Sequence[int]]], size: int) -> Iterat
 
 
 def prefetched(items: Iterable[T], most: int) -> Generator[T]:
-    """Yield items, which another thread makes, at most `most` ahead. Raises that thread's error."""
+    """Yield items that another thread makes, at most `most` items ahead. Raises the error of that
+    thread."""
     waiting: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(most)
     ended = threading.Event()
 

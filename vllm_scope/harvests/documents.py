@@ -42,7 +42,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Documents:
-    """A data set, in its order.
+    """A data set: its documents, in order.
 
     Attributes:
         source: a name or path, for people.
@@ -160,8 +160,8 @@ def find_documents(
 
 
 def _checked(documents: Documents) -> Documents:
-    """The documents. Raises SpecError if the first row has no document, FileError if the row cannot
-    be read."""
+    """Check the first row, and return the documents. Raises SpecError if that row has no document,
+    FileError if the row cannot be read."""
     next(iter(documents), None)
     return documents
 
@@ -219,7 +219,8 @@ def _opened(file: Path) -> Any:
 
 
 def _rows(file: Path, wanted: Collection[str | None]) -> Iterator[Mapping[str, Any]]:
-    """The rows of a file. Of Parquet only wanted columns are read; all, if it has none of them."""
+    """Yield the rows of a file. From a Parquet file only the wanted columns are read; if it has
+    none of them, all columns are read."""
     if file.suffix == ".parquet":
         try:
             opened = _parquet(file)

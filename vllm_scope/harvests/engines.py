@@ -17,7 +17,7 @@ from vllm_scope.results.column import Column
 
 
 class Rows(Protocol):
-    """The rows of a context. A ScopeResult has this protocol."""
+    """The rows of a context. A ScopeResult implements this protocol."""
 
     @property
     def status(self) -> str: ...
@@ -29,7 +29,7 @@ class Rows(Protocol):
 
 
 class EngineFacts(Protocol):
-    """Facts of an engine: those that make prompts, and settings on which the rows depend."""
+    """Facts of an engine: those needed to make prompts, and the settings on which rows depend."""
 
     @property
     def model(self) -> str: ...
@@ -40,7 +40,7 @@ class EngineFacts(Protocol):
     @property
     def end(self) -> int | None: ...
     def settings(self, reads: Sequence[Read]) -> dict[str, Any]:
-        """The settings on which rows depend beside their prompts; `model` is one of them."""
+        """The settings, besides the prompts, on which rows depend; `model` is one of them."""
         ...
 
     def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]: ...

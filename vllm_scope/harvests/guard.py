@@ -74,7 +74,8 @@ _guards: list[subprocess.Popen[bytes]] = []
 def _main() -> None:
     parent, *children = map(int, sys.argv[1:])
     running = []
-    for pid in children or (os.getpid(),):  # without children: the guard, which does not end first
+    # Without children, the guard's own id takes their place: the guard does not end before PID.
+    for pid in children or (os.getpid(),):
         with suppress(ProcessLookupError):
             running.append(os.pidfd_open(pid))
     if not _gone_before(parent, running):
@@ -87,7 +88,7 @@ def _main() -> None:
 
 
 def _gone_before(parent: int, others: list[int]) -> bool:
-    """Wait until `parent` is gone, and return True. False if all others are gone before it.
+    """Wait until `parent` or all others are gone. Returns True if `parent` was gone first.
 
     Args:
         others: pidfds of the other processes.

@@ -56,7 +56,7 @@ class Harvest:
 
     Attributes:
         out: the folder or URL; `vllm_scope.open(out)` reads the rows.
-        computed: contexts that this run computed; shards of earlier runs held the others.
+        computed: number of contexts that this run computed; shards of earlier runs have the others.
     """
 
     out: str
@@ -66,7 +66,7 @@ class Harvest:
 
 @dataclass(frozen=True)
 class Job:
-    """What is harvested, and where the shards go.
+    """The documents and reads of a harvest, and the options of its files.
 
     Attributes:
         long: the rule for documents that are longer than a context.
@@ -105,7 +105,7 @@ class Job:
         return self.settings() | {"context": size} | engine.settings(self.reads)
 
     def earlier(self, settings: Mapping[str, Any]) -> HarvestManifest | None:
-        """The manifest of the folder if it has shards, else None.
+        """The folder's manifest if the folder has shards, else None.
 
         Raises:
             ConfigError: a setting differs from the folder's.
@@ -122,8 +122,8 @@ class Job:
         """The harvest, if it is complete and has every shard; else None.
 
         Args:
-            model: the engine, or the name of its model. With the name, only the engine's options
-                are known, so one of the folder's runs must have had the same options.
+            model: the engine, or the name of its model. With a name, the engine's settings are not
+                known: the result is None unless one of the folder's runs had the same options.
 
         Raises:
             ConfigError, FileError: as `earlier`.

@@ -3,8 +3,8 @@
 Owns:  HarvestManifest, Run, `check_same`, the lock of a local folder.
 From:  shards.   To: job, views, people.
 
-The settings are written before the first shard. Counts, figures and hashes are computed from the
-shards anew at each run.
+The settings are written before the first shard. Each run computes counts and figures from the
+shards anew. The hash that the manifest has for a shard is kept while the file's size is unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMAT = 1
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One start of the command.
+    """One start of a harvest.
 
     Attributes:
         started: UTC, ISO 8601.
@@ -52,9 +52,9 @@ class HarvestManifest(msgspec.Struct, frozen=True):
         dataset: where the documents came from.
         documents: the number of documents in the data set.
         complete: True once the shards hold every document that has tokens and was not skipped.
-        totals: documents, contexts, tokens, truncated documents and bytes of all shards. Once
-            complete also `empty`, documents without tokens, and `skipped`, texts and contexts that
-            were passed over.
+        totals: numbers of documents, contexts, tokens, truncated documents and bytes in all shards.
+            A complete harvest also has `empty`, the number of documents without tokens, and
+            `skipped`, the number of texts and contexts that were passed over.
         skipped: name of a text or context that was passed over -> why; only the first ones.
         streams: `site.layer` -> figures, see statistics.
     """
@@ -98,7 +98,8 @@ def read_manifest(root: str) -> HarvestManifest | None:
 
 
 def check_same(manifest: HarvestManifest, settings: Mapping[str, Any], root: str) -> None:
-    """Raise ConfigError if a setting differs from the folder's. Only `settings` are compared."""
+    """Raise ConfigError if one of `settings` differs from the folder's. Other settings of the
+    folder are not compared."""
     for name, value in settings.items():
         if manifest.settings.get(name) != value:
             raise ConfigError(

@@ -1,12 +1,12 @@
 """One engine of several, in a process of its own, with shards of its own.
 
-Owns:  Member, what it is started with (Setup), and its answers (Facts, News).
+Owns:  Member, the arguments of its start (Setup), and its answers (Facts, News).
 Runs:  in a process that a pool has started. Calls arrive on several threads; the engine runs on
        one thread of the member.
 From:  several (the calls).   To: storing.
 
-Promise: if the process is killed, each file that a News has named is whole, and so is each file in
-the member's place that is not hidden.
+Promise: if the process is killed, each file that a News has named is whole. Each file in the
+member's place is also whole, unless it is hidden.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from vllm_scope.harvests.guard import guard
 from vllm_scope.harvests.storing import Storing
 from vllm_scope.request.actions import Read
 
-#: Contexts that wait for the engine; if there are more, `give` waits.
+#: While at least this many contexts wait for the engine, `give` waits.
 MOST_WAITING = 64
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a member is started with.
+    """The arguments of a member's start.
 
     Attributes:
         make: starts the engine. It is pickled for the process, so it is a function of a module.
         files: options of the shards' files; the root is the member's own place.
-        folder: the folder where relative paths begin, if the host has it.
+        folder: becomes the working directory of the member, if the member's host has this folder.
     """
 
     make: Callable[[], Engine]
@@ -50,7 +50,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a member tells about its engine; all engines of a harvest must have equal `settings`."""
+    """Facts of a member's engine. All engines of a harvest must have equal `settings`."""
 
     host: str
     model: str
@@ -63,7 +63,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class News:
-    """What a member has finished since the last News.
+    """The work that a member has finished since its last News.
 
     Attributes:
         computed: keys of the contexts that were computed.
@@ -101,7 +101,7 @@ class Member:
             )
         with suppress(OSError):
             os.chdir(setup.folder)
-        guard()  # first: the engine's processes run before `make` returns
+        guard()  # before `make`, which starts the engine's processes
         self._engine = engine = setup.make()
         self._storing = Storing(engine, setup.reads, setup.files)
         threading.Thread(target=self._run, name="vllm-scope-engine", daemon=True).start()
@@ -111,7 +111,8 @@ class Member:
         )  # fmt: skip
 
     def stay(self) -> None:
-        """Never return: the call ends with this process, so the caller sees when that ends."""
+        """Never return. The call ends with this process, so the caller sees when the process
+        ends."""
         threading.Event().wait()
 
     def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
@@ -131,7 +132,7 @@ class Member:
         """Return once all given contexts are computed, and their rows are visible.
 
         Args:
-            drop: leave out contexts that are not in the engine yet.
+            drop: True: leave out the contexts that still wait for the engine.
 
         Raises:
             FileError: a shard cannot be written.

@@ -14,7 +14,7 @@ from vllm_scope.errors import ScopeError
 
 
 class EngineLostError(ScopeError):
-    """The process of an engine is gone; another one can take its place."""
+    """The process of an engine is gone; another process can take its place."""
 
 
 class Handle(Protocol):
@@ -24,7 +24,8 @@ class Handle(Protocol):
         """Call a method of the Member. Calls may run at the same time, and begin in any order.
 
         Returns:
-            a future. It raises what the method raised, or EngineLostError.
+            a future. It has the method's result, or raises: the method's ScopeError, a ScopeError
+            in place of another exception of the method, or EngineLostError.
 
         Raises:
             pickle.PicklingError, AttributeError, TypeError: an argument cannot be pickled.
@@ -40,7 +41,7 @@ class Pool(Protocol):
     """Starts Members."""
 
     def start(self, number: int) -> Handle:
-        """Start a Member in a new process, on the devices of engine `number`, from 0.
+        """Start a Member in a new process, on the devices of engine `number`; numbers start at 0.
 
         A process that takes the place of a lost one gets the lost one's number.
         """

@@ -101,7 +101,8 @@ class _Process:
         return future
 
     def kill(self) -> None:
-        """Return once the process and those that it started have ended."""
+        """Kill the process and the processes that it started. Returns once they have ended, or
+        after MOST_KILL_S."""
         # On a thread: Ctrl-C ends the wait for the thread, but not the thread.
         thread = threading.Thread(target=self._kill, name="vllm-scope-kill")
         thread.start()
@@ -131,7 +132,7 @@ class _Process:
 
 
 def _runs(group: int) -> bool:
-    """True if a process of a group runs. A zombie does not run: its parent, such as a container's
+    """True if a process of a group runs. A zombie does not count: its parent, such as a container's
     first process, may never wait for it."""
     try:
         os.killpg(group, 0)
@@ -139,7 +140,7 @@ def _runs(group: int) -> bool:
         return False
     for process in psutil.process_iter():
         with suppress(OSError, psutil.Error):  # the process is gone
-            # If a process's first thread ends before the others, its status is that of a zombie.
+            # If a process's first thread ends before the others, the process's status is zombie.
             if os.getpgid(process.pid) == group and (
                 process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
             ):
@@ -159,7 +160,7 @@ def _settle(future: Future[Any], answer: bytes) -> None:
 
 
 def _serve(pipe: Connection, devices: list[str]) -> None:
-    """A member's process: it answers calls until the other end of the pipe is gone."""
+    """Run a member: answer calls until the other end of the pipe is gone, then end this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the harvesting process ends this one
     if devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)

@@ -15,7 +15,7 @@ class Progress(AbstractContextManager["Progress"]):
 
     Args:
         total: number of documents.
-        begun: how many of these were done by earlier runs.
+        begun: number of documents that earlier runs did.
         shown: False: no line is shown.
     """
 
@@ -28,10 +28,11 @@ class Progress(AbstractContextManager["Progress"]):
         self._started, self._num_tokens = time.monotonic(), 0
 
     def add(self, context: Context, skipped: int) -> None:
-        """Count a computed context. A document counts as done with its first token's context.
+        """Count a computed context. A document counts as done once the context with its first token
+        is computed.
 
         Args:
-            skipped: documents that were passed over so far, which count as done.
+            skipped: number of documents that were passed over so far; they count as done too.
         """
         self._num_tokens += len(context.token_ids)
         per_s = self._num_tokens / max(time.monotonic() - self._started, 1e-3)

@@ -24,9 +24,9 @@ class RayPool:
     """A Pool of Ray actors.
 
     Args:
-        address: of a cluster. None: the cluster of RAY_ADDRESS, or if that is not set a new one on
-            this host, which ends with the pool. If this process is connected to Ray already, that
-            connection is used.
+        address: a cluster's address. None: the address in RAY_ADDRESS; if it is not set, a new
+            cluster on this host, which ends with the pool. If this process is connected to Ray
+            already, that connection is used.
         count: number of engines; None: as many as the GPUs allow, or one in a cluster without GPUs.
         gpus: number of GPUs of each engine, all on one host.
 
@@ -34,7 +34,7 @@ class RayPool:
         count: number of engines.
 
     Raises:
-        ConfigError: Ray is not installed, the cluster cannot be reached, or has too little room.
+        ConfigError: Ray is not installed, or the cluster cannot be reached or has too little room.
     """
 
     def __init__(self, address: str | None, count: int | None, gpus: int) -> None:
@@ -57,7 +57,8 @@ class RayPool:
             raise
 
     def _fitting(self, count: int | None, gpus: int) -> tuple[int, int]:
-        """The number of engines, and of GPUs for each: 0 in a cluster without GPUs."""
+        """The number of engines, and the number of GPUs for each engine, which is 0 in a cluster
+        without GPUs. Raises ConfigError."""
         hosts = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         gpus = gpus if any(host.get("GPU", 0) for host in hosts) else 0
         most = room(hosts, gpus)
@@ -83,8 +84,8 @@ class RayPool:
 
 
 def room(hosts: Sequence[Mapping[str, float]], gpus: int) -> int:
-    """How many engines have room on hosts with these resources: each needs a CPU and `gpus` GPUs of
-    one host."""
+    """The number of engines that hosts with these resources have room for. Each engine needs a CPU
+    and `gpus` GPUs of one host."""
     return sum(
         int(min(host.get("CPU", 0), host.get("GPU", 0) // gpus if gpus else host.get("CPU", 0)))
         for host in hosts

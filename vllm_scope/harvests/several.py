@@ -33,7 +33,7 @@ from vllm_scope.request.actions import Read
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Contexts of a call, and calls that an engine has at once.
+#: Most contexts in one call, and most calls that an engine has at once.
 CHUNK, MOST_CALLS = 32, 2
 #: The harvest ends if more engines than this are lost one after another, without a new shard.
 MOST_LOST = 3
@@ -43,11 +43,12 @@ END_S = 60.0
 
 @dataclass(eq=False)
 class _Seat:
-    """An engine. If it is lost, a new seat with the same number takes the place of this one.
+    """One engine of the harvest. If it is lost, a new seat with the same number replaces this seat.
 
     Attributes:
         place: the hidden folder or URL of its shards, until they become visible.
-        calls: calls that have no answer yet, without `stay`.
+        stay: the call that ends only with the engine's process.
+        calls: the other calls that have no answer yet.
         given: by key, the contexts that the engine was given and that are in no visible shard.
         facts: None while the engine starts.
     """
@@ -65,12 +66,12 @@ class SeveralEngines:
     """A Store of several engines, and their EngineFacts.
 
     Args:
-        setup: the setup of each engine, but with the harvest's root, which this process has locked.
-            Each engine gets a place of its own below that root.
+        setup: the setup of every engine, except for the root of `files`: here it is the harvest's
+            root, which this process has locked. Each engine gets a place of its own below it.
 
     Raises:
         ConfigError: the engines' settings differ.
-        SpecError: what the engines are started with cannot be pickled for another process.
+        SpecError: the setup cannot be pickled for another process.
         ScopeError: an engine cannot start.
     """
 
@@ -115,7 +116,7 @@ class SeveralEngines:
             raise
 
     def _begin(self, seat: _Seat, facts: Facts) -> None:
-        """Note the facts of an engine that has started. Raises ConfigError if its settings differ
+        """Keep the facts of an engine that has started. Raises ConfigError if its settings differ
         from the first engine's."""
         seat.calls.clear()
         first = self._facts = self._facts or facts
@@ -157,7 +158,8 @@ class SeveralEngines:
         return self._first.settings
 
     def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """Token ids of texts, by each engine in turn. Called on the thread that makes contexts."""
+        """The token ids of each text. Each call goes to the next engine in turn. Called on the
+        thread that makes contexts."""
         while not self._closed:
             ready = [seat for seat in self._seats if seat.facts is not None]
             if ready:
@@ -200,7 +202,8 @@ class SeveralEngines:
             chunks.close()
 
     def _feed(self, seat: _Seat, chunks: _Chunks) -> None:
-        """Give an engine the contexts that it has room for; ask it to finish if none is left."""
+        """Give an engine as many contexts as it has room for. If no context is left, ask it to
+        finish."""
         while seat.facts is not None and len(seat.calls) < MOST_CALLS:
             if some := self._again[:CHUNK] or chunks.pop():
                 del self._again[:CHUNK]
@@ -212,8 +215,13 @@ class SeveralEngines:
             return
 
     def _answered(self, seat: _Seat, future: Future[Any]) -> Iterable[bytes]:
-        """Keys of computed contexts, from an answer and from the shards that became visible. Some
-        may have been returned before: answers come in any order, and engines may be lost."""
+        """Take an answer of an engine; start a new engine if the answer shows a loss.
+
+        Returns:
+            the keys of computed contexts, from the answer and from the shards that became visible.
+            Some keys may have been returned before: answers come in any order, and engines may be
+            lost.
+        """
         seat.calls.discard(future)
         try:
             found = future.result()
@@ -233,10 +241,10 @@ class SeveralEngines:
         """Make shards of an engine visible.
 
         Args:
-            names: of the shards; None: all in the engine's place.
+            names: the names of the shards; None: all shards in the engine's place.
 
         Returns:
-            the keys of their contexts.
+            the keys of the shards' contexts.
         """
         moved = move_shards(self._staged, seat.place, lambda keys: keys <= seat.given.keys(), names)
         for key in moved:
@@ -275,7 +283,7 @@ class SeveralEngines:
         return finished
 
     def _save(self) -> None:
-        """Have the engines write their computed rows, and make these shards visible."""
+        """Let the engines write their computed rows, make these shards visible, end the engines."""
         ready = [seat for seat in self._seats if seat.facts is not None]
         wait([seat.member.call("finish", True) for seat in ready], END_S)
         for seat in ready:

@@ -54,7 +54,7 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class HashingPublisher:
-    """A publisher that keeps the hash and the size of each file that is visible."""
+    """A publisher that keeps the hash and the size of each file that it has made visible."""
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
@@ -110,7 +110,8 @@ class Shards:
         """Add all shards that have become visible.
 
         Args:
-            hashes: name -> SHA-256 and size, as far as they are known. Other files are hashed here.
+            hashes: name -> SHA-256 and size of files whose hash is known. A file that is not among
+                them, or has another size, is hashed here.
 
         Raises:
             FileError: a file is damaged, or two shards have a context in common.
@@ -197,7 +198,7 @@ def move_shards(
     Args:
         wanted: called with the keys of a shard's contexts; if it returns False, the shard stays in
             `place`.
-        names: of the shards; None: all in `place`.
+        names: the names of the shards; None: all shards in `place`.
 
     Returns:
         the keys of the contexts that have become visible.

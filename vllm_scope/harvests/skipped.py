@@ -17,7 +17,7 @@ from vllm_scope.harvests.documents import Document
 from vllm_scope.request.actions import Read
 from vllm_scope.request.bounded_json import is_unicode
 
-#: Names that are kept; the others are only counted.
+#: Most names that are kept; further texts and contexts are only counted.
 _MOST_NAMES = 20
 
 

@@ -1,6 +1,6 @@
 """Starts a harvest: checks its arguments, locks its folder, starts its engine.
 
-Owns:  `harvest_with`: what `vllm_scope.harvest` and the command call.
+Owns:  `harvest_with`, which `vllm_scope.harvest` and the command call.
 To:    job.
 """
 
@@ -109,7 +109,8 @@ def _with_several(
 
 
 def _digest(options: Mapping[str, Any]) -> str:
-    """The SHA-256 of an engine's options. With objects that are no JSON it may differ each time."""
+    """The SHA-256 of an engine's options. If an option is not JSON, the digest may differ at each
+    start."""
     text = json.dumps(options, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 

@@ -5,7 +5,7 @@ Runs:  `of_rows` on the threads that write shards; additions wherever shards are
 To:    shards (each holds the figures of its own rows), manifest, views.
 
 Promise: apart from rounding, the figures of some rows do not depend on which shards have the rows.
-All sums are in float64, and of decoded rows, as readers get them.
+All sums are in float64, over decoded rows: the rows that readers get.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch import Tensor
 
 from vllm_scope.errors import FileError
 
-#: A value is an outlier if it is more than this many times the root mean square of its row.
+#: A value is an outlier if its absolute value is more than this many times the root mean square of
+#: its row.
 OUTLIER = 6.0
 #: Name of the tensor in a shard, after the stream's name and a dot.
 KEY = "statistics"
@@ -40,9 +41,9 @@ class Statistics:
     """Sums over rows.
 
     Attributes:
-        counts: float64 [7]: finite rows, rows with NaN, infinity or a squared norm beyond float32
-            (left out of all other figures), rows with an outlier, sum of norms, sum of squared
-            norms, least and greatest norm.
+        counts: float64 [7]: number of finite rows; number of rows with NaN, infinity or a squared
+            norm beyond float32, which are left out of all other figures; number of rows with an
+            outlier; sum of norms; sum of squared norms; least norm; greatest norm.
         values: float64 [3, hidden_size]: sum, sum of squares, number of outliers.
     """
 
@@ -70,7 +71,8 @@ class Statistics:
 
     @staticmethod
     def summary(blocks: Iterator[Tensor]) -> dict[str, Tensor]:
-        """The tensor that a shard holds for a stream's figures: a `Summary` of files.sharded."""
+        """The tensor, by name, in which a shard holds a stream's figures. This function is a
+        `Summary` of files.sharded."""
         found = Statistics.of_rows(blocks)
         return {KEY: torch.from_numpy(np.concatenate([found.counts, found.values.ravel()]))}
 
@@ -137,7 +139,7 @@ class _Sums:
         count = compiled_count()
         for some in rows.split(len(self._rows)):
             into = self._rows[: len(some)]
-            if some.dtype == torch.bfloat16:  # the upper half of a float32
+            if some.dtype == torch.bfloat16:  # its bits are the upper half of a float32
                 bits = some.view(torch.uint16).numpy()
                 np.left_shift(bits, np.uint32(16), out=into.view(np.uint32), dtype=np.uint32)
             else:

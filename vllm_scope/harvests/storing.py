@@ -35,7 +35,7 @@ class Storing:
     """The Store of one engine. `close` writes the computed rows, and leaves the engine open.
 
     Args:
-        files: options of the shards' files. Shards become visible below its root.
+        files: options of the shards' files. Shards become visible below the root in these options.
 
     Raises:
         FileError: the root cannot be written to.
@@ -54,7 +54,7 @@ class Storing:
         layout = ShardedLayout(files, self._publisher, Statistics.summary, _num_writers())
         # No copies: nothing else uses the rows of a request that has ended.
         self._writer = Writer(files, self._publisher, layout, copies=False)
-        #: The `uid` of each request of this run is `_run` and the request's number.
+        #: The `uid` of a request of this run is `_run`, followed by the request's number.
         self._run, self._num_stored = secrets.token_hex(8), 0
         #: Futures of the shards that may still fail, in the order in which they were begun.
         self._unpublished: deque[Future[None]] = deque()
@@ -80,7 +80,7 @@ class Storing:
     def _stored(self, context: Context, rows: Rows) -> Future[None]:
         request = self._writer.begin()
         for column in rows.columns():
-            assert isinstance(column.label, tuple)  # of a read
+            assert isinstance(column.label, tuple)  # a read's label
             site, layer, when = column.label
             name = f"{site}.before" if when == "before" else site
             request.write(name, layer, column.positions, column.source)  # type: ignore[arg-type]
@@ -109,6 +109,6 @@ class Storing:
 
 
 def _num_writers() -> int:
-    """How many threads write shards. Each writes 0.3 to 0.7 GB/s, and the hash takes most of its
-    time."""
+    """How many threads write shards. Each thread writes 0.3 to 0.7 GB/s; the hash takes most of the
+    thread's time."""
     return max(_LEAST_WRITERS, min(_MOST_WRITERS, len(os.sched_getaffinity(0)) // 4))

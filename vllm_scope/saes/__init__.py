@@ -1,5 +1,5 @@
-"""Sparse autoencoders (SAEs) and transcoders, from the files of those who publish them. Needs
-torch, no engine.
+"""Sparse autoencoders (SAEs) and transcoders, from their publishers' files. Needs torch, but no
+engine.
 
 sae.py          Sae, also a transcoder: its weights, what it computes, and one feature as two
                 vectors and a bias
@@ -15,7 +15,7 @@ strongest.py    arrays of active features and of such a table's entries
 max_activating_files.py  such tables in files
 neuronpedia.py  such a table as Neuronpedia's JSON
 arrays.py       the tensors of a file, mapped and not read; configurations
-places.py       a hook's name as a site and a layer
+places.py       the site and the layer that a hook's name means
 
 Import each name from its file.
 """

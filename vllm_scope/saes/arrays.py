@@ -1,4 +1,4 @@
-"""Tensors of a file, mapped and not read; and the JSON beside them.
+"""Tensors of a file, mapped but not read, and the JSON beside them.
 
 Owns:  the readers of safetensors and npz files, and of configurations; `Given`.
 To:    the loaders of all formats.
@@ -34,7 +34,7 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class Given:
-    """What the caller says about an SAE. A field that is None comes from the SAE's files."""
+    """Facts that the caller gives of an SAE. A field that is None comes from the SAE's files."""
 
     name: str
     place: Place | None = None
@@ -100,8 +100,8 @@ def _data_start(view: mmap.mmap, info: zipfile.ZipInfo) -> int:
 def only(
     tensors: Tensors, needed: Collection[str], path: Path, optional: Collection[str] = ()
 ) -> Tensors:
-    """The tensors. Raises SpecError if a needed one is missing, if one is neither needed nor
-    optional, or if a needed weight is not a matrix."""
+    """Check the tensors, and return them. Raises SpecError if a needed tensor is missing, if a
+    tensor is neither needed nor optional, or if a needed weight is not a matrix."""
     for name in needed:
         if name not in tensors:
             raise SpecError(

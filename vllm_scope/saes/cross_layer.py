@@ -1,5 +1,5 @@
-"""Cross-layer transcoders (CLTs): each layer's features are written to its own layer and all later
-ones.
+"""Cross-layer transcoders (CLTs): the features of a layer add to the outputs of that layer and of
+all later layers.
 
 Owns:  CrossLayerTranscoder, EncoderOfClt, `load_clt`, `load_encoders`, `load_encoder`.
 Runs:  anywhere with torch. On the CPU.
@@ -47,7 +47,7 @@ _ENCODERS = re.compile(r"W_enc_([0-9]{1,5})\.safetensors")
 
 @dataclass(frozen=True, eq=False)
 class EncoderOfClt(Sae):
-    """The encoder of one layer. `decoder` has what the features write to their own layer."""
+    """The encoder of one layer. `decoder` has the vectors that features add to their own layer."""
 
     def decode(self, features: Tensor, x: Tensor | None = None) -> Tensor:
         raise self._wrong(
@@ -61,7 +61,7 @@ class CrossLayerTranscoder:
     """All layers of a CLT.
 
     Attributes:
-        name: for messages.
+        name: the name in messages.
         encoders: one for each layer, from layer 0.
         decoders: for each layer i a tensor [d_sae, number of layers - i, d_out], CPU.
 
@@ -125,10 +125,12 @@ class CrossLayerTranscoder:
         return found
 
     def decoder_of(self, layer: int, index: int) -> Tensor:
-        """What one feature adds to the outputs of its layer and of all later ones.
+        """The vectors that one feature adds to the outputs of its layer and of all later layers.
+
+        Only this feature's numbers are read from the file.
 
         Returns:
-            [number of layers - layer, d_out], float32. Reads this feature's numbers alone.
+            [number of layers - layer, d_out], float32.
 
         Raises:
             SpecError: no such layer or feature, or numbers that are not finite.
@@ -171,7 +173,7 @@ def load_clt(path: str | Path, *, name: str | None = None) -> CrossLayerTranscod
 
     Args:
         path: the folder.
-        name: for messages; None: the path.
+        name: the name in messages; None: the path.
 
     Raises:
         SpecError: another format, a malformed file, or missing layers.

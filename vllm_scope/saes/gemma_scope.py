@@ -2,9 +2,9 @@
 
 Owns:  load_npz, load_safetensors.
 
-Both have `W_enc` [d_model, d_sae], `W_dec` [d_sae, d_model], `b_enc`, `b_dec` and `threshold`;
-version 2 writes `w_enc` and `w_dec`. The encoder does not subtract `b_dec` from the row. The site
-and the layer are in the names of the folders, as in
+Both have `W_enc` [d_model, d_sae], `W_dec` [d_sae, d_model], `b_enc`, `b_dec` and `threshold`; in
+version 2 the matrices are called `w_enc` and `w_dec`. The encoder does not subtract `b_dec` from
+the row. The site and the layer are in the names of the folders, as in
 `gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71` and
 `gemma-scope-2-4b-pt/resid_post/layer_12_width_16k_l0_medium`.
 

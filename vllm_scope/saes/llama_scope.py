@@ -4,9 +4,9 @@ Owns:  `load`.
 
 The tensors are `encoder.weight` [d_sae, d_model], `encoder.bias`, `decoder.weight`
 [d_model, d_sae] and `decoder.bias`. They were trained on rows scaled to a mean norm of
-sqrt(d_model). The publisher's code divides the biases by this scale, so that the weights, and the
-one threshold of all features, are for raw rows. With `sparsity_include_decoder_norm` the threshold
-is in units in which each decoder row has norm 1.
+sqrt(d_model). The publisher's code divides the biases by the factor of this scaling. Then the
+weights, and the one threshold of all features, are for raw rows. With
+`sparsity_include_decoder_norm` the threshold is in units in which each decoder row has norm 1.
 
 Source: OpenMOSS/Language-Model-SAEs, src/lm_saes: standardize_parameters_of_dataset_norm,
 transform_to_unit_decoder_norm, and the Initializer that calls them in this order

@@ -24,7 +24,7 @@ from vllm_scope.saes.arrays import Given
 from vllm_scope.saes.places import place_of
 from vllm_scope.saes.sae import Sae
 
-#: The files that a folder of a format has -> the format's loader.
+#: The names of the files in a folder of one format -> the loader of this format.
 _FORMATS: dict[tuple[str, ...], Callable[[Path, Given], Sae]] = {
     (saelens.CONFIG, saelens.WEIGHTS): saelens.load,
     (sparsify.CONFIG, sparsify.WEIGHTS): sparsify.load,
@@ -45,10 +45,10 @@ def load_sae(
     """Load a sparse autoencoder. Its matrices stay in the file until they are used.
 
     Args:
-        path: a folder of SAELens, sparsify, Gemma Scope or Llama Scope, Qwen-Scope's
-            `layer{n}.sae.pt`, or of a cross-layer transcoder `W_enc_{n}.safetensors`, the encoder
-            of layer n.
-        name: for messages; None: the path.
+        path: a folder of SAELens, sparsify, Gemma Scope or Llama Scope; a file `layer{n}.sae.pt` of
+            Qwen-Scope; or a file `W_enc_{n}.safetensors` of a cross-layer transcoder, which is the
+            encoder of layer n.
+        name: the name in messages; None: the path.
         place: (site, layer), or the name of a hook such as `blocks.12.hook_resid_post`. None: the
             place that the files, or the names of their folders, give.
         k: the k of a TopK SAE, if its files and folders do not tell it.
@@ -56,7 +56,7 @@ def load_sae(
             `expected_average_only_in`.
 
     Raises:
-        SpecError: another format, a malformed file, or a kind of SAE that is not supported; the
+        SpecError: an unknown format, a malformed file, or a kind of SAE that is not supported; the
             message names the file.
         OSError: a file cannot be read.
     """

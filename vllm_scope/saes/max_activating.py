@@ -7,8 +7,8 @@ From:  sinks.max_activating, or a caller's own loop.   To: max_activating_files,
 
 Promise: the table depends on the tokens that were added, and not on their order. Entries of equal
 value are in the order of their labels, then of their positions, then of their contexts' token ids.
-The table's memory is fixed when the table is made. A call also takes about four times BLOCK_BYTES,
-and 20 bytes for each place of its document.
+The table's memory is fixed when the table is made. A call of `add` also takes about four times
+BLOCK_BYTES, and 20 bytes for each place of its document.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ class MaxActivating:
         num_documents, num_tokens: number of documents and tokens that were added.
         num_full: number of tokens whose places all had a feature. Unless the SAE is a TopK SAE,
             more features may have been active at these tokens.
-        num_active: int64 [num_features]: tokens at which each feature is active.
-        entries: the strongest tokens, in no order: `value`, 0 in an empty entry, `position` and
-            `label`, each [num_features, k]; `tokens` and `values`, [num_features, k,
+        num_active: int64 [num_features]: number of tokens at which each feature is active.
+        entries: the strongest tokens, in no order. `value` (0 in an empty entry), `position` and
+            `label` are [num_features, k]. `tokens` and `values` are [num_features, k,
             before + 1 + after], with -1 and NaN outside of the document.
         bars: int64 [num_features, NUM_BARS]: for each feature the number of active tokens by value,
-            in equal steps from 0 to 2 ** exponents.
-        exponents: int16 [num_features].
+            in equal steps from 0 to 2 ** (the feature's exponent).
+        exponents: int16 [num_features]: for each feature the exponent that `bars` uses.
 
     Raises:
         ConfigError: a size is not a whole number in its range.
@@ -117,7 +117,8 @@ class MaxActivating:
         self.exponents = np.zeros(num_features, np.int16)
 
     def set_least(self) -> None:
-        """Update the least value of each feature's entries. Call it when entries were changed."""
+        """Compute the least value of each feature's entries. Call this after a change of `entries`
+        from outside."""
         self._least[:] = self.entries["value"].min(1)
 
     @property
@@ -272,7 +273,8 @@ class MaxActivating:
         self.bars[features], self.exponents[features] = bars, new
 
     def _candidates(self, found: Found) -> Ints:
-        """Indices into `found` of tokens that may be among a feature's k strongest, by feature."""
+        """Indices into `found` of tokens that may be among a feature's k strongest, sorted by
+        feature."""
         some = np.flatnonzero(found.value >= self._least[found.feature])
         feature = found.feature[some]
         order = np.lexsort((-found.value[some], feature))  # stable: equal values stay by position
@@ -304,12 +306,12 @@ class MaxActivating:
         return made
 
     def _merge(self, feature: Ints, value: Floats, made: Callable[[Ints], Entries]) -> None:
-        """For each feature keep the first k of its entries in the table and of the new entries.
+        """For each feature keep the first k, in the table's order, of its old and new entries.
 
         Args:
             feature: the feature of each new entry, ascending.
             value: the value of each new entry.
-            made: makes some of the new entries, by their indices.
+            made: a function from the indices of some new entries to these entries.
         """
         starts, counts = runs(feature)
         features = feature[starts]
@@ -344,7 +346,8 @@ class MaxActivating:
         """Sort entries of equal value in the table's order.
 
         Args:
-            tied: indices of the entries: below len(features) * k of the table's, then of new ones.
+            tied: indices of the entries. An index below len(features) * k means an entry of the
+                table, any other index a new entry.
             owner: each entry's index into `features`.
             made: as for `_merge`.
         """

@@ -1,4 +1,4 @@
-"""Tables of strongest tokens in files: safetensors.
+"""Tables of strongest tokens as safetensors files.
 
 Owns:  `encode_table`, `load_max_activating`.
 From:  max_activating.   To: sinks.max_activating; callers that read a table.
@@ -20,7 +20,7 @@ from vllm_scope.saes.max_activating import COUNTS, SIZES, MaxActivating
 from vllm_scope.saes.strongest import LABEL_BYTES, NUM_BARS
 
 _FORMAT = "vllm_scope.max_activating.1"
-#: The table's arrays beside its entries.
+#: The table's arrays besides its entries.
 _ARRAYS = ("num_active", "bars", "exponents")
 
 

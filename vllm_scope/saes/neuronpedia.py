@@ -34,7 +34,7 @@ def neuronpedia_features(
     Args:
         decode: returns the text of a token id.
         model, source: Neuronpedia's names of the model and of the SAE (`modelId`, `layer`).
-        features: numbers of the wanted features; None: all that are active at some token.
+        features: numbers of the wanted features; None: all features that are active at some token.
         labels: explanations of features, by number.
 
     Yields:

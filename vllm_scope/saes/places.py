@@ -1,7 +1,7 @@
 """The name of a hook, or the path of a file, as a site and a layer.
 
 Owns:  place_of, number_in.
-From:  analysis.cache (TransformerLens's names of hooks).   To: the loaders.
+From:  analysis.hook_names (TransformerLens's names of hooks).   To: the loaders.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def place_of(hook: object, where: str) -> Place:
 
 
 def number_in(path: Path, pattern: str) -> int | None:
-    """The number that the pattern's only group finds in the last part of a path that matches; None
-    if no part matches."""
+    """The number in a path: the only group of `pattern`, in the last part of the path in which the
+    pattern is found. None if no part has the pattern."""
     for part in reversed(path.absolute().parts):
         if match := re.search(pattern, part):
             return int(match[1])

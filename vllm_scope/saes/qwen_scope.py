@@ -67,7 +67,7 @@ def _map_pt(path: Path) -> Tensors:
     except OSError:
         raise
     except Exception as error:  # of the unpickler, the zip reader and torch: a dozen kinds
-        # Not torch's own text: it says how to run the code in a file.
+        # torch's own message is left out, because it says how to run the code in a file.
         raise SpecError(
             f"{path} is not a .pt file of tensors alone, in the zip form that torch.save writes "
             f"({type(error).__name__})."

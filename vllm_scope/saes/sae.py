@@ -4,10 +4,11 @@ Owns:  Sae, Feature, Folded.
 Runs:  anywhere with torch. On the CPU, in float32.
 From:  load.py.   To: probes, edits and heads that need features of a row.
 
-Promise: `encoder` and `decoder` may be views of a mapped file. Only the rows that a call needs are
-read from the file, and they are checked when they are read.
+Promise: `encoder` and `decoder` may be views of a mapped file. Only the rows of these matrices that
+a call needs are read from the file, and they are checked when they are read.
 
-What an SAE makes of a row x, with W_j as the row j of `encoder` and D_j as the row j of `decoder`:
+The features of a row x, and the decoded row. W_j is row j of the matrix `encoder`, D_j is row j of
+the matrix `decoder`:
 
     pre_j     = (input_scale x - b_dec) . W_j + b_j      without b_dec if not apply_b_dec_to_input
     standard    relu(pre_j)
@@ -50,9 +51,9 @@ _NEEDS: Final[dict[str, set[str]]] = {
     "topk": {"k"},
     "gated": {"gate_bias", "gain"},
 }
-#: Numbers of a matrix that are in memory as float32 at a time.
+#: Most numbers of a matrix that are in memory as float32 at a time.
 _NUMBERS_AT_ONCE: Final = 1 << 24
-#: The least norm of a decoder row, as in SAELens; it is used for a row that is zero.
+#: Smaller norms of decoder rows, such as the norm of a zero row, count as this one, as in SAELens.
 _LEAST_NORM: Final = 1e-8
 
 _CPU: Final = torch.device("cpu")
@@ -80,7 +81,7 @@ class Feature:
 
 
 class Folded(NamedTuple):
-    """Some features, as in Feature, with s = x . encoder + bias; float64.
+    """Some features in the form of Feature, with s = x . encoder + bias. All tensors are float64.
 
     Attributes:
         encoder: [n, d_model].
@@ -98,18 +99,18 @@ class Sae:
     """A sparse autoencoder of the rows of one place.
 
     Attributes:
-        name: for messages.
+        name: the name in messages.
         place: the place whose rows the SAE encodes. Rows of `z` are flattened: d_model is the
-            number of heads times the size of each.
+            number of heads times the size of a head.
         encoder: [d_sae, d_model] of a float dtype, CPU; it may be a view of a mapped file.
         decoder: [d_sae, d_out], likewise; d_out is d_model, unless the SAE is a transcoder.
-        encoder_bias: [d_sae]; of a gated SAE the bias of the magnitude.
+        encoder_bias: [d_sae]; in a gated SAE the bias of the magnitude.
         decoder_bias: [d_out], `b_dec`.
         apply_b_dec_to_input: True: `b_dec` is subtracted from the row before the encoder.
         threshold: [d_sae], for jumprelu and batchtopk.
         k: for topk, the number of features of a row that are kept.
         gate_bias, gain: [d_sae], for gated; the magnitude's weights are exp(gain) times the gate's.
-        input_scale: rows are multiplied by it first. In SAELens it is the norm scaling factor.
+        input_scale: the factor by which rows are multiplied first; SAELens's norm scaling factor.
         unit_decoder: True: pre-activations are in units in which each decoder row has norm 1.
         output: the place of the rows to which a transcoder decodes; None for other SAEs.
         skip: [d_out, d_model], the matrix of a transcoder with a skip; else None.
@@ -117,7 +118,7 @@ class Sae:
     All tensors but `encoder`, `decoder` and `skip` are kept as float32.
 
     Raises:
-        SpecError: shapes do not agree; a number of the vectors is not finite; or the fields are not
+        SpecError: shapes disagree, a vector has a number that is not finite, or the fields are not
             those of the architecture.
     """
 
@@ -236,7 +237,7 @@ class Sae:
 
     @torch.no_grad()
     def feature(self, index: int) -> Feature:
-        """The feature with this index. Reads one row of each matrix.
+        """The feature with this index. Only one row of each matrix is read.
 
         Raises:
             SpecError: the index is out of range, weights are not finite, or the SAE is a
@@ -271,7 +272,7 @@ class Sae:
 
     @torch.no_grad()
     def fold(self, indices: Sequence[int]) -> Folded:
-        """The features with these indices. Reads only their rows.
+        """The features with these indices. Only their rows of the matrices are read.
 
         Raises:
             SpecError: an index is out of range, or weights are not finite.
@@ -300,7 +301,7 @@ class Sae:
         return Folded(encoder * (factor * self.input_scale)[:, None], bias, threshold)
 
     def _active(self, x: Tensor, pick: Pick) -> Tensor:
-        """The features `pick` of all architectures but topk; x is the encoder's input."""
+        """The features `pick`, in all architectures but topk. `x` is the encoder's input."""
         pre = self._pre(x, pick)
         if self.gate_bias is not None and self.gain is not None:
             magnitude = pre * self.gain[pick].exp() + self.encoder_bias[pick]
@@ -327,7 +328,7 @@ class Sae:
         return rows
 
     def _picks(self, indices: Tensor | None) -> Iterator[Pick]:
-        """The wanted features, in parts whose rows fit in memory."""
+        """Yield the indices of the wanted features, in parts whose matrix rows fit in memory."""
         size = max(1, _NUMBERS_AT_ONCE // self.d_model)
         if indices is not None:
             yield from indices.split(size)

@@ -38,7 +38,8 @@ from vllm_scope.saes.places import place_of
 from vllm_scope.saes.sae import Sae
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
-#: For each architecture: SAELens's name of a tensor -> ours, besides W_enc, W_dec and b_dec.
+#: For each architecture: SAELens's name of a tensor -> the field of Sae, besides W_enc, W_dec and
+#: b_dec.
 _VECTORS = {
     "standard": {"b_enc": "encoder_bias"},
     "topk": {"b_enc": "encoder_bias"},
@@ -125,7 +126,7 @@ def load(folder: Path, given: Given) -> Sae:
 
 
 def _architecture(config: _Config, path: Path) -> tuple[str, int | None]:
-    """The architecture, and the k of topk."""
+    """The architecture, and the k of a topk SAE (None for others). Raises SpecError."""
     function = config.activation_fn or config.activation_fn_str or "relu"
     architecture, k = config.architecture, config.k
     if function == "topk" and architecture in ("standard", "topk"):

@@ -1,4 +1,4 @@
-"""EleutherAI's sparsify: cfg.json and sae.safetensors, in a folder named after its module.
+"""EleutherAI's sparsify: cfg.json and sae.safetensors, in a folder named after the encoded module.
 
 Owns:  `load`.
 

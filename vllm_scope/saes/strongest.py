@@ -26,8 +26,8 @@ Entries = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Found:
-    """Active features, sorted by feature and then by position: the number, position and value of
-    each."""
+    """Active features, sorted by feature and then by position: the index, position and value of
+    each feature."""
 
     feature: Ints
     position: Ints
@@ -66,7 +66,8 @@ def entries_at(entries: Entries, feature: Ints, place: Ints, some: Ints) -> Entr
 
 
 def order_of(every: Entries, owner: Ints) -> Ints:
-    """Indices that sort entries by owner, then as in a table: by value, label, position, tokens."""
+    """Indices that sort entries by owner, then as in a table: by value (greatest first), label,
+    position and tokens."""
     tokens = np.ascontiguousarray(every["tokens"])
     as_text = tokens.view(f"S{tokens.shape[1] * tokens.itemsize}")[:, 0]
     keys = (as_text, every["position"], every["label"], -every["value"], owner)
