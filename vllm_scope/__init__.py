@@ -135,7 +135,7 @@ def set_monitors(llm: LLM, monitors: Mapping[str, object]) -> None:
             empty for no monitors.
 
     Raises:
-        SpecError: a monitor is malformed, or this engine cannot have it. The monitors from before
+        SpecError: a monitor is malformed, or this engine cannot have it. The earlier monitors then
             stay set.
     """
     from vllm_scope.engine.monitors import set_on
@@ -207,13 +207,13 @@ def harvest(
     Args:
         dataset: a Parquet, JSONL or text file, or a folder of them; the name or folder of a
             Hugging Face data set, or a `datasets.Dataset`; a list of texts or of token ids.
-        reads: at least one. `codec` makes rows smaller on the device; `tokens` chooses them.
+        reads: at least one. `tokens` chooses the rows; `codec` makes rows smaller on the device.
         model: name or folder, as vLLM takes it, or an LLM, which stays open.
         out: a folder, or a URL that fsspec knows.
         column: the column of the texts or token ids; None: `text`, `input_ids`, `token_ids` or
             `tokens`.
-        id_column: the column of the ids, all different; None: an id is the data set's fingerprint
-            and the row's number.
+        id_column: the column of the ids, all different; None: an id is made of the data set's
+            fingerprint and the document's row number in the data set.
         split, config: the split and the configuration of a Hugging Face data set.
         long: how to treat documents longer than a context: "truncate", "split", or "pack", which
             fills every context with documents one after another.
@@ -223,14 +223,15 @@ def harvest(
         engine: further arguments of `vllm.LLM`, such as {"dtype": "bfloat16"}.
         engines: the number of engines, each in its own process and on its own GPUs; None: one
             engine in this process, or with `ray` as many as the cluster's GPUs allow. A lost engine
-            is replaced. As with `multiprocessing`, a script must guard its main part.
+            is replaced. As with `multiprocessing`, a script must have its main part below
+            `if __name__ == "__main__":`.
         ray: True: the engines are Ray actors, on the cluster at RAY_ADDRESS, or else on a new
             cluster of this host. A text: the address of the cluster. All hosts must see `out`.
 
     Raises:
         ConfigError: the folder has a harvest with other settings, or there is no room for so many
             engines.
-        SpecError: the engine cannot do these reads, or a row of the data set has no document.
+        SpecError: the engine cannot do these reads, or an entry of the data set has no document.
         FileError: a file cannot be read or written, or another process harvests into the folder.
     """
     from vllm_scope.harvests.start import harvest_with
@@ -279,9 +280,9 @@ def stream(
     Args:
         dataset: as for `harvest`; a `datasets.Dataset` only with an LLM.
         reads: at least one; all name the same tokens.
-        model: a name or a folder: the feed starts an engine in another process, and ends it. Or an
-            LLM, which is used on a thread of this process and stays open; do not use the LLM before
-            the feed has ended.
+        model: a name or a folder: the feed starts an engine in another process, and stops the
+            engine at its end. Or an LLM, which is used on a thread of this process and stays open;
+            do not use the LLM before the feed has ended.
         batch_size: rows of a batch; the last one may have fewer.
         buffer_rows: rows in shared memory, at least twice `batch_size`; half of them are mixed.
         seed: at least 0. The same arguments give the same batches.
@@ -307,7 +308,7 @@ def sweep(
     progress: bool | Literal["map"] = True,
     share: float = 1.0,
 ) -> SweepTable:
-    """Make one edit at each place of a grid, and measure what each does to the next token.
+    """Make one edit at each place of a grid, and measure each edit's effect on the next token.
 
     If the sweep ends early (an exception in `on_cell`, an interrupt), its requests end too.
 
@@ -322,7 +323,7 @@ def sweep(
     Raises:
         ConfigError: a map is asked for, and anywidget is not installed.
         SpecError: the sweep is not possible on this engine, or with these prompts.
-        ScopeError: a prompt could not be read, or the LLM has requests that run.
+        ScopeError: a prompt could not be read, or the LLM has running requests.
     """
     from vllm_scope.engine.frontend.sweep_runs import run
 

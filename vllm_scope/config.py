@@ -5,8 +5,8 @@ Runs:  in the front-end (to fill in defaults) and in every worker.
 
 Promise: every option that changes the compiled graph is in this dict, and so is
 `graph_key`, a digest of the code of the tap. vLLM hashes the dict into its
-compile-cache key. So a graph compiled without taps is never loaded for a start
-with taps.
+compile-cache key. So an engine that starts with taps never loads a graph
+that was compiled without taps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from vllm_scope.request.sites import (
 )
 from vllm_scope.sinks.options import SinkConfig, parse_sinks
 
-#: Where the dict lives inside vLLM's `additional_config`.
+#: The key of the dict in vLLM's `additional_config`.
 KEY = "scope"
 
 
@@ -49,8 +49,8 @@ class ScopeConfig(BaseModel):
     """The engine's options.
 
     Attributes:
-        sites: the sites that may be read and edited. Each costs a tap per layer, even
-            if no request uses it; `ln_final` can only be read.
+        sites: the sites that may be read and edited. Each site costs a tap per layer, even
+            if no request uses the site; `ln_final` can only be read.
         layers: the layers that have taps, or "all".
         arena_mib: device memory for rows that wait for their copy. None: three times the
             rows of the largest step that a CUDA graph can hold.
@@ -62,44 +62,46 @@ class ScopeConfig(BaseModel):
         monitors: an operator's probes on every request: name -> the fields of a probe with a
             threshold (engine.monitors.parse; docs/monitors.md).
         controller: for a server: the name of an entry point in the group `vllm_scope.controller`,
-            which makes a Controller. It runs while the server runs (docs/control.md).
+            which makes a Controller. The Controller runs while the server runs (docs/control.md).
         scores_mib: host memory of each worker for scores of tokens whose KV is in the prefix
             cache. A request that only probes uses the cached KV of tokens whose scores are kept.
             0: no scores are kept, so the request computes all its tokens.
         modules: steering modules to load at start, name -> file.
         saes: sparse autoencoders that requests may name, name -> file or folder (vllm_scope.saes).
-        saes_mib: device memory of each worker for the encoders of `saes`. Without them a request
-            cannot ask for the strongest features. The engine does not start if they take more.
-            0: workers hold no encoder.
-        saes_dtype: dtype of those encoders: "auto", the model's; or "fp8", float8_e4m3fn with a
-            scale for each feature, which takes half of the memory of bf16, and more time
+        saes_mib: device memory of each worker for the encoders of `saes`. If the encoders need
+            more, the engine does not start. 0: workers hold no encoder, and a request cannot ask
+            for the strongest features.
+        saes_dtype: dtype of the encoders of `saes`. "auto": the model's dtype. "fp8": float8_e4m3fn
+            with a scale for each feature, which takes half the memory of bf16, but more time
             (docs/features.md).
         lenses: lenses that map rows before the model's own norm and unembedding, name -> a file or
             folder, or {"path", "sha256"} (vllm_scope.lenses).
-        lenses_mib: device memory of each worker for the maps of `lenses`. The engine does not start
-            if they take more.
+        lenses_mib: device memory of each worker for the maps of `lenses`. If the maps need more,
+            the engine does not start.
         unembedding_mib: with tensor parallelism, device memory of the first rank for the other
-            ranks' parts of the unembedding. Without them requests cannot have a lens. The engine
-            does not start if they take more. 0: the first rank does not hold them.
-        lens_rows: the most rows that the lenses of one request may be applied to: selected tokens,
-            with those that it may still generate, times layers. 0: requests cannot have a lens.
+            ranks' parts of the unembedding. If these parts need more, the engine does not start.
+            0: the first rank does not hold them, so with tensor parallelism requests cannot have a
+            lens.
+        lens_rows: the most rows to which the lenses of one request may be applied: the number of
+            layers times the number of selected tokens, including tokens that the request may
+            still generate. 0: requests cannot have a lens.
         lens_rows_running: the same limit for all running requests together. A request that would
-            exceed it waits for its turn; a request never waits if no other one runs.
+            exceed the limit waits for its turn; it never waits if no other request runs.
         moments_mib: device memory of each worker for the sums of Moments. A request whose sums do
             not fit when it enters is refused. If its sums no longer fit when it runs, its rows
             count as missing. 0: requests cannot have Moments.
-        deliver_timeout_s: how long a finished request waits for rows that are
-            still on their way, before it is returned as incomplete; and how long a
-            worker waits for a front-end that does not read, before it gives the front-end up.
+        deliver_timeout_s: how long a finished request waits for rows that are still on their
+            way, before the request is returned as incomplete; and how long a worker waits for
+            a front-end that does not read, before the worker goes on without the front-end.
         road: how rows travel from a worker to the front-end: "shared" memory,
             encrypted "tcp", or "auto": shared memory if a test shows that it works.
         road_host: where the front-end listens if rows come over TCP: the address, or
-            the name of the interface, by which workers reach its host. None takes
-            the address that vLLM's own workers use (VLLM_HOST_IP, or else that
+            the name of the interface, by which workers reach its host. None:
+            the address that vLLM's own workers use (VLLM_HOST_IP, or else the address
             of the default route).
-        policies: the operator's code that requests may name, name -> options, or names; see
-            `control.policy_options`.
-        sinks: sinks that reads may name besides memory, name -> options; see `sinks.options`.
+        policies: the operator's code that requests may name: name -> options, or a list of names;
+            see `control.policy_options`.
+        sinks: sinks that reads may name besides memory: name -> options; see `sinks.options`.
         global_sinks: sinks in the same form, with `reads` that are added to every request.
         graph_key: identity of the traced code. Set by vllm-scope.
     """
@@ -147,7 +149,7 @@ class ScopeConfig(BaseModel):
     def _sane_layers(cls, came: Any, parse: ValidatorFunctionWrapHandler) -> Any:
         try:
             layers = parse(came)
-        except ValidationError:  # pydantic has a sentence for each of the two types
+        except ValidationError:  # pydantic reports an error for each of the two types
             layers = ()
         if layers == "all":
             return layers
@@ -198,7 +200,7 @@ class ScopeConfig(BaseModel):
                 where = f"{option}[{name!r}]"
                 if isinstance(one, Mapping):
                     paths |= {f"{where}.{field}": one.get(field) for field in ("path", "file")}
-                elif option != "monitors":  # a monitor in any other form is refused later
+                elif option != "monitors":  # monitors in other forms are refused later
                     paths[where] = one
         for where, path in paths.items():
             if isinstance(path, str) and not Path(path).exists():

@@ -26,7 +26,7 @@ from typing import Any
 
 
 class _Short(reprlib.Repr):
-    """A short repr that reads only the keys that it shows; reprlib's own sorts all keys first."""
+    """A short repr that reads only the keys that it shows; reprlib.Repr sorts all keys first."""
 
     def repr_dict(self, x: Any, level: int) -> str:
         return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)
@@ -86,11 +86,12 @@ class SpecError(ScopeError, ValueError):
 
 
 class ConfigError(ScopeError, ValueError):
-    """`additional_config["scope"]` is wrong; the engine does not start."""
+    """An option is wrong, or a package that it needs is not installed. If the option is one of
+    `additional_config["scope"]`, the engine does not start."""
 
 
 class CapacityError(ScopeError):
-    """There is no room for this request now; it may be sent again later."""
+    """There is no room for this request now; the caller may send the request again later."""
 
 
 class UnheldError(CapacityError):
@@ -103,7 +104,7 @@ class CompatError(ScopeError):
 
 
 class FileError(ScopeError):
-    """A file of captured rows is damaged, not ours, or cannot be written."""
+    """A file is damaged, is not a file of this package, or cannot be read or written."""
 
 
 @contextmanager

@@ -4,12 +4,11 @@
 
 Owns:  `attention_pattern`, and `attention_weights`, the formula.
 Runs:  anywhere, without an engine.
-From:  results.   To: views, the cache of TransformerLens's names, compat.
+From:  results.   To: views, analysis.cache, compat.
 
 An attention kernel never holds all weights, so a tap cannot read them. `q` and `k` are the kernel's
-inputs, after norms and rotary embedding. A query has n weights over n keys in each head, and
-its row of `q` has head_size numbers in each head. So from head_size positions on, rows are smaller
-than weights.
+inputs, after norms and rotary embedding. In each head, a query at position n - 1 has n weights, and
+its row of `q` has head_size numbers. So rows are smaller than weights if n is above head_size.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ def attention_pattern(
         result: a ScopeResult, or the `scope` of a client's choice.
         layer: from 0.
         heads: the heads of the result, in this order; None: all.
-        kernel: the numbers of the layer's kernel: `client.info()["attention"][f"{layer}"]`. None:
-            the result's own, which a ScopeResult has.
+        kernel: the layer's kernel as numbers: `client.info()["attention"][f"{layer}"]`. None: the
+            kernel that the result has; only a ScopeResult has one.
 
     Returns:
         float32 [num_heads, num_queries, num_keys], CPU. Row i is the query at
@@ -62,8 +61,8 @@ def attention_pattern(
 
     Raises:
         KeyError: the result has no rows of `q` or of `k` at this layer.
-        ScopeError: rows of keys are missing, or the kernel does more to its scores than scale, cap,
-            mask and bias them.
+        ScopeError: rows of keys are missing, or the kernel does more than scale, cap, mask and
+            bias its scores.
         SpecError: a head is not a whole number, or not one of the layer's; or `kernel` is None and
             the result has none.
     """
@@ -132,7 +131,7 @@ def attention_weights(
         sinks: [heads]; a score that takes part in the softmax and has no key.
 
     Returns:
-        [heads, num_queries, num_keys], dtype of `q`; zeros where a query sees no key.
+        [heads, num_queries, num_keys], dtype of `q`; 0 for a key that a query does not see.
     """
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     if logits_soft_cap > 0:
@@ -160,8 +159,8 @@ def _kernel_of(result: Rows, layer: int) -> Mapping[str, Any]:
 
 
 def _tensor(rows: object) -> Tensor:
-    """The rows as a tensor. An array from HTTP is read-only, and torch would warn about it, so it
-    is copied."""
+    """The rows as a tensor. A read-only array, as from HTTP, is copied, because torch would warn
+    about it."""
     if isinstance(rows, np.ndarray) and not rows.flags.writeable:
         rows = rows.copy()
     return torch.as_tensor(rows)

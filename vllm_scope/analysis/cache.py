@@ -4,9 +4,9 @@ Owns:  ActivationCache: `blocks.3.hook_resid_post` -> [batch, pos, d_model],
        `blocks.3.attn.hook_z` -> [batch, pos, head, d_head].
 From:  results.   To: notebooks that were written for TransformerLens.
 
-Promise: index p of the pos dimension is position p. A result without every position from 0 on is
-refused. Names mean what they mean in TransformerLens, with one difference: `hook_embed` is the
-input of layer 0, with positions and scaling, so it equals `blocks.0.hook_resid_pre`.
+Promise: index p of the pos dimension is position p. A result is refused unless it has every
+position from 0 on. A name means the same as in TransformerLens, with one exception: `hook_embed`
+is the input of layer 0, with positions and scaling, so it equals `blocks.0.hook_resid_pre`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ActivationCache(Mapping[str, Tensor]):
     `cache["resid_post", 3]`, `cache["embed"]`, `cache["resid_post", -1]`.
 
     `blocks.3.attn.hook_pattern`, or `cache["pattern", 3]`, is [batch, head, query pos, key pos] in
-    float32. It is computed when it is asked for, from the layer's `q` and `k`, and is not a key.
+    float32. It is computed from the layer's `q` and `k` on its first access, and is not a key.
 
     Args:
         results: the rows of one completion, or of several, which make a batch. Every stream
@@ -68,14 +68,14 @@ class ActivationCache(Mapping[str, Tensor]):
             lengths.append(_length(result, where))
         self._results, self._num_layers = batch, num_layers
         self._read = {hook_of(stream): stream for stream in streams}
-        #: Name that was not read -> the stream with the same rows.
+        #: Name of a stream that was not read -> the stream that was read and has the same rows.
         self._same: dict[str, SiteLayer] = {}
         for stream in streams:
             for twin in _twins(stream):
                 if all(_same_rows(result, stream, twin) for result in batch):
                     self._same.setdefault(hook_of(twin), stream)
         if num_layers is not None:
-            # The last layer has no next one.
+            # No layer is behind the last one, so this `resid_pre` does not exist.
             self._same.pop(hook_of(("resid_pre", num_layers)), None)
         self._names = dict.fromkeys([*self._read, *self._same])
         self._values: dict[str, Tensor] = {}
@@ -125,7 +125,7 @@ class ActivationCache(Mapping[str, Tensor]):
         return f"ActivationCache with keys {list(self._names)}"
 
     def stack_activation(self, site: str, layer: int | None = None) -> Tensor:
-        """[layers, batch, pos, d_model]: a site at all layers before `layer`.
+        """A site's activations at all layers before `layer`: [layers, batch, pos, d_model].
 
         Args:
             layer: the number of layers; None or -1: all of the model's.
@@ -150,7 +150,7 @@ class ActivationCache(Mapping[str, Tensor]):
     ) -> Tensor | tuple[Tensor, list[str]]:
         """The residual stream at the entry of each layer up to and including `layer`.
 
-        `Lens.logits` of the result is the logit lens.
+        `Lens.logits` makes the logit lens's logits from the returned tensor.
 
         Args:
             layer: None, -1 or the number of layers: all layers, and the last layer's `resid_post`

@@ -18,14 +18,14 @@ Key = str | tuple[str] | tuple[str, int]
 _HOOKS = {
     "resid_pre": "hook_resid_pre", "resid_mid": "hook_resid_mid", "resid_post": "hook_resid_post",
     "attn_out": "hook_attn_out", "mlp_out": "hook_mlp_out", "mlp_post": "mlp.hook_post",
-    # TransformerBridge's names. `hook_attn_in` and `hook_mlp_in` are other rows, before the norms.
+    # TransformerBridge's names. `hook_attn_in` and `hook_mlp_in` name other rows: before the norms.
     "attn_in": "attn.hook_in", "mlp_in": "mlp.hook_in",
     "q": "attn.hook_rot_q", "k": "attn.hook_rot_k", "v": "attn.hook_v", "z": "attn.hook_z",
 }  # fmt: skip
-#: TransformerLens's `ln_final.hook_normalized` is another row, before the norm's weight. So
-#: `ln_final` keeps its own name.
+#: TransformerLens's `ln_final.hook_normalized` names another row: before the multiplication by the
+#: norm's weight. So `ln_final` keeps its own name.
 _MODEL_HOOKS = {"embed": "hook_embed", "ln_final": "ln_final"}
-#: Computed from `q` and `k`, and not a stream.
+#: The hook of the attention pattern, which is computed from `q` and `k` and is not a stream.
 _PATTERN_HOOK = "attn.hook_pattern"
 #: TransformerLens's shorthands for rotated queries and keys.
 _ROTATED = {"rot_q": "q", "rot_k": "k"}
@@ -41,7 +41,7 @@ def stream_of_hook(name: str) -> SiteLayer | None:
 
 
 def stream_of_key(key: Key) -> SiteLayer:
-    """The stream of a hook's name, or of a shorthand; its layer may count from the end.
+    """The stream of a hook's name or of a shorthand. The layer of a shorthand may be negative.
 
     Raises:
         KeyError: the key names no stream.
@@ -66,7 +66,7 @@ def pattern_hook(layer: int) -> str:
 
 
 def pattern_layer(name: str) -> int | None:
-    """The layer whose attention pattern a hook's name means; None for another name."""
+    """The layer in the name of an attention pattern's hook; None for another name."""
     match = _HOOK.fullmatch(name)
     return int(match[1]) if match is not None and match[2] == _PATTERN_HOOK else None
 

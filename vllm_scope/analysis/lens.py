@@ -73,8 +73,8 @@ class Lens:
             norm_weight, unembedding, norm_bias, unembedding_bias: as for `Lens`.
 
         Raises:
-            SpecError: the configuration has no epsilon of a norm, or a field is not a number; or as
-                `Lens`.
+            SpecError: the configuration has no epsilon of a norm, a field is not a number, or
+                `Lens` refuses the values.
         """
         to_dict = getattr(config, "to_dict", None)
         body = config if to_dict is None else to_dict()

@@ -4,8 +4,8 @@ Owns:  `difference_of_means`, `ridge_probe`, `lda_probe`, `principal_components`
 From:  `vllm_scope.moments`: (site, layer, label) -> batch.sums.Sums.   To: LinearProbe,
        SteeringModule.
 
-Promise: a result from sums equals, within rounding, scikit-learn's result from the rows in float64:
-Ridge, LinearDiscriminantAnalysis (solver "lsqr") and PCA.
+Promise: within rounding, a result from sums equals the result of scikit-learn's Ridge,
+LinearDiscriminantAnalysis (solver "lsqr") or PCA from the rows in float64.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Found = Mapping[tuple[str, int, str], Sums]
 
 
 def sums_at(found: Found, stream: SiteLayer, labels: Iterable[str] | None = None) -> Sums:
-    """The sums of some labels at a stream, added.
+    """The total of the sums of some labels at a stream.
 
     Args:
         labels: None: all labels that have sums at the stream.
@@ -86,8 +86,9 @@ def difference_of_means(
     normalise: bool = True,
     provenance: Provenance | None = None,
 ) -> SteeringModule:
-    """The mean of one label minus the mean of another, at each stream; as
-    `contrast.mean_difference`.
+    """The mean of one label's rows minus the mean of another's, at each stream.
+
+    The same difference as `contrast.mean_difference`, from sums.
 
     Args:
         positive, negative: two labels with sums at the same streams.
@@ -200,17 +201,17 @@ def lda_probe(
 ) -> LinearProbe:
     """A probe by linear discriminant analysis of two classes, each of one label or of several.
 
-    The probe's score is the log odds of the positive class; the priors of the classes are their
-    numbers of rows.
+    The probe's score is the log odds of the positive class. The prior of a class is its share of
+    the rows.
 
     Args:
-        shrinkage: from 0 to 1: the weight of the identity times the mean variance, against that of
-            the covariance within the classes.
+        shrinkage: from 0 to 1: the weight of the identity times the mean variance. The covariance
+            within the classes has the weight 1 - shrinkage.
         pooling, model, template: fields of the probe, as in `train_probe`.
 
     Raises:
         SpecError: a label has no sums, the sums have no covariance, or the covariance is singular
-            (with fewer rows than numbers in a row, some shrinkage is needed).
+            (if there are fewer rows than a row has numbers, shrinkage must be above 0).
     """
     if not 0 <= shrinkage <= 1:
         raise SpecError(f"shrinkage is {shrinkage!r}; it is a number from 0 to 1.")
@@ -327,7 +328,7 @@ def _solve(matrix: Floats, vector: Floats) -> Floats:
     """
     factor, failed = torch.linalg.cholesky_ex(torch.from_numpy(matrix))
     pivots = factor.diagonal() ** 2
-    # A pivot below this is a rounding error of the largest pivot.
+    # A pivot below this bound is a rounding error of the largest pivot.
     if not failed and pivots.min() > len(matrix) * np.finfo(np.float64).eps * pivots.max():
         found = torch.cholesky_solve(torch.from_numpy(vector)[:, None], factor)
         return np.asarray(found[:, 0], np.float64)

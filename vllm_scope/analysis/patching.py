@@ -7,8 +7,8 @@ Each function takes an LLM, corrupted prompts, clean prompts of the same length,
 patches rows of the clean run into the corrupted run, and returns float64 values, the mean over the
 prompts. In place of TransformerLens's function of logits, the metric is a `LogitDifference`, a
 `Logprob` or a `KL`. Attention patterns cannot be patched. Queries and keys are patched after the
-rotary embedding, and by TransformerLens before it: the effect is the same, because the positions
-are the same.
+rotary embedding; TransformerLens patches them before it. The effect is the same, because the
+positions in both runs are the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Patching(Protocol):
 
 
 def _patching(site: str, shape: str, **options: Any) -> Callable[..., Tensor]:
-    """The function that patches a site.
+    """A function that patches a site.
 
     Args:
         shape: the shape of the function's result, for its docstring.

@@ -73,7 +73,7 @@ class LinearProbe:
         site, layer: the stream whose rows the probe scores.
         pooling: the tokens to whose rows the probe was fitted, a word of `tokens`: "last_prompt",
             "prompt", "generated", "all", ...; any other word, such as "mean", means that a row
-            was not of a single token. None: unknown.
+            was not the row of a single token. None: unknown.
         model: the model of the stream.
         threshold: the lowest score at which the concept counts as present.
         template: the chat template of the prompts to which the probe was fitted: a
@@ -103,7 +103,7 @@ class LinearProbe:
         for name in ("bias", "threshold"):
             object.__setattr__(self, name, finite(getattr(self, name), name))
         checked_template(self.template)
-        # Doubts of which the caller was warned. Not a field, because it is no part of the value.
+        # The warnings that were given. Not a field, because they are no part of the probe's value.
         object.__setattr__(self, "_told", set())
 
     def action(self, name: str, tokens: object = None, template: str | None = None) -> Probe:
@@ -117,8 +117,8 @@ class LinearProbe:
                 None: not checked.
 
         Warns:
-            ProbeWarning: the probe was fitted to other tokens, or in another template. Each
-                sentence is a warning once per probe.
+            ProbeWarning: the probe was fitted to other tokens, or in another template. The same
+                warning comes only once from one probe.
 
         Raises:
             SpecError: as `vllm_scope.Probe`.
@@ -146,8 +146,8 @@ class LinearProbe:
         return rows.float() @ torch.tensor(self.weight, device=rows.device) + self.bias
 
     def probabilities(self, rows: Rows) -> Tensor:
-        """The concept's probability, float32 [...]: by the calibration, or without one by the
-        logistic regression that has fitted the probe."""
+        """The concept's probability, float32 [...], by the calibration. If the probe has none, the
+        sigmoid of the score, as in logistic regression."""
         scores = self.scores(rows)
         if self.calibration is not None:
             scores = self.calibration.slope * scores + self.calibration.offset
@@ -171,8 +171,8 @@ class LinearProbe:
         truth = _checked_labels(rows, labels).reshape(-1)
         scores = self.scores(rows).detach().cpu().double().numpy().reshape(-1, 1)
         # Platt's targets are a little above 0 and below 1, because perfectly separated rows would
-        # make the slope infinite. Each row counts once with each label: with the target as the
-        # weight of True, and the rest as the weight of False.
+        # make the slope infinite. Each row counts once with each label: its target is the
+        # weight of True, and 1 - target is the weight of False.
         hits, misses = truth.sum(), (~truth).sum()
         target = np.where(truth, (hits + 1) / (hits + 2), 1 / (misses + 2))
         fitted = LogisticRegression(C=np.inf).fit(
@@ -200,7 +200,7 @@ class LinearProbe:
         rows = as_rows(rows)
         truth = _checked_labels(rows, labels)
         scores = self.scores(rows).detach().cpu().numpy()
-        # Flattened, because scikit-learn would take each column for a label of its own.
+        # Flattened, because scikit-learn would take each column as a label of its own.
         return float(roc_auc_score(truth.reshape(-1), scores.reshape(-1)))
 
 
@@ -224,7 +224,7 @@ def train_probe(
         stream: (site, layer) of the rows.
         c: inverse strength of the L2 penalty, on the standardised rows.
         pooling: a field of the probe: the tokens of the rows, as a word of `tokens`, or "mean" for
-            rows that are not of a single token. None: unknown.
+            rows that are not the rows of single tokens. None: unknown.
         model, template: fields of the probe.
 
     Raises:
@@ -267,7 +267,7 @@ def save_probe(path: str | Path, probe: LinearProbe) -> None:
 
     path = probe_path(path)
     body = {k: v for k, v in asdict(probe).items() if k not in ("weight", "bias")}
-    # The bias in float64, which keeps a folded bias exactly.
+    # The bias is written in float64, which keeps a folded bias exactly.
     save_file({"weight": probe.weight, "bias": np.array([probe.bias])}, path)
     path.with_suffix(".json").write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
 

@@ -90,7 +90,7 @@ def token_rows(
 ) -> tuple[Tensor, Tensor]:
     """All rows of a stream, each with its result's label, to fit a probe of single tokens.
 
-    To check the probe, hold out whole results, not rows: the tokens of one text are much alike.
+    To check the probe, hold out whole results, not rows: the rows of one text are much alike.
 
     Args:
         results: each with rows at the stream.
@@ -148,7 +148,7 @@ def truth_of(labels: Labels) -> NDArray[np.bool_]:
 
 
 def as_rows(rows: object, what: str = "rows") -> Tensor:
-    """The rows as a tensor: themselves if they are a tensor, a copy if they are a numpy array.
+    """The rows as a tensor: `rows` itself if it is a tensor, a copy if it is a numpy array.
 
     Raises:
         SpecError: `rows` is neither a tensor nor a numpy array of numbers.
@@ -167,7 +167,7 @@ def as_rows(rows: object, what: str = "rows") -> Tensor:
 
 
 def stream_of(stream: object, where: str = "stream") -> SiteLayer:
-    """(site, layer) as a tuple, of any site.
+    """The pair (site, layer) as a tuple. The name of the site is not checked.
 
     Raises:
         SpecError: `stream` is not a pair of a text and a whole number.

@@ -1,4 +1,4 @@
-"""Sweeps: one edit at every place of a grid, and what each does to the next token.
+"""Sweeps: one edit at every place of a grid, and each edit's effect on the next token.
 
 metrics.py  the value of a cell: Metric, and LogitDifference, Logprob, KL
 sweep.py    the caller's sweep, and its prompts as token ids
@@ -9,8 +9,8 @@ yielding.py when cells are sent while the engine has other requests
 table.py    the values with their names, as files and as a picture
 wire.py     a sweep and its table as JSON, for HTTP
 
-No file here has an engine: engine/frontend/sweep_runs.py sends the requests of a plan. Needs numpy;
-torch only where rows are read.
+No file here calls an engine: engine/frontend/sweep_runs.py sends the requests of a plan. Needs
+numpy; torch only if rows are read.
 """
 
 from vllm_scope.sweeps.metrics import KL, LogitDifference, Logprob, Metric

@@ -1,10 +1,11 @@
-"""The value of a cell: a number made of the log-probabilities of the next token.
+"""The value of a cell: a number computed from the next token's log-probabilities.
 
 Owns:  Metric, and the metrics LogitDifference, Logprob and KL.
 From:  the log-probabilities that vLLM returns for the last token of a prompt.   To: plan.
 
 Promise: a metric needs no logits. A token's logit and its log-probability differ by the same number
-for all tokens of the vocabulary, so the difference of two logits is that of the log-probabilities.
+for all tokens of the vocabulary, so the difference of two logits equals the difference of their
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: Tokens that a metric may name: vLLM's MAX_LOGPROB_TOKEN_IDS.
 MOST_TOKENS = 128
-#: How many texts of several tokens a warning names.
+#: The most texts of several tokens that a warning names.
 _MOST_TOLD = 3
 #: Log-probabilities of the next token, float64: of a metric's tokens in their order, or of all
 #: tokens by their ids.
@@ -37,10 +38,10 @@ Encode = Callable[[str], list[int]]
 
 
 class Metric(ABC):
-    """A number made of the next token's distribution. A metric of your own has these two methods. A
-    server takes only LogitDifference, Logprob and KL."""
+    """A number computed from the next token's log-probabilities. A metric of your own implements
+    `token_ids` and `value`. A server takes only LogitDifference, Logprob and KL."""
 
-    #: A few words, for the table and the picture.
+    #: The metric's name in the table and in the picture.
     name: ClassVar[str] = "metric"
 
     @abstractmethod
@@ -52,7 +53,7 @@ class Metric(ABC):
             encode: a text -> the list of its token ids, without special tokens.
 
         Raises:
-            SpecError: a text has no token, or there is not one token for each prompt.
+            SpecError: a text has no token, or the number of tokens is not the number of prompts.
         """
 
     @abstractmethod
@@ -61,8 +62,8 @@ class Metric(ABC):
 
         Args:
             found: log-probabilities with the edit, float64 [number of the prompt's token_ids], in
-                the order of token_ids; if that is empty, of all tokens, by id.
-            clean: the same without the edit.
+                the order of token_ids. If token_ids is empty: of all tokens, indexed by token id.
+            clean: the same log-probabilities without the edit.
         """
 
 
@@ -71,9 +72,9 @@ class LogitDifference(Metric):
     """The logit of token `a` minus the logit of token `b`.
 
     Args:
-        a, b: a token's id, or a text, which stands for its first token (" Paris", with the space
-            that it has in a sentence); or a list with one of these for each prompt. The log names
-            texts of several tokens.
+        a, b: a token's id; a text, which stands for its first token (" Paris", with the space
+            before the word); or a list with an id or a text for each prompt. If a text has several
+            tokens, a warning in the log names the text.
     """
 
     a: Any
@@ -135,7 +136,7 @@ class KL(Metric):
 
 
 def token_ids_of(metric: Metric, encode: Encode, num_prompts: int) -> list[tuple[int, ...]]:
-    """What `metric.token_ids` returns, after a check.
+    """The result of `metric.token_ids`, after a check.
 
     Raises:
         SpecError: the metric does not return tuples of token ids, one for each prompt.
@@ -162,7 +163,7 @@ def token_ids_of(metric: Metric, encode: Encode, num_prompts: int) -> list[tuple
 
 
 def value_of(metric: Metric, found: Logprobs, clean: Logprobs, where: str) -> float:
-    """What `metric.value` returns, as a float.
+    """The result of `metric.value`, as a float.
 
     Raises:
         ScopeError: the metric fails, or returns no number.
@@ -177,7 +178,7 @@ def value_of(metric: Metric, found: Logprobs, clean: Logprobs, where: str) -> fl
 
 
 def encode_text(text: str, encode: Encode, where: str) -> list[int]:
-    """The token ids of a text. Raises SpecError, whose sentence begins with `where`."""
+    """The token ids of a text. The message of a SpecError begins with `where`."""
     if not is_unicode(text):
         raise SpecError(
             f"{where} is {shown(text)}, which has half of a surrogate pair; give whole characters."
@@ -193,7 +194,7 @@ def _at(value: Any, i: int) -> object:
 
 
 def _tokens(value: Any, encode: Encode, num_prompts: int, where: str) -> list[int]:
-    """One token id for each prompt. The log names texts of several tokens."""
+    """One token id for each prompt. A warning in the log names the texts of several tokens."""
     value = as_numbers(value)
     several = isinstance(value, Sequence) and not isinstance(value, str)
     each = list(value) if several else [value]
@@ -215,7 +216,7 @@ def _tokens(value: Any, encode: Encode, num_prompts: int, where: str) -> list[in
 
 @lru_cache(maxsize=256)
 def _warn(where: str, texts: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
-    """Log, once for the same texts, that these texts have several tokens."""
+    """Log that these texts have several tokens; only once for the same texts."""
     some = [f"{shown(text)} ({', '.join(map(str, ids))})" for text, ids in texts[:_MOST_TOLD]]
     if len(texts) > _MOST_TOLD:
         some.append(f"{len(texts) - _MOST_TOLD} more")

@@ -3,19 +3,20 @@
 Owns:  `parse_receivers`, and Paths, which makes the requests of a cell.
 From:  sweep (the receivers), plan (the edit, and the rows of the prompt's own run).   To: plan.
 
-All other attention and MLP outputs must be those of the prompt's own run, without an edit. Between
-the edited part of a layer and a receiver, the stream is then the prompt's own stream plus the
-change that the edit makes directly after that part. So no output has to be held layer by layer. A
-cell is
+In path patching, all attention and MLP outputs outside the direct paths have the values of the
+prompt's own run, which has no edit. Between the edited part of a layer and a receiver, the stream
+is then the prompt's own stream plus the change that the edit makes directly after that part. So no
+request has to set these outputs layer by layer. A cell has these requests:
 
 1. a request with the edit, which reads the stream after the edited part;
-2. a request that sets the streams before the receivers, each to the prompt's own plus that change,
-   and reads the receivers (left out if all receivers are on the stream);
-3. a request that sets the receivers to these rows. Its answer is the cell's. If receivers are heads
-   of several layers, there is one more request for each further layer.
+2. a request that sets the streams before the receivers, each to the prompt's own stream plus that
+   change, and reads the receivers. It is left out if all receivers are on the stream;
+3. a request that sets the receivers to the resulting rows. If receivers are heads of several
+   layers, there is one more request for each further layer. The answer to the last request is the
+   cell's answer.
 
-Source: Wang et al. 2022 (arXiv 2211.00593), section 3.1, where MLPs are not held; Goldowsky-Dill et
-al. 2023 (arXiv 2304.05969)
+Source: Wang et al. 2022 (arXiv 2211.00593), section 3.1, where MLP outputs may change;
+Goldowsky-Dill et al. 2023 (arXiv 2304.05969)
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ MAX_NUMBERS: Final = MAX_SPEC_BYTES // 6
 #: (site, layer, head) of each receiver; the head is None for the whole row.
 Receivers = tuple[tuple[str, int, int | None], ...]
 #: Called with the rows that a cell's request read, and with those of the prompt's own run. Returns
-#: the actions of the cell's next request, and the step after that request: None if the request's
-#: answer is the cell's.
+#: the actions of the cell's next request, and the step after that request: None if that request is
+#: the cell's last one.
 Step = Callable[[ReadRows, ReadRows], tuple[tuple[Action, ...], "Step | None"]]
-#: Sites where an edit at a position changes their layer's attention output at later positions.
+#: Sites where an edit at one position changes the layer's attention output at later positions.
 _SEEN_LATER: Final = ("attn_in", "k", "v")
 #: Sites whose row depends on earlier positions through their layer's attention.
 _SEES_EARLIER: Final = ("z", "attn_out")
@@ -97,7 +98,7 @@ class Paths:
         receivers: as `parse_receivers` returns them.
 
     Raises:
-        SpecError: a receiver that this engine does not tap, or a head that it does not have.
+        SpecError: the engine does not tap a receiver, or the model does not have a receiver's head.
     """
 
     def __init__(self, receivers: Receivers | None, sites: Sites) -> None:
@@ -201,9 +202,9 @@ class Paths:
     def _positions(self, reached: list[Place], changed: list[int], length: int) -> list[int]:
         """The positions at which receivers are set.
 
-        Rows at later positions may also differ from the prompt's own, if a receiver lies after its
-        layer's attention (`z`, `attn_out`), or if the receivers do not all follow the same place of
-        the stream.
+        If a receiver lies after its layer's attention (`z`, `attn_out`), or if the receivers do not
+        all follow the same place of the stream, rows at later positions may also differ from the
+        prompt's own. Receivers are then set at all later positions too.
         """
         alone = len({self._entries[place] for place in reached}) == 1
         if alone and not any(place.site in _SEES_EARLIER for place in reached):
@@ -243,10 +244,11 @@ class Paths:
         self, at: list[int], depths: list[list[Place]], found: dict[Place, Floats],
         done: dict[Place, Floats], rows: ReadRows, plain: ReadRows,
     ) -> tuple[tuple[Action, ...], Step | None]:  # fmt: skip
-        """Set receivers, from the first depth on.
+        """Actions that set receivers, from the first depth on; and the step after their request.
 
-        Heads that are no receivers follow the receivers at earlier depths. So if a receiver is a
-        head, its row is read with these receivers set, before the row is set itself.
+        The other heads of a row, which are no receivers, depend on the receivers at earlier depths.
+        So if a receiver is a head, one request reads its row while the earlier receivers are set,
+        and the next request sets the row.
 
         Args:
             depths: the receivers that are not set yet, by depth, the earliest first.
@@ -301,8 +303,8 @@ def _of_attention(place: Place) -> bool:
 
 
 def _depth(receiver: Place) -> int:
-    """How many steps of the attention lie before a receiver's row: 1 for `q`, `k` and `v`, 2 for
-    `z` and `attn_out`, else 0."""
+    """How many stages of its layer's attention lie before a receiver's row: 1 for `q`, `k` and
+    `v`, 2 for `z` and `attn_out`, else 0."""
     if receiver.site in _SEES_EARLIER:
         return 2
     return 1 if receiver.site in ATTENTION_SITES else 0

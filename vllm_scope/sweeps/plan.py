@@ -3,9 +3,9 @@
 Owns:  Job (one request), Cell, and Plan.
 From:  sweep, source.   To: engine.frontend.sweeping, which makes requests of the jobs; table.
 
-Order: the reads of a prompt, then its cells. The request without an edit comes first, so the cache
-has the KV blocks before an edited position for all cells of the prompt. The reads of the next
-prompt run beside the cells of this one.
+Order: the reads of a prompt, then its cells. The request without an edit comes first. So the prefix
+cache has the KV blocks that lie before an edited position, for all cells of the prompt. While the
+cells of a prompt run, the reads of the next prompt run too.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ class Job:
         prompt: index among the prompts.
         ids: token ids of the prompt, or of its source.
         place: index into the table's values of this prompt; None for a read.
-        actions: empty for a request that is neither edited nor read.
-        of_source: for a read, True if the source is read.
-        error: why the edit is impossible. The job is then not sent, but given to `take` at once.
+        actions: the request's edits and reads; may be empty.
+        of_source: True if `ids` are those of the prompt's source.
+        error: the reason if the edit is impossible. Such a job goes to `take` at once, not to the
+            engine.
         then: for path patching, the step that makes the cell's next request; None if the answer to
             this job is the cell's.
     """
@@ -96,7 +97,7 @@ class Job:
 def _checked(
     each: list[list[int]], where: str, check: Callable[[list[int], str], None] | None
 ) -> list[list[int]]:
-    """The prompts, after `check` of each."""
+    """The prompts as they are, after a call of `check` for each."""
     if check is not None:
         for i, ids in enumerate(each):
             check(ids, f"{where}[{i}]")
@@ -104,7 +105,7 @@ def _checked(
 
 
 class _Of:
-    """What is known of one prompt while its cells run.
+    """The rows and log-probabilities of one prompt, for as long as its cells run.
 
     Attributes:
         source, plain: rows of the source, and of the prompt itself.
@@ -121,7 +122,7 @@ class Plan:
     """The requests of one sweep, and its table.
 
     Args:
-        tokenizer: for prompts and tokens that are texts, and for the texts of tokens.
+        tokenizer: encodes prompts and tokens that are texts, and decodes the table's tokens.
         most_cells: the most cells that the sweep may have; None: any number. This is checked before
             the table is made.
         check: called with the tokens and the name of each prompt and source, before these are used.
@@ -175,8 +176,8 @@ class Plan:
         self.num_cells = sum(self._left)
 
     def _check_size(self, lengths: list[int], most: int) -> None:
-        """Raises SpecError if prompts times layers, positions and heads are more than `most`. A
-        cell that edits several positions counts once for each of them."""
+        """Raises SpecError if the number of prompts times layers, positions and heads is above
+        `most`. A cell that edits several positions counts once for each of them."""
         named = self.sweep.chosen_positions
         num_positions = max(lengths) if named is None else len(named)
         num_heads = 1 if self.heads is None else len(self.heads)
@@ -192,7 +193,8 @@ class Plan:
         """Raises SpecError if a cell's request would exceed the limits of a request."""
         for i, ids in enumerate(self.ids):
             every = sorted(p for p in self.at[i] if p is not None)
-            # If a cell has one position, the earliest one has the most positions after it.
+            # If a cell edits one position, the cell of the earliest position has the most positions
+            # after its edit, and so the most rows.
             at = every if self.sweep.together else every[:1]
             self._check_positions(i, every, at)
             num_edits = self._num_edits(i, len(at))
@@ -236,8 +238,8 @@ class Plan:
         return self.heads is not None and self.sweep.mode == "patch"
 
     def _num_edits(self, i: int, num_positions: int) -> int:
-        """The most edits of a cell of prompt i: one for each different row. Rows that a request is
-        still to read count as different."""
+        """The most edits of a cell of prompt i: one for each different row. Rows that have
+        not been read yet count as different."""
         if num_positions == 1 or self.sweep.mode == "patch" or self.sweep.module is not None:
             return 1
         if self._given is None:
@@ -283,7 +285,7 @@ class Plan:
         return found
 
     def jobs(self) -> Iterator[Job | None]:
-        """Yield the requests in order, or None: then wait for an answer, and take the next item."""
+        """Yield the requests in order; None if the next one needs an answer that has not come."""
         yield from self._reads(0)
         for i in range(len(self.ids)):
             if i + 1 < len(self.ids):
@@ -326,7 +328,7 @@ class Plan:
         return found.clean is not None and (self.sources is None or found.source is not None)
 
     def _cells_of(self, i: int) -> list[tuple[int, ...]]:
-        """Indices into the table's values of a prompt, position by position."""
+        """The index of each cell in the table's values of a prompt, position by position."""
         columns = [c for c, p in enumerate(self.at[i]) if p is not None]
         heads = [()] if self.heads is None else [(h,) for h in range(len(self.heads))]
         layers = range(len(self.places))
@@ -376,7 +378,7 @@ class Plan:
         return tuple(Ablate(vector, tokens=p, **where) for vector, p in groups)
 
     def _rows(self, i: int, layer: int, columns: list[int], at: list[int]) -> Floats:
-        """The source's rows for a cell: [num_positions of the cell, width]."""
+        """The source's rows for a cell: [number of the cell's positions, width]."""
         if self._given is None:
             source = self._of[i].source
             assert source is not None

@@ -19,12 +19,12 @@ Floats = NDArray[np.float32]
 
 
 def given_rows(value: Any, shape: tuple[int, int, int], row_shape: tuple[int, ...]) -> Floats:
-    """The caller's rows as [num_prompts, num_layers, num_positions, width]. A dimension has length
-    1 if one row is for all.
+    """The caller's rows as [num_prompts, num_layers, num_positions, width]. If a
+    dimension has length 1, its one entry is used for all prompts, layers or positions.
 
     Args:
         shape: (num_prompts, num_layers, num_positions) of the sweep.
-        row_shape: [width], or [num_heads, size of each].
+        row_shape: [width], or [num_heads, size of a head].
 
     Raises:
         SpecError: `value` has something other than numbers, numbers that are not finite, or a
@@ -65,7 +65,7 @@ class ReadRows:
 
     Args:
         result: ScopeResult of the request that read the rows.
-        share: holds room in the budget for the rows, as long as this object exists; or None.
+        share: the rows' share of the budget, which this object holds as long as it exists; or None.
     """
 
     def __init__(self, result: Any, share: object = None) -> None:
@@ -78,15 +78,15 @@ class ReadRows:
             raise ScopeError(f"rows of {where} are missing: {self._result.error}")
 
     def at(self, place: Place, positions: list[int]) -> Floats:
-        """Rows of a place, [num_positions, width]. They must have been read at these positions."""
+        """Rows of a place, [num_positions, width]. The rows must have been read there."""
         known, rows = self._of(place)
         found = rows[np.searchsorted(known, positions)]
         return of_bfloat16(found) if found.dtype == np.uint16 else found.astype(np.float32)
 
     def _of(self, place: Place) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """The positions of a place's rows, and a view of the rows [n, width]; bfloat16 as uint16
-        bits. The arrays are numpy's: numpy picks rows on this thread. Torch wakes a thread for each
-        core, and with 16 cores this took ten times as long as a cell."""
+        bits. These are numpy arrays, because numpy picks rows on the calling thread. Torch would
+        wake a thread for each core; with 16 cores this took ten times as long as a cell."""
         import torch  # not at the top: a client of a server uses Sweep without torch
 
         if place not in self._known:
@@ -97,10 +97,10 @@ class ReadRows:
 
 
 def of_head(rows: Floats, head: int, sites: Sites, site: str, other: Floats | None) -> Floats:
-    """Rows [..., width] in which only one head's numbers are kept.
+    """Rows [..., width]: one head's numbers from `rows`, the other heads' numbers from `other`.
 
     Args:
-        other: [..., width], has the numbers of the other heads; None for zeros.
+        other: [..., width]; None: the other heads' numbers are 0.
     """
     _, size = sites.row_shape(site)
     found = np.zeros_like(rows) if other is None else other.copy()

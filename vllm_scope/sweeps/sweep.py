@@ -29,34 +29,34 @@ MODES: Final = ("patch", "ablate", "add")
 
 @dataclass(frozen=True)
 class Sweep:
-    """One edit at each chosen layer and position of a prompt, each in a request of its own.
+    """One edit at each chosen layer and position of each prompt, in a request of its own.
 
     Args:
-        source: where the vectors of the edits come from. Prompts (a text, {"prompt_token_ids":
-            [...]}, or a list of these, one for each prompt): their rows at the same layer and
-            position; each has as many tokens as the prompt that gets its rows. Or given
-            rows (a tensor, an array, numbers): [width] for all cells, [num_layers, width],
-            [num_layers, num_positions, width] or [num_prompts, num_layers, num_positions, width];
-            inside the attention the width may be two dimensions, heads and the size of each.
-            Or {"module": name}, a steering module that the engine holds, for modes "ablate" and
-            "add": its vectors for the site.
+        source: the origin of the edits' vectors, in one of three forms. Prompts (a text,
+            {"prompt_token_ids": [...]}, or a list of these, one for each prompt): an edit takes the
+            source prompt's row at the same layer and position. A source prompt has as many tokens
+            as the prompt that is edited. Or given rows (a tensor, an array, numbers): [width] for
+            all cells, [num_layers, width], [num_layers, num_positions, width] or
+            [num_prompts, num_layers, num_positions, width]. Inside the attention the width may be
+            two dimensions, [num_heads, size of a head]. Or {"module": name}, for modes "ablate" and
+            "add": the vectors for the site of a steering module that the engine holds.
         metric: makes a cell's value: `LogitDifference`, `Logprob`, `KL` or another `Metric`.
         site: the site of the edits.
-        layers: "all" that the engine taps, a layer, or a list.
-        positions: "all" tokens of the prompt, a position, or a list. Negative ones count from the
-            prompt's end.
+        layers: "all" layers that the engine taps, a layer, or a list.
+        positions: "all" tokens of the prompt, a position, or a list. Negative positions count from
+            the prompt's end.
         mode: "patch": the row becomes the source's row (`Replace`). "ablate": the component along
             the source's row is removed from the row (`Ablate`). "add": `scale` times the source's
             row is added (`Add`).
         heads: at `z`, `q`, `k` and `v`: "all", a head, or a list. Each cell then edits one head,
-            and the table has a fourth dimension. None: a cell edits the whole row.
+            and the table has a dimension of heads. None: a cell edits the whole row.
         scale: for mode "add"; other modes have no scale.
         together: True: a cell edits all chosen positions at once, and the table has no dimension
             of positions.
         receivers: path patching. "logits", or a list of (site, layer) and (site, layer, head): the
             edit acts only along the direct paths to these places, while all other attention and
-            MLP outputs are those of the prompt's own run. Then "all" layers are those from which
-            such a path leads. None: the edit acts on everything after it.
+            MLP outputs are those of the prompt's own run. Layers "all" then means the layers from
+            which such a path leads. None: the edit acts on everything after it.
 
     Raises:
         SpecError: a mode, metric, site, layer, position, head or receiver is not possible.
@@ -136,14 +136,15 @@ class Sweep:
         return _whole_numbers(value, "Sweep.positions", "'all', a position or a list")
 
     def columns(self, lengths: Sequence[int]) -> tuple[list[int], list[list[int | None]]]:
-        """The positions of the table, and for each prompt the absolute position of each; None if
-        the prompt has no such token.
+        """The names along the table's dimension of positions; and for each prompt the absolute
+        position of each name, or None if the prompt has no such token.
 
         Args:
             lengths: number of tokens of each prompt.
 
         Raises:
-            SpecError: a prompt does not have a position that is named.
+            SpecError: a prompt lacks a named position, or two named positions are the same token of
+                a prompt.
         """
         named = self.chosen_positions
         if named is None:
@@ -212,7 +213,7 @@ def as_prompts(value: object, encode: Encode, where: str) -> list[list[int]]:
         encode: a prompt's text -> its token ids, with special tokens.
 
     Raises:
-        SpecError: there is no prompt, or a prompt has no token.
+        SpecError: there is no prompt, or a prompt has no token or another form.
     """
     each: Sequence[object] = value if isinstance(value, list | tuple) else [value]
     if not each:

@@ -32,17 +32,17 @@ class SweepTable:
     """The values of a sweep. As the last expression of a notebook's cell, the table is a picture.
 
     Attributes:
-        values: float64 [num_prompts, num_layers, num_positions, num_heads], without the last
-            dimension if the sweep has no heads, and without that of positions if its cells edit
-            all positions at once. NaN: the prompt has no such token, the cell has not arrived yet,
+        values: float64 [num_prompts, num_layers, num_positions, num_heads]. There is no dimension
+            of heads if a cell edits whole rows, and none of positions if a cell edits all
+            positions at once. NaN: the prompt has no such token, the cell has not arrived yet,
             or the cell failed (`errors`).
         plain: float64 [num_prompts], the metric of each prompt without an edit.
-        source: float64 [num_prompts], the metric of each source; NaN where rows were given.
+        source: float64 [num_prompts], the metric of each source; NaN if the source is not prompts.
         tokens: the texts of each prompt's tokens.
         layers, positions, heads: the names along the dimensions. Positions are as they were given;
-            negative ones count from the prompt's end.
-        metric, site, mode: of the sweep. The mode of a path sweep names its receivers.
-        errors: index into `values` -> why the cell failed.
+            negative positions count from the prompt's end.
+        metric, site, mode: the sweep's. With path patching, the mode also names the receivers.
+        errors: index into `values` -> the reason why the cell failed.
     """
 
     values: Values
@@ -74,7 +74,7 @@ class SweepTable:
 
     @property
     def coords(self) -> dict[str, tuple[int, ...]]:
-        """Name of a dimension of `values` -> the names along it, in the order of dimensions."""
+        """Each dimension of `values`, in order -> the names along this dimension."""
         found: dict[str, tuple[int, ...]] = {
             "prompt": tuple(range(len(self.tokens))), "layer": self.layers,
         }  # fmt: skip
@@ -94,10 +94,10 @@ class SweepTable:
 
     def normalised(self) -> SweepTable:
         """The table with (value - plain) / (source - plain) as values: 0 is the prompt's own value,
-        1 the source's.
+        1 is the source's value.
 
         Raises:
-            SpecError: the sweep has given rows, so there is no metric of a source.
+            SpecError: the sweep's source is not prompts, so the source has no metric.
         """
         if np.isnan(self.source).any():
             raise SpecError(
@@ -134,7 +134,7 @@ class SweepTable:
         or as a page with the picture (".html"), by the path's ending. An existing file is replaced.
 
         Raises:
-            FileError: another ending, or no such folder.
+            FileError: the path has another ending, or its folder does not exist.
         """
         target = Path(path)
         writers = {
@@ -183,8 +183,8 @@ class SweepTable:
         return tokens[position] if -len(tokens) <= position < len(tokens) else None
 
     def picture(self) -> HeatMap:
-        """A heat map of layers by positions (or by heads): the mean over prompts. With both
-        positions and heads there is a row for each layer and head."""
+        """A heat map of layers by positions (or by heads): the mean over prompts. If the
+        table has both positions and heads, the map has a row for each layer and head."""
         counts = np.maximum((~np.isnan(self.values)).sum(0), 1)
         mean = np.nansum(self.values, 0) / counts
         mean[np.isnan(self.values).all(0)] = np.nan

@@ -30,7 +30,7 @@ METRICS: Final[dict[str, type[Any]]] = {
 }  # fmt: skip
 #: The most dimensions of given rows: prompts, layers, positions, heads, and the numbers of a head.
 MOST_DIMENSIONS: Final = 5
-#: Fields of a Sweep that are JSON as they are.
+#: Fields of a Sweep that have the same form in JSON.
 _PLAIN: Final = ("site", "layers", "positions", "heads", "mode", "scale", "together", "receivers")
 
 
@@ -228,7 +228,7 @@ class _Event(msgspec.Struct):
 
 
 class TableReader:
-    """Makes the table of a stream of events.
+    """Makes a table from the events of a server's stream.
 
     Attributes:
         table: None before the first event.

@@ -1,4 +1,4 @@
-"""When a sweep sends cells while other requests are in the engine.
+"""When a sweep may send cells while the engine has other requests.
 
 Owns:  Yielding.
 Runs:  where the sweep runs: on the caller's event loop or in an API server process.
@@ -24,7 +24,8 @@ TOKENS: Final = 256
 #: Other requests count as present for this long after the last one was seen, because a client that
 #: sends one request after another has none in the engine between two of them.
 LINGER_S: Final = 1.0
-#: The longest pause, also if the cells before it had to wait in the engine.
+#: The longest pause. A pause is a multiple of the time that the cells before it took, and that time
+#: is long if these cells had to wait in the engine.
 LONGEST_PAUSE_S: Final = 10.0
 
 
@@ -40,8 +41,8 @@ class Yielding:
         self.share, self.elsewhere = share, False
         #: The time until which other requests count as present.
         self._until = 0.0
-        #: When the running cells were sent, or None; when the last cells ended, and how long these
-        #: took.
+        #: The time when the running cells were sent, or None; the time when the last cells ended;
+        #: the seconds that these took.
         self._sent: float | None = None
         self._ended, self._took = 0.0, 0.0
 

@@ -82,7 +82,7 @@ def read_safetensors(data: bytes) -> tuple[Arrays, dict[str, str]]:
 def read_npz(data: bytes) -> Arrays:
     """The arrays of an .npz, in their own dtypes.
 
-    `numpy.load` is not used: it allocates whatever size a member's header claims.
+    `numpy.load` is not used, because it allocates any size that a member's header claims.
 
     Raises:
         SpecError: the content is too large once unpacked, or malformed, or has arrays that are not

@@ -23,18 +23,19 @@ _HIDDEN: dict[str, Hidden] = {"relu": "relu", "tanh": "tanh", "logistic": "tanh"
 def from_sklearn(estimator: object) -> ProbeWeights:
     """The weights of a fitted estimator of scikit-learn.
 
-    Without its activation, the score of a probe with these weights is the estimator's
-    `decision_function` (for class `classes_[1]`), or its `predict` if it is a regressor. With the
-    activation "sigmoid" the score is `predict_proba` of that class.
+    A probe with these weights and no activation has the scores of the estimator's
+    `decision_function` (for class `classes_[1]`), or of the `predict` of a regressor. With the
+    activation "sigmoid" its scores are the `predict_proba` of class `classes_[1]`.
 
     Args:
-        estimator: with activation "sigmoid": LogisticRegression, LinearDiscriminantAnalysis or
-            MLPClassifier. Without activation: LinearSVC, RidgeClassifier, Ridge, LinearRegression
-            or MLPRegressor. Or a `CV` variant of one of these; or a Pipeline of StandardScaler and
-            one of these. An MLP has at most two hidden layers of relu, tanh or logistic.
+        estimator: a LogisticRegression, LinearDiscriminantAnalysis or MLPClassifier, whose weights
+            have the activation "sigmoid"; a LinearSVC, RidgeClassifier, Ridge, LinearRegression or
+            MLPRegressor, whose weights have no activation; a `CV` variant of one of these; or a
+            Pipeline of StandardScaler and one of these. An MLP has at most two hidden layers of
+            relu, tanh or logistic.
 
     Raises:
-        SpecError: the estimator is another one, is not fitted, or has several outputs.
+        SpecError: the estimator is of another type, is not fitted, or has several outputs.
         ImportError: scikit-learn is not installed.
     """
     try:
@@ -59,7 +60,7 @@ def from_sklearn(estimator: object) -> ProbeWeights:
 
 
 def _steps(estimator: object) -> list[object]:
-    """The steps of a pipeline, with the steps of pipelines in it; or the estimator alone."""
+    """The steps of a pipeline and of all pipelines inside it; or the estimator alone."""
     from sklearn.pipeline import Pipeline
 
     if not isinstance(estimator, Pipeline):
@@ -92,8 +93,8 @@ def _read(estimator: object) -> tuple[Layers, Hidden, Literal["sigmoid"] | None]
     weight, bias = estimator.coef_, np.atleast_1d(estimator.intercept_)
     if hasattr(weight, "toarray"):  # after `sparsify`
         weight = weight.toarray()
-    # Old releases have multi_class="multinomial". The probability is then the sigmoid of twice the
-    # score.
+    # In old releases of scikit-learn, multi_class may be "multinomial". The probability is then the
+    # sigmoid of twice the score.
     twice = getattr(estimator, "multi_class", None) == "multinomial"
     found = [(np.atleast_2d(_floats(weight)), _floats(bias))]
     return found, "relu", "sigmoid" if isinstance(estimator, logits) and not twice else None
@@ -119,7 +120,7 @@ def _perceptron(
 
 
 def _with_tanh(layers: Layers) -> Layers:
-    """The same layers for tanh between them instead of logistic(z) = (1 + tanh(z / 2)) / 2."""
+    """Layers with tanh that equal `layers` with logistic: logistic(z) = (1 + tanh(z / 2)) / 2."""
     found = []
     for i, (weight, bias) in enumerate(layers):
         if i:

@@ -1,6 +1,6 @@
 """Steering modules in files and as bytes, and the conventions of the programs that write them.
 
-Owns:  names of tensors, which say their site and layer; the metadata.
+Owns:  the names of tensors, which give site and layer; the metadata.
 From:  containers.py (arrays), hooks.py (JSON).   To: SteeringModule.
 
 | name of a tensor    | who writes it so      | site                      | layer           |
@@ -49,13 +49,14 @@ _NAME = re.compile(r"(?:(?P<tier>[a-z]+):)?(?:(?P<site>[a-z_]+)\.)?(?P<number>[0
 def load_vectors(path: str | Path) -> SteeringModule:
     """A steering module from a .safetensors, .gguf, .npz or .json file.
 
-    Every tensor of the file must be a vector under a name of the table above. Unknown metadata are
-    ignored.
+    Every tensor of the file must be a vector with a name from this module's table. Unknown
+    metadata are ignored.
 
     Raises:
         SpecError: the file has another ending, is too large or malformed, or has a wrong name or
             vector; the message names the file and the tensor.
-        ImportError: a .gguf file without the `gguf` library (`vllm-scope[gguf]`).
+        ImportError: the file is a .gguf file, and the `gguf` library (`vllm-scope[gguf]`) is not
+            installed.
         OSError: the file cannot be read.
     """
     path = Path(path)
@@ -75,13 +76,14 @@ def load_vectors(path: str | Path) -> SteeringModule:
 
 def save_vectors(path: str | Path, module: SteeringModule) -> None:
     """Write a module to a file: .safetensors has `to_bytes(module)`, and .gguf is a control vector
-    in repeng's form. llama.cpp reads .gguf too, except a vector of layer 0. `load_vectors` reads
-    both.
+    in repeng's form. `load_vectors` reads both. llama.cpp reads .gguf too, but not a vector of
+    layer 0.
 
     Raises:
-        SpecError: the path has another ending; or a .gguf file would have vectors of another site
-            than `resid_post`, or of a tier.
-        ImportError: a .gguf file without the `gguf` library (`vllm-scope[gguf]`).
+        SpecError: the path has another ending; or the path ends in .gguf, and the module has
+            vectors of a tier or of another site than `resid_post`.
+        ImportError: the file is a .gguf file, and the `gguf` library (`vllm-scope[gguf]`) is not
+            installed.
     """
     path = Path(path)
     if path.suffix == ".gguf":
@@ -113,7 +115,7 @@ def to_bytes(module: SteeringModule) -> bytes:
 def from_bytes(data: bytes) -> SteeringModule:
     """The module in the content of a safetensors file, ours or another program's.
 
-    Safe for content from an untrusted source: its size is bounded, and no code runs.
+    Safe for content from an untrusted source: the size is bounded, and no code runs.
 
     Raises:
         SpecError: the content is too large or malformed, or has a wrong name or vector.

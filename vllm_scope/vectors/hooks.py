@@ -6,7 +6,7 @@
 
 Each hook has one of the two forms. A module's file has such an object for each of its
 tiers: {"vectors": ..., "prefill_vectors": ..., "decode_vectors": ...}. A file that has only the
-tier `vectors` may leave out this name.
+tier `vectors` may be the tier's object itself.
 
 Owns:  HookVectors and its parsing; modules in this form.
 Runs:  anywhere. numpy only.
@@ -28,7 +28,7 @@ from vllm_scope.vectors.module import SteeringModule, Vector
 
 
 def tiers(word: str) -> dict[str, str]:
-    """The fields `word`, `prefill_word` and `decode_word` -> the tokens that they are for."""
+    """Each of the fields `word`, `prefill_word` and `decode_word` -> its tokens, as a selector."""
     return {word: "all", f"prefill_{word}": "prompt", f"decode_{word}": "generated"}
 
 
@@ -146,7 +146,7 @@ def site_of(hook: object, where: str) -> str:
 
 
 def layer_of(layer: object, where: str) -> int:
-    """A layer's number, from a number or a string: JSON's keys are strings."""
+    """A layer's number, from a number or from a string, because JSON's keys are strings."""
     if isinstance(layer, str) and layer.isascii() and layer.isdecimal() and len(layer) < 9:
         return int(layer)
     if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or layer < 0:
@@ -170,7 +170,7 @@ def is_packed(by_layer: object) -> TypeGuard[Mapping[object, object]]:
 def packed_rows(
     body: Mapping[object, object], where: str, also: set[str]
 ) -> list[tuple[int, Vector]]:
-    """The rows of the packed form as (layer, row), in their order.
+    """The vectors of the packed form as (layer, vector), in their order.
 
     Args:
         also: fields that are allowed besides the fields of the packed form.

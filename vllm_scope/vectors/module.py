@@ -62,7 +62,7 @@ class Provenance:
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class SteeringModule(Mapping[SiteLayer, Vector]):
-    """Vectors by (site, layer). Read-only, of one hidden size, equal by content.
+    """Vectors by (site, layer), of one hidden size. Read-only; modules of equal content are equal.
 
     The mapping has only the vectors for every token. The vectors of tiers are in `tiers`.
 
@@ -110,7 +110,7 @@ class SteeringModule(Mapping[SiteLayer, Vector]):
                 )
 
     def placed(self) -> Iterator[tuple[VectorKey, Vector]]:
-        """All vectors, by (site, layer), and those of tiers by (site, layer, tier)."""
+        """Yield each vector with its key: (site, layer), or for a tier (site, layer, tier)."""
         yield from self.vectors.items()
         for tier, vectors in self.tiers.items():
             for stream, vector in vectors.items():
@@ -209,7 +209,7 @@ def as_vector(value: object, where: str) -> Vector:
         SpecError: the values are not numbers, not of rank 1, empty, or not finite in float32.
     """
     if hasattr(value, "detach"):
-        # A torch tensor; torch is not imported. numpy has no bfloat16.
+        # A torch tensor; torch is not imported. As float32, because numpy has no bfloat16.
         value = value.detach().cpu().float().numpy()
     try:
         array = np.asarray(value)

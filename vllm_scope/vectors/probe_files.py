@@ -1,6 +1,7 @@
 """A linear probe's two files: NAME.safetensors and NAME.json beside it.
 
-Owns:  their content, and `doubts`: does a request fit the data that the probe was fitted to?
+Owns:  the files' content, and `doubts`, which compares a request with the data to which the probe
+       was fitted.
        Imports no torch, because clients read the files too.
 To:    analysis.probes, cli.watch, probe_weights.
 
@@ -28,10 +29,11 @@ from vllm_scope.request.selectors import WORDS, Tokens, parse_selector
 from vllm_scope.vectors.containers import check_size, read_bytes, read_safetensors
 from vllm_scope.vectors.module import as_stream, as_vector
 
-#: Templates of prompts without a chat template, and of prompts with an unknown one.
+#: `template` of prompts without a chat template, and of prompts with an unknown chat template.
 RAW, CHAT = "none", "chat"
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
-#: Positions of the request on which two selectors are compared. Half of them are the prompt.
+#: Number of positions of the sample request on which two selectors are compared. The first half
+#: of the positions is the prompt.
 _POSITIONS = 4096
 
 
@@ -63,8 +65,8 @@ def doubts(
 
     Args:
         name: the probe's name, for the sentences.
-        pooling, fitted: the tokens and the template to which the probe was fitted; None: unknown,
-            which makes no sentence.
+        pooling, fitted: the tokens and the template to which the probe was fitted; None: unknown
+            and not compared.
         tokens, template: the tokens and the template of the request.
     """
     found = []
@@ -84,7 +86,7 @@ def doubts(
 
 
 def _covers(pooling: str, tokens: object) -> bool:
-    """True if all the tokens are tokens of a pooling. False if the pooling is a mean of rows."""
+    """True if `pooling` selects all of the tokens. False if the pooling is a mean of rows."""
     if pooling not in WORDS:
         return False
     sample = Tokens(
@@ -215,6 +217,6 @@ def fold_tensors(
 def fold(
     weight: np.ndarray, bias: float, mean: np.ndarray, scale: np.ndarray
 ) -> tuple[NDArray[np.float64], float]:
-    """(folded, its bias): x . folded + its bias is ((x - mean) / scale) . weight + bias."""
+    """(folded, folded_bias): x . folded + folded_bias is ((x - mean) / scale) . weight + bias."""
     folded = np.asarray(weight, np.float64) / scale
     return folded, bias - float(folded @ np.asarray(mean, np.float64))

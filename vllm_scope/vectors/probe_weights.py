@@ -45,7 +45,7 @@ def from_state_dict(
     hidden: Hidden = "relu",
     names: Sequence[str] | None = None,
 ) -> ProbeWeights:
-    """The weights of a torch module, without an activation, because the tensors do not tell it.
+    """The weights of a torch module. No activation, because the tensors do not tell which it is.
 
     Args:
         state: a module's `state_dict()`, or arrays by the same names. Any float dtype and device.
@@ -54,15 +54,15 @@ def from_state_dict(
             "mlp": the torch.nn.Linear layers of a torch.nn.Sequential.
             "attention": query and value, each a torch.nn.Linear or a parameter, [num_heads, width]
             or [width]. The state may also have `bias`, which is added to the score. A bias of the
-            query changes nothing. If the module scales its logits, multiply the query by the scale:
-            the tensors do not tell it.
+            query changes nothing. If the module scales its logits, multiply the query by the scale,
+            because the tensors do not contain the scale.
         hidden: the function between the layers of an mlp.
         names: the names of the layers in their order, or of the query and the value. They may be
             left out if there is one layer, if the layers' names differ only in a number, such as
             `net.0` and `net.2`, or if the names are `query` and `value`, or `q` and `v`.
 
     Raises:
-        SpecError: a tensor is missing or has a wrong shape, or the state has other tensors too.
+        SpecError: a tensor is missing, has a wrong shape, or is not used by `kind`.
     """
     if kind not in KINDS:
         raise SpecError(f"kind is {shown(kind)}; it is one of {', '.join(KINDS)}.")

@@ -8,11 +8,11 @@ sparse.py        likeliest tokens by layer and position; strongest features of e
 attention.py     attention patterns of heads
 result.py        an overview of a result
 feature_page.py  features: their strongest tokens, histograms and densities
-monitors.py      what a server's monitors find, and what the plugin holds
+monitors.py      the operator's page: what a server's monitors find, and the plugin's state
 harvest.py       counts and figures of a harvest
 parts.py         the JSON of which every view is made
 scope.js         draws the JSON, in a notebook and in a file; scope.css is its style
-live.js          draws what a server sends, again and again
+live.js          gets data from a server at intervals, and draws them
 static.py        draws the JSON as HTML without a script
 checks.py        checks of the functions' arguments
 document.py      what all views share: the notebook's output, the widget, the file

@@ -35,10 +35,10 @@ def attention_map(
     """A picture of the attention patterns of some heads; the reader chooses one head.
 
     Args:
-        found: a result that has the rows of `q` and `k` of a layer, as `attention_pattern` of
-            `vllm_scope.analysis.attention` needs them; only the result's queries are shown. Or
-            weights, [num_heads, num_queries, num_keys] on the CPU, whose queries are the last
-            num_queries positions.
+        found: a result with the layer's rows of `q` and `k`, as
+            `vllm_scope.analysis.attention.attention_pattern` needs them; the queries are the
+            positions of the rows of `q`. Or weights, [num_heads, num_queries, num_keys] on the CPU;
+            the queries are then the last num_queries positions.
         layer: a layer of the result; None for weights.
         heads: the heads that are shown; None: all.
         tokens: the text of each token of prompt and answer, from position 0.
@@ -46,8 +46,8 @@ def attention_map(
     Raises:
         KeyError: the result has no rows of q and k of this layer.
         ScopeError: rows are missing, or the pattern does not follow from q and k.
-        SpecError: `layer` is None for a result, the weights are no numbers of this shape, there is
-            no such head, a token is no text, or there are too many cells.
+        SpecError: `layer` is None for a result, the weights are not numbers or have another
+            shape, a head does not exist, a token is no text, or there are too many cells.
     """
     of_result = hasattr(found, "keys") and hasattr(found, "positions")
     if of_result and layer is None:

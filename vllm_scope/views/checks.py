@@ -14,19 +14,19 @@ from vllm_scope.errors import SpecError, shown
 
 
 def expect(is_so: bool, name: str, value: object, allowed: str) -> None:
-    """Raise SpecError, with the value that came and what is allowed, unless `is_so`."""
+    """Raise SpecError unless `is_so`. The message has the value and what is allowed."""
     if not is_so:
         raise SpecError(f"{name} is {shown(value)}; it is {allowed}.")
 
 
 def words_of(value: str, name: str) -> str:
-    """The value, if it is plain text, such as a title. Raises SpecError."""
+    """The value itself. Raises SpecError unless it is a text, such as a title."""
     expect(isinstance(value, str), name, value, "a text")
     return value
 
 
 def whole_of(value: SupportsIndex, name: str) -> int:
-    """The value as an int, if it is a whole number. Raises SpecError."""
+    """The value as an int. Raises SpecError unless it is a whole number."""
     try:
         found = None if isinstance(value, bool) else index(value)
     except TypeError:
@@ -37,18 +37,22 @@ def whole_of(value: SupportsIndex, name: str) -> int:
 
 
 def decoder_of(tokenizer: Any) -> Callable[[int], str] | None:
-    """A function from a token id to its text; None if there is no tokenizer. Raises SpecError."""
+    """A function from a token id to its text; None if `tokenizer` is None.
+
+    Raises:
+        SpecError: the tokenizer has no `decode`.
+    """
     if tokenizer is None:
         return None
     decode = getattr(tokenizer, "decode", None)
-    # bytes have a `decode` too
+    # bytes, too, have a `decode`
     is_one = callable(decode) and not isinstance(tokenizer, str | bytes | type)
     expect(is_one, "tokenizer", tokenizer, "one with `decode`, such as llm.get_tokenizer()")
     return lambda token: str(tokenizer.decode([token]))
 
 
 def texts_of(value: Sequence[str] | None, name: str) -> tuple[str, ...]:
-    """The texts of a list; empty for None. Raises SpecError."""
+    """The texts of a list; empty for None. Raises SpecError if an item is not a text."""
     given = () if value is None else _items(value)
     found = () if given is None else tuple(given)
     is_so = given is not None and all(isinstance(one, str) for one in found)
@@ -57,7 +61,7 @@ def texts_of(value: Sequence[str] | None, name: str) -> tuple[str, ...]:
 
 
 def _items(value: object) -> list[Any] | None:
-    """The items of a list or of another iterable object; None for a text, and for anything else."""
+    """The items of a list or of another iterable object; None for a text and all other values."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         return None
     try:
@@ -67,7 +71,7 @@ def _items(value: object) -> list[Any] | None:
 
 
 def labels_of(value: Mapping[int, str] | None) -> Mapping[int, str]:
-    """The labels, a text by a feature's number; empty for None. Raises SpecError."""
+    """The labels, feature's number -> text; empty for None. Raises SpecError for other values."""
     is_so = value is None or (
         isinstance(value, Mapping)
         and all(isinstance(i, int) and isinstance(label, str) for i, label in value.items())
@@ -79,11 +83,14 @@ def labels_of(value: Mapping[int, str] | None) -> Mapping[int, str]:
 def numbers_of(
     value: object, name: str, there: Container[int] | None = None, of: str = ""
 ) -> list[int]:
-    """The whole numbers of a list. Raises SpecError.
+    """The whole numbers of a list.
 
     Args:
         there: the numbers that are allowed; None: any.
-        of: which these are, for the message: "the layer has heads 0 to 3".
+        of: the allowed numbers in words, for the message: "the layer has heads 0 to 3".
+
+    Raises:
+        SpecError: `value` is not a list of whole numbers, or a number is not allowed.
     """
     given = _items(value)
     wrong = f"{name} is {shown(value)}; it is a list of whole numbers."

@@ -1,12 +1,11 @@
 """What all views share: how a notebook and a file show the parts.
 
-Owns:  View; Picture, a view that is no more than its parts; `live_page`, which draws a server's
-       data.
+Owns:  View; Picture, a view that only has parts; `live_page`, which draws a server's data.
 To:    every view; server.pages.
 
 Promise: a saved page has no address, and no script but scope.js. Its policy allows this script, by
-hash, and no other script and no load. A live page has live.js too, and may send requests only to
-its own server.
+hash; it allows no other script, and no load. A live page has live.js too, and may send requests
+only to its own server.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from vllm_scope.views.static import html_of
 if TYPE_CHECKING:
     from vllm_scope.views.widget import ScopeWidget
 
-#: The module and the style of all views; the script that a live page has beside the module.
+#: The module and the style of all views; and a live page's second script.
 MODULE, STYLE, LIVE = map(Path(__file__).with_name, ("scope.js", "scope.css", "live.js"))
 
 _PAGE: Final = """<!doctype html>
@@ -63,7 +62,7 @@ def _script(live: bool) -> tuple[str, str]:
 
 def _page(title: str, data: Mapping[str, object], live: bool = False) -> str:
     """The HTML of a whole page that draws the data."""
-    # The data have no "<", so that nothing in them ends the script element.
+    # Each "<" is escaped, so that nothing in the data ends the script element.
     text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     return _PAGE.format(
         title=escape(visible(title)), style=STYLE.read_text(encoding="utf-8"), data=text,
@@ -81,11 +80,11 @@ def _policy(live: bool) -> str:
 def live_page(
     title: str, address: str, every_s: float, timeout_s: float
 ) -> tuple[str, dict[str, str]]:
-    """A page that asks its reader for the API key and the operator's key, and then gets a view's
-    data from its server and draws them, again and again. The page itself has no data.
+    """A page that repeatedly gets a view's data from its server and draws them. First the page asks
+    its reader for the API key and the operator's key. The page itself has no data.
 
     Args:
-        address: of the data, relative to the page.
+        address: the address of the data, relative to the page.
         every_s: seconds from an answer to the next request.
         timeout_s: seconds that an answer may take.
 
@@ -124,8 +123,9 @@ class View(ABC):
         return f'<div class="vllm-scope"><style>{style}</style>\n{html_of(self.parts())}\n</div>'
 
     def widget(self) -> ScopeWidget:
-        """The view in a notebook, with movement by keyboard and with lists to choose from;
-        `.show(view)` draws another view in its place, such as the same answer with more tokens.
+        """The view as a notebook's widget, with movement by keyboard and with lists to choose from.
+        The widget's `.show(view)` draws another view in its place, such as the same answer with
+        more tokens.
 
         Raises:
             ConfigError: anywidget is not installed.
@@ -152,7 +152,7 @@ class View(ABC):
 
 @dataclass(frozen=True, repr=False)
 class Picture(View):
-    """A view that is no more than its parts."""
+    """A view that only has parts."""
 
     title: str
     content: Sequence[Part]

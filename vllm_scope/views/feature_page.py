@@ -3,7 +3,8 @@
 Owns:  FeaturePage, `feature_page`.
 From:  saes.max_activating (a table), strip.   To: a file, a notebook.
 
-The reader opens and closes a feature by mouse or keyboard. At first the first one is open.
+The reader opens and closes a feature by mouse or keyboard. At first, only the first feature is
+open.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from vllm_scope.views.document import View
 from vllm_scope.views.parts import Part, bar, bars, legend, section, text
 from vllm_scope.views.strip import TokenStrip
 
-#: If the caller names no features, the most that are shown beside those with a label; and tokens
-#: that are shown for each feature.
+#: The most features without a label that are shown if the caller names no features; and the number
+#: of tokens that are shown for each feature.
 MOST_FEATURES, MOST_TOKENS = 100, 8
 _LEGEND = legend(
     "0", "the feature's largest value", "the middle of the colours is 0",
@@ -35,8 +36,9 @@ _LEGEND = legend(
 
 @dataclass(frozen=True, eq=False)
 class _Feature:
-    """What a page shows of one feature. `strips` show the strongest tokens in context. `usual` is
-    the commonest text of the strongest tokens, how many of these have it, and their number."""
+    """The numbers and texts that a page shows of one feature. `strips` show the strongest tokens in
+    context. `usual` has the commonest text among the strongest tokens, the number of strongest
+    tokens with this text, and the number of all strongest tokens."""
 
     index: int
     label: str
@@ -51,7 +53,7 @@ class _Feature:
 
 @dataclass(frozen=True, repr=False)
 class FeaturePage(View):
-    """A page of features, one below the other. At first the first one is open."""
+    """A page of features, one below the other. At first, only the first feature is open."""
 
     title: str
     intro: Sequence[str]
@@ -81,12 +83,13 @@ def feature_page(
         decode: returns the text of a token id, such as `lambda i: tokenizer.decode([i])`.
         features: numbers of the features, in the order of the page. None: those with a label, then
             the 100 that are active most often.
-        labels: a word or two about a feature, by its number.
-        strongest: how many tokens of each feature are shown.
+        labels: number of a feature -> a word or two about the feature.
+        strongest: the most tokens of each feature that are shown.
         title, intro: plain text; `intro` is a list of paragraphs.
 
     Raises:
-        SpecError: `found` is no table, a number is not of a feature, or no feature is active.
+        SpecError: `found` is no table, the SAE does not have a named feature, or no feature is
+            active.
     """
     expect(
         isinstance(found, MaxActivating), "found", found,

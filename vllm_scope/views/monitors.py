@@ -1,5 +1,5 @@
-"""The operator's page: the rates, the scores with the threshold, and the last verdicts of each
-monitor; and what the plugin holds.
+"""The operator's page: the rates, scores, threshold and last verdicts of each monitor, and the
+plugin's state.
 
 Owns:  `monitor_page`.
 From:  control.activity.   To: server.pages (live), cli.monitor (a file), a notebook.
@@ -103,8 +103,8 @@ def _monitor(name: str, one: Found, now_s: float, index: int) -> Part:
     facts = f"{one.requests:,} requests, {one.verdicts:,} verdicts since {since}"
     shown = [text(f"{place(one)}, above {one.threshold:g}: {one.action}."), _scores(one)]
     shown += [_requests(one, now_s), _recent(one)]
-    # The id has the monitor's name, not its place in the page: so what the reader has opened stays
-    # open if other monitors come or go.
+    # The id has the monitor's name, not its index in the page. So a section that the reader has
+    # opened stays open if other monitors are added or removed.
     id = f"monitor-{quote(name, safe='', errors='replace')}"
     return section(name, one.action, facts, shown, id, index < _MOST_OPEN)
 

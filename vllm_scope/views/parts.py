@@ -3,8 +3,8 @@
 Owns:  the fields of each kind of part, and `visible`.
 To:    every view, which makes parts; static and scope.js, which draw them.
 
-Promise: a part has no number that JSON lacks (NaN, infinity) and no control character but the end
-of a line. All words and numbers that are shown are made in Python, so both drawings say the same.
+Promise: a part has no number that JSON lacks (NaN, infinity) and no control character but the
+newline. Python makes all words and numbers that are shown, so scope.js and static.py show the same.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def legend(
 
     Args:
         low, high: the ends of the scale.
-        marks: texts, each with the marks of an item that it explains.
+        marks: pairs of a text, and the marks of an item that the text explains.
         up: True: the scale has no low side, so it begins at the colour of the middle.
     """
     shown = [{"text": line(words), "marks": list(names)} for words, names in marks]

@@ -76,7 +76,7 @@ def _strips(result: ScopeResult, decode: Callable[[int], str] | None) -> list[Pa
     tokens = [f"{i} " if decode is None else decode(i) for i in ids]
     for probe in result.probes[:MOST_STRIPS]:
         scores = np.full(len(result.transcript), np.nan, np.float32)
-        # If the probe has an aggregate, its threshold and its verdict are of the aggregate.
+        # If the probe has an aggregate, the threshold and the verdict apply to the aggregate.
         told = "Scores" if probe.aggregate is None else "Aggregates"
         values = result.scores if probe.aggregate is None else result.aggregates
         scores[result.scores.positions(probe.name).numpy()] = values[probe.name].numpy()

@@ -28,7 +28,7 @@ def side_by_side(
     """Two answers beside each other, coloured by their scores if they have any.
 
     Args:
-        plain, other: strips of one threshold; or the texts of tokens, which then have no scores.
+        plain, other: strips with the same threshold; or the texts of tokens, without scores.
         names: the names of the two answers.
 
     Raises:

@@ -1,7 +1,7 @@
 """Grids with a short list for each token: likeliest next tokens by layer, or strongest features.
 
 Owns:  `lens_grid`, `feature_list`.
-From:  results.lens and results.features, also of a client's answer.   To: a notebook, a file.
+From:  results.lens and results.features, or a client's answer.   To: a notebook, a file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm_scope.views.checks import decoder_of, expect, labels_of, numbers_of, t
 from vllm_scope.views.document import Picture
 from vllm_scope.views.parts import Part, cell, grid, legend, text
 
-#: The most positions that are shown if the caller names none; features that are shown at each.
+#: The most positions that are shown if the caller names none; and the most features at each.
 MOST_POSITIONS, MOST_FEATURES = 64, 8
 
 
@@ -81,9 +81,9 @@ def feature_list(
     Args:
         found: `SparseFeatures`, such as `out.scope.features["toy"]`.
         tokens: the text of each token of prompt and answer, from position 0.
-        labels: a word or two about a feature, by its number.
+        labels: number of a feature -> a word or two about the feature.
         positions: the positions that are shown, as far as `found` has them; None: the first 64.
-        strongest: how many features of each token are shown.
+        strongest: the most features of each token that are shown.
 
     Raises:
         SpecError: `found` is no SparseFeatures, a token is no text, `found` has none of the
@@ -111,7 +111,7 @@ def feature_list(
 
 
 def _chosen(there: set[int], asked: Sequence[int] | None) -> tuple[list[int], list[Part]]:
-    """The positions that are shown, and a paragraph if some are not."""
+    """The positions that are shown; and a paragraph that says so if only the first are shown."""
     if asked is not None:
         found = [position for position in numbers_of(asked, "positions") if position in there]
         ends = f"are at positions {min(there)} to {max(there)}" if there else "are at no position"

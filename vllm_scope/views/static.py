@@ -1,10 +1,10 @@
-"""Views as HTML without a script, for places that run none: a notebook on a code forge, a report.
+"""Views as HTML for places that run no scripts, such as a notebook on a code forge, or a report.
 
 Owns:  `html_of`.
 From:  parts.   To: View._repr_html_.
 
 The HTML shows what scope.js shows, without movement by keyboard and lists to choose from. Each
-token has its numbers as a title and as text, which screen readers read, and which is visible while
+token has its numbers as a title, and as text that screen readers read. The text is visible while
 the token has the keyboard's focus.
 """
 
@@ -107,8 +107,8 @@ def _bars(part: Part) -> str:
 
 
 def _options(part: Part) -> str:
-    """Options, one below the other, each with its name. Those of a choice open and close; at first
-    the first one is open."""
+    """Options, one below the other, each with its name. The options of a choice open and close; at
+    first, only the first option is open."""
     if part["kind"] == "side":
         return "\n".join(
             f"<h3>{escape(one['name'])}</h3>\n{html_of(one['parts'])}" for one in part["options"]

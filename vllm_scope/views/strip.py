@@ -41,7 +41,7 @@ class TokenStrip(View):
         verdict: index of the token that has the verdict, or None.
         first_position: position of `tokens[0]`.
         caption: the text above the tokens; may be empty.
-        mark: what the flag means.
+        mark: the meaning of the flag, in words.
     """
 
     tokens: tuple[str, ...]
@@ -84,7 +84,7 @@ class TokenStrip(View):
         return item(self.tokens[i], part, self._said(i, differs), marks)
 
     def _is_above(self, i: int) -> bool:
-        # In float32, as the engine compares.
+        # Compared in float32, as in the engine.
         return self.threshold is not None and bool(self.scores[i] > self.threshold)
 
     def _said(self, i: int, differs: bool) -> str:
@@ -117,16 +117,17 @@ def token_strip(
     Args:
         tokens: the text of each token, such as `tokenizer.decode([i])`.
         scores: [num_tokens] numbers on the CPU: scores, or aggregates. NaN or None: the token has
-            no score. There may be one score less than tokens: the last token, sampled but not
-            processed, then has none.
-        threshold: the probe's; None: the middle of the colours is 0, and no token counts as above.
+            no score. There may be one score fewer than tokens: the last token was then sampled but
+            not processed, and has no score.
+        threshold: the probe's threshold; None: the middle of the colours is 0, and no token counts
+            as above.
         verdict: the position that has the verdict, or the `Verdict`.
         first_position: the position of `tokens[0]`: the number of prompt tokens, if the tokens are
             the generated ones.
         caption: plain text above the tokens.
 
     Raises:
-        SpecError: tokens and scores do not fit each other; a token is no text, or a score no
+        SpecError: the numbers of tokens and scores disagree; a token is no text, or a score no
             number; the verdict is at none of the tokens; the threshold is no finite number, the
             first position no whole number, or the caption no text.
     """

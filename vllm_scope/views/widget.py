@@ -1,7 +1,8 @@
 """A view in a notebook, drawn by scope.js. The view may change while it is shown.
 
 Owns:  ScopeWidget, and `shown_live`.
-Runs:  in the process of a notebook. Importing it needs anywidget: pip install vllm-scope[notebook].
+Runs:  in the process of a notebook. Importing this module needs anywidget: pip
+       install vllm-scope[notebook].
 From:  document.
 """
 
@@ -27,8 +28,8 @@ except ImportError as error:
         "notebook show the view itself."
     ) from error
 
-#: The least time from one drawing of a changing view to the next: in seconds, and as a multiple of
-#: the time that the drawing took.
+#: The shortest time from one drawing of a changing view to the next: in seconds, and as a multiple
+#: of the time that the drawing took.
 _EVERY_S, _REST = 0.25, 10
 
 
@@ -49,7 +50,7 @@ class ScopeWidget(anywidget.AnyWidget):
 
 @contextmanager
 def shown_live(make: Callable[[], View]) -> Iterator[Callable[[], None]]:
-    """Show a changing view in the output of the running cell. Yields a function that is called
+    """Show a changing view in the output of the running cell. Yields a function; call it
     after each change. The view is drawn at most four times a second, and once more at the end.
 
     Args:
