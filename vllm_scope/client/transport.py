@@ -62,7 +62,8 @@ def _check_done(events: Events | Frames) -> None:
 
 
 class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
-    """The parts of both clients that do not wait: the server's address and keys, and requests.
+    """What both clients share: the server's address and keys, and how requests are made. The
+    subclasses send them.
 
     Args:
         base_url: the server's URL, with or without /v1.

@@ -19,7 +19,7 @@ from itertools import repeat, takewhile
 
 from vllm_scope.request.remembered import Remembered
 
-#: Bytes of a block besides its scores, here and in a worker.
+#: Estimated memory for each block with scores, here and in a worker together, beside the scores.
 _BLOCK_BYTES = 512
 #: The scheduler may take the outputs of up to this many steps between two steps that it starts.
 _AT_ONCE = 2

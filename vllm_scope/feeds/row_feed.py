@@ -38,8 +38,8 @@ Feeder = subprocess.Popen[bytes] | threading.Thread
 _LOOK_S = 0.001
 #: Number of batches whose memory is kept for later batches.
 _KEPT_BATCHES = 4
-#: How long the feeder may take to end: after it has closed its end of the channel, and after this
-#: side has closed this end.
+#: Seconds in which a feeder's process must end after it has closed the channel, and after this side
+#: has closed the channel.
 _DEATH_S, _END_S = 5.0, 40.0
 
 

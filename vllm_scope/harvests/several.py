@@ -37,7 +37,8 @@ logger = logging.getLogger("vllm.vllm_scope")
 CHUNK, MOST_CALLS = 32, 2
 #: The harvest ends if more engines than this are lost one after another, without a new shard.
 MOST_LOST = 3
-#: The longest that engines may take to write their rows when the harvest ends early, or to close.
+#: Seconds that engines have to write the computed rows if the harvest ends early, and seconds that
+#: they have to close.
 END_S = 60.0
 
 

@@ -4,8 +4,8 @@ Owns:  Statistics, `compiled_count`.
 Runs:  `of_rows` on the threads that write shards; additions wherever shards are read.
 To:    shards (each holds the figures of its own rows), manifest, views.
 
-Promise: apart from rounding, the figures of some rows do not depend on which shards have the rows.
-All sums are in float64, over decoded rows: the rows that readers get.
+Promise: apart from rounding, the figures of a set of rows are the same, however the rows are
+divided among shards. All sums are in float64, over decoded rows: the rows that readers get.
 """
 
 from __future__ import annotations

@@ -126,8 +126,8 @@ class OpList:
         """
         #: Cell, which is (head, the point of its row) -> the picks that want it.
         cells: dict[tuple[Head | None, int], list[int]] = {}
-        #: For rows with several named points: each of these points -> its picks. Layouts with
-        #: different named points differ.
+        #: For rows with several named points: each of these points -> its picks. Tokens that
+        #: name different points of one row have different layouts, so their programs differ.
         names: dict[int, list[int]] = {}
         shared = {row for point, row in rows.items() if point != row}
         for pick, points, head in reads:
@@ -180,7 +180,8 @@ class OpList:
         self._fixed = np.empty((len(ops), 8), np.int32)
         self._fixed[:, :3] = codes or np.zeros((0, 3))
         self._fixed[:, 3:] = bits
-        #: Keys of vectors, and the vectors: (an Array, the index of its row, or -1 for all of it).
+        #: The key of each vector, and the vector: (array, i) is row i of the array, (array, -1) the
+        #: whole array.
         self._keys: list[bytes] = []
         self._arrays: list[tuple[Array, int]] = []
         self._vector = np.full(len(ops), -1, np.int64)

@@ -73,7 +73,7 @@ KINDS = (
     "stream", *ATTENTION_SITES, *BRANCH_SITES, MLP_SITE, FINAL_SITE, ROUTER_SITE, *BLOCK_SITES
 )  # fmt: skip
 STREAM = 0
-#: Number of boundaries of each kind.
+#: Kind k has the boundaries k * _SPAN to (k + 1) * _SPAN - 1.
 _SPAN = 1 << 16
 
 

@@ -139,8 +139,8 @@ class ChoiceScope:
         )  # fmt: skip
 
     def _new(self, scores: list[Column], late: Sequence[Column] = ()) -> Json:
-        """The fields of scores, features and lenses of a chunk. Only the first chunk with the
-        features of a name lists the features that were read (up to 256 numbers)."""
+        """The fields of scores, features and lenses of a chunk. Only the first chunk with
+        values of a `Features` says which features were read (`asked`, up to 256 indices)."""
         told = encode.told(scores, late, self._sparse_values, self._said)
         self._said.update(column.label for column in (*scores, *late))
         return told

@@ -5,9 +5,9 @@ Runs:  as worker.summing.   To: batch.sums.
 
 Promise: sums are float64. Products of 16-bit rows on a GPU are exact in float32, and are added in
 float32 for at most MOST_AT_ONCE rows before they are added to the float64 sums (worker.squares);
-all other products are float64. Of x x^T, only a part of the numbers below the diagonal is
-computed. All vectors and matrices lie in the constructor's `room`. Sums change only in inference
-mode, in which vLLM computes its steps.
+all other products are float64. Of x x^T, which is symmetric, the numbers on and above the diagonal
+are computed, and some of those below it. All vectors and matrices lie in the constructor's `room`.
+Sums change only in inference mode, in which vLLM computes its steps.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vllm_scope.program.layout import SLOT_BYTES
 
-#: Rows whose products a matrix unit adds.
+#: The most rows whose products a matrix unit adds, before their sum is added in float32.
 CHAIN = 512
 #: One Triton program makes TILE x TILE sums, and takes DEPTH rows at once.
 TILE, DEPTH = 128, 64

@@ -332,7 +332,8 @@ class Watch:
         for key, watched in found.items():
             sure = last[key]
             if self._drafts:
-                # Drafts come after the prompt. A step begins where the accepted tokens end.
+                # Only generated tokens can be drafts, and only those of this step can still be
+                # rejected: tokens of the prompt, and those before the step, are accepted.
                 sure = max(first[key], min(sure, watched.num_prompt))
             watched.accepted = max(watched.accepted, sure)
         return found

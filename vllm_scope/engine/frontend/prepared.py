@@ -24,8 +24,8 @@ from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.spec import Spec
 from vllm_scope.results.budget import bytes_of_prompt
 
-#: At most so many characters of a spec and tokens of a prompt, together, are prepared inline. They
-#: take about 1 ms.
+#: Characters of a spec and tokens of its prompt, together. Up to so many, a request is prepared by
+#: the calling thread, which takes about 1 ms; a larger one is prepared by another thread.
 SMALL = 4096
 _NUMBERS = {int, float, bool, type(None)}
 Result = TypeVar("Result")

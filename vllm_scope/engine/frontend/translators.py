@@ -296,8 +296,8 @@ def _moved(paths: Mapping[str, str], before: Iterable[Action]) -> dict[str, str]
 
 
 class OfEach(Mapping[object, object]):
-    """An attribute of an output with several completions, each of which has a value of its own.
-    Every use as a value raises ScopeError."""
+    """Stands for an attribute of an output with several completions, each of which has a value of
+    its own. To index it, iterate over it, take its length or test its truth raises ScopeError."""
 
     def __init__(self, name: str, number: int) -> None:
         self._name, self._number = name, number

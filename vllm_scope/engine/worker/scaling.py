@@ -15,7 +15,8 @@ from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.request.resolved import Resolved
 from vllm_scope.worker.plan import Planner
 
-#: (asked, prompt ids, whether this rank delivers) -> its program at this worker's boundaries.
+#: (a request's resolved spec, its prompt ids, True if this rank delivers) -> the request's program
+#: at this worker's boundaries.
 Compile = Callable[[Resolved, Sequence[int], bool], RequestProgram]
 
 

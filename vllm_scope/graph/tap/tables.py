@@ -95,9 +95,10 @@ class Tables(ProgramTables):
         self._staging, self._walk_staging = Staging(self.tokens), Staging(self.walks)
         self._tap_staging = Staging(self.taps)
         self._rows_written = 0
-        #: The walks that were loaded last, and the address of the positions.
+        #: What `load_walks` loaded last: the walks, and the address of the rows' positions.
         self._walks: NDArray[np.int32] | None = None
         self._positions = 0
+        #: The program ids of the last `load_step`; None after `clear_step`.
         self._loaded: NDArray[np.int32] | None = None
         #: [num_taps], the ACTS column of `taps`.
         self._acts = np.ones(num_taps, bool)
