@@ -2,7 +2,7 @@
 
 Owns:  `moments_of`, `drop_moments_of`, for an LLM and for an AsyncLLM.
 Runs:  in the front-end.
-From:  the package's public functions, http.calls.   To: the remote calls of engine.worker.worker.
+From:  the package's public functions, http.calls.   To: the remote calls of engine.worker.sums.
 
 Each data-parallel replica and each pipeline stage has sums of its own requests and layers. This
 file adds those of one place and label, in float64.

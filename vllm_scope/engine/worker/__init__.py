@@ -22,4 +22,5 @@ own_lens.py   the lens of a worker's own model
 unembedding.py  the final norm and the unembedding, as a lens
 vocabulary.py   the parts of the unembedding that ranks hold
 delivery.py   ring, drain and sinks of a worker
+sums.py       the remote calls about the sums of Moments
 """

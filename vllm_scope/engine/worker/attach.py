@@ -14,6 +14,7 @@ from vllm_scope.engine.core import clearing
 from vllm_scope.engine.core.scheduler import news_in
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import ModelRunner, SchedulerOutput, VllmConfig, Worker
+from vllm_scope.engine.worker.sums import SumsCalls
 from vllm_scope.engine.worker.worker import ScopeWorker
 from vllm_scope.errors import reason_of
 from vllm_scope.graph.tap import graphs
@@ -32,10 +33,7 @@ def _remote_calls(scope: ScopeWorker) -> dict[str, Callable[..., object]]:
         "scope_describe": scope.describe,
         "scope_counters": scope.counters,
         "scope_flush": scope.flush,
-        "scope_names_of_moments": scope.names_of_moments,
-        "scope_held_moments": scope.held_moments,
-        "scope_moments": scope.moments,
-        "scope_drop_moments": scope.drop_moments,
+        **SumsCalls(scope).by_name(),
     }
 
 

@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from typing import TypeVar
 
 import msgspec
 from torch import Tensor
@@ -55,7 +56,6 @@ from vllm_scope.program.compiler import RequestProgram
 from vllm_scope.program.held import Held
 from vllm_scope.request.heads import LensKey
 from vllm_scope.request.resolved import Resolved
-from vllm_scope.request.sites import Place
 from vllm_scope.request.ticket import Recipient
 from vllm_scope.sinks.request import Ended
 from vllm_scope.transport.messages import Address
@@ -63,8 +63,11 @@ from vllm_scope.vectors import load_vectors
 from vllm_scope.worker.held_saes import PairMaker
 from vllm_scope.worker.plan import Planner
 from vllm_scope.worker.score_store import Filled
+from vllm_scope.worker.summing import Summing
 
 logger = logging.getLogger("vllm.vllm_scope")
+
+T = TypeVar("T")
 
 
 class ScopeWorker:
@@ -578,32 +581,9 @@ class ScopeWorker:
             **(self._delivery.counters() if self._delivery is not None else IDLE_COUNTERS),
         }
 
-    def names_of_moments(self, name: str) -> list[tuple[str, int, str]]:
-        """Site, layer and label of each of the sums of a name that this worker holds."""
-        if self._delivery is None:
-            return []
-        found = self._delivery.drain.of_sums(lambda sums: sums.names(name))
-        return [(place.site, place.layer, label) for place, label in found]
-
-    def held_moments(self) -> list[str]:
-        """The names of the sums that this worker holds."""
-        if self._delivery is None:
-            return []
-        return self._delivery.drain.of_sums(lambda sums: sums.held())
-
-    def moments(self, name: str, site: str, layer: int, label: str) -> dict[str, object] | None:
-        """The sums so far, as batch.sums.Packed; None if this worker does not hold them."""
-        if self._delivery is None:
-            return None
-        found = self._delivery.drain.of_sums(
-            lambda sums: sums.read(name, Place(site, layer), label)
-        )
-        return None if found is None else msgspec.structs.asdict(found)
-
-    def drop_moments(self, name: str) -> bool:
-        """Forget the sums of a name. Returns False if this worker holds none."""
-        drain = None if self._delivery is None else self._delivery.drain
-        return drain is not None and drain.of_sums(lambda sums: sums.drop(name))
+    def of_sums(self, call: Callable[[Summing], T], none: T) -> T:
+        """The result of a call with the sums that this worker holds; `none` if it has no drain."""
+        return none if self._delivery is None else self._delivery.drain.of_sums(call)
 
     def flush(self) -> dict[str, str | None]:
         """Make ended requests visible at every sink. Returns sink -> why this failed, or None."""
