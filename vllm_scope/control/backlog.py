@@ -38,7 +38,7 @@ class Backlog(Background):
         self._came = threading.Event()
         #: Held while a piece of work is taken and done.
         self._working = threading.Lock()
-        self._at_exit = False
+        atexit.register(self.work_off)
 
     @property
     def waiting(self) -> int:
@@ -49,9 +49,6 @@ class Backlog(Background):
         """Have the thread do `work` about LATER_S later. If more than MOST_WAITING pieces wait, the
         calling thread does the oldest one now."""
         self._start()
-        if not self._at_exit:
-            self._at_exit = True
-            atexit.register(self.work_off)
         self._waiting.append(work)
         if not self._came.is_set():
             self._came.set()

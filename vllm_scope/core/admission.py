@@ -65,7 +65,7 @@ class Admission(Generic[Waiting]):
     """Places in the workers' tables that requests hold, from their entry to their end.
 
     A request that does not fit waits outside the scheduler, first come, first served. Requests with
-    a lens have a line of their own: while they wait for running lenses to end, other requests go
+    a lens have a queue of their own: while they wait for running lenses to end, other requests go
     on. The front-end refuses a request that could never fit.
 
     Args:

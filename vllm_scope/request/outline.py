@@ -30,8 +30,8 @@ _ALIKE: Final = (
     "scores_alone", "score_bytes", "num_states", "stopping", "firsts", "watched", "scaled",
     "destinations", "shared",
 )  # fmt: skip
-#: Measured bytes of an outline, of each of its edits and of each place. The first spec does not
-#: count; everything that is kept for the other specs does.
+#: The memory that an outline, each of its edits and each place take, in bytes, as measured. The
+#: first spec is not counted; all that is kept for the other specs is.
 _OUTLINE_BYTES, _EDIT_BYTES, _PLACE_BYTES = 6144, 2560, 384
 
 

@@ -44,7 +44,7 @@ LEAST_BYTES = 256 << 10
 #: would be too large a part. numpy, too, takes huge pages from this size on.
 LARGE_BYTES = 4 << 20
 #: The sizes of small segments are multiples of the first number; those of large segments, multiples
-#: of the second. The second is the size of a huge page.
+#: of the second. The second number is the size of a huge page.
 SMALL_STEP_BYTES, LARGE_STEP_BYTES = 64 << 10, 2 << 20
 #: Bound of small free segments, whose pages the kernel cannot take; at most a quarter of the
 #: allocator's bound.

@@ -98,8 +98,8 @@ class CrossLayerTranscoder:
 
         Raises:
             SpecError: the CLT does not have the layer, features have a wrong number of layers or a
-                wrong shape, weights are not finite, or `x` is missing for a skip or given without
-                one.
+                wrong shape, weights are not finite, or `x` is missing for a layer with a skip, or
+                given for one without.
         """
         self._check_layer(layer)
         encoder = self.encoders[layer]

@@ -63,11 +63,7 @@ class Grid(NamedTuple):
         Args:
             firsts: [n], n > 0, the rows' first slots.
         """
-        steps = np.diff(firsts)
-        if len(steps) and (steps[0] < 0 or (steps != steps[0]).any()):
-            return None
-        step = int(steps[0]) if len(steps) else 0
-        return Grid(int(firsts[0]), (1, len(firsts), 1), (0, step, 0))
+        return Grid.of(0, 1, 0, firsts[None])
 
     def view(self, words: Tensor, num_slots: int) -> Tensor:
         """The rows, [parts, tokens, points, words of a row]: `num_slots` slots from each first slot

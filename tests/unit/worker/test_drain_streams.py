@@ -4,7 +4,6 @@ copies, which events are waited for and used again. tests/gpu/test_drain.py has 
 from __future__ import annotations
 
 import threading
-import time
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -14,11 +13,11 @@ import torch
 from tests.unit.delivered import ROW_BYTES, labels_of, reads_at
 from tests.unit.worker.test_drain import (
     CPU,
-    PATIENCE_S,
     RecordingSink,
     _drain,
     _rows,
     _submit,
+    _until,
     of_pairs,
     pairs_of,
 )
@@ -156,10 +155,7 @@ def test_small_steps_with_heads_are_copied_on_the_drain_thread_after_their_taps(
             if step == 5:
                 sink.gate.set()
         drain.finish_request(0)
-        until = time.monotonic() + PATIENCE_S
-        while not sink.events:
-            assert time.monotonic() < until
-            time.sleep(0.001)
+        _until(lambda: sink.events)
         side = drain._stream._stream
         assert not drain.filler._num_waiting
     assert found == [one for step in range(40) for one in pairs_of(step % 3, [step], 2)]
@@ -173,10 +169,7 @@ def test_events_are_used_again(streams):
     with _drain(8) as (arena, drain, sink):
         for step in range(50):
             _submit(arena, drain, 1, step, 1)
-            until = time.monotonic() + PATIENCE_S
-            while len(sink.events) <= step:
-                assert time.monotonic() < until
-                time.sleep(0.001)
+            _until(lambda step=step: len(sink.events) > step)
     of_copies = [event for event in Event.made if event.blocking]
     assert len(of_copies) < 10
     assert sum(event.num_records for event in of_copies) >= 50
@@ -316,10 +309,7 @@ def test_an_event_that_the_watch_waits_for_is_not_used_again(streams):
     with _drain(8, watch=Watching()) as (arena, drain, sink):
         for step in range(20):
             _submit(arena, drain, 1, step, 1)
-            until = time.monotonic() + PATIENCE_S
-            while len(sink.events) <= step:
-                assert time.monotonic() < until
-                time.sleep(0.001)
+            _until(lambda step=step: len(sink.events) > step)
     events = [wait.__self__ for wait in waits]
     assert len(set(events)) == 20
     assert [event.num_records for event in events] == [1] * 20

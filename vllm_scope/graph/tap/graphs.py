@@ -238,8 +238,8 @@ class _Made(type):
     """The metaclass of a class whose calls make TappedGraphs."""
 
     def __call__(cls, keep_graph: bool = True) -> TappedGraph:
-        # The captured graph is kept beside its executable form: graphs without some taps are made
-        # from it.
+        # The captured graph is kept beside its executable form, because graphs without some taps
+        # are made from the captured graph.
         return TappedGraph(keep_graph=True)
 
     def __instancecheck__(cls, one: object) -> bool:
