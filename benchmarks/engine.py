@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -38,6 +39,9 @@ class Workload:
             GROUPS groups, the same in all measurements.
         lens: read through vllm-lens instead.
         first: measure the time until every request has its first token.
+        clients: measure the mean time from sending a request to its first token, while so many
+            clients each send their next request once the last one has ended. The requests generate
+            different numbers of tokens, `generate` on average. 0 to send all requests at once.
         salt: makes the prompts different, so that no run hits another's cache.
         keep: a file to which the rows are written, for benchmarks.values; "" for none.
     """
@@ -57,15 +61,16 @@ class Workload:
     shared: int = 0
     lens: bool = False
     first: bool = False
+    clients: int = 0
     salt: int = 0
     keep: str = ""
 
     @property
     def tokens(self) -> int:
         """What throughput counts: generated tokens; the prompts' where one is generated; first
-        tokens where these are measured."""
-        if self.first:
-            return self.batch
+        tokens where these are measured, and one where their mean time is."""
+        if self.first or self.clients:
+            return 1 if self.clients else self.batch
         prompt = self.prompt + self.shared
         return self.batch * (prompt if self.generate == 1 else self.generate)
 
@@ -196,7 +201,11 @@ def measure(llm: Any, work: Workload) -> dict[str, Any]:
     set_monitor(llm, work.monitored)
     prompts = [{"prompt_token_ids": ids} for ids in work.prompts(config.get_vocab_size())]
     started = time.perf_counter()
-    if work.first:
+    if work.clients:
+        for i, one in enumerate(params):
+            one.max_tokens = work.generate // 2 + i * 7919 % work.generate
+        seconds, outputs = in_turn(llm.llm_engine, prompts, params, work.clients)
+    elif work.first:
         seconds, outputs = until_first(llm.llm_engine, prompts, params)
     else:
         outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -226,6 +235,35 @@ def until_first(engine: Any, prompts: list[Any], params: list[Any]) -> tuple[flo
         ended += [output for output in found if output.finished]
     assert not waiting, f"no token of {waiting}"
     return first - started, ended
+
+
+def in_turn(
+    engine: Any, prompts: list[Any], params: list[Any], clients: int
+) -> tuple[float, list[Any]]:
+    """The mean of the seconds from sending a request to its first token, without the requests that
+    are sent at once at the beginning; and the finished outputs."""
+    waiting = iter(enumerate(zip(prompts, params, strict=True)))
+    sent: dict[str, float] = {}
+    times, ended = [], []
+
+    def send() -> None:
+        for i, (prompt, param) in waiting:
+            sent[f"{i}"] = time.perf_counter()
+            engine.add_request(f"{i}", {"type": "token", **prompt}, param)
+            return
+
+    for _ in range(clients):
+        send()
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.outputs[0].token_ids and output.request_id in sent:
+                begun = sent.pop(output.request_id)
+                if int(output.request_id) >= clients:
+                    times.append(time.perf_counter() - begun)
+            if output.finished:
+                ended.append(output)
+                send()
+    return statistics.fmean(times), ended
 
 
 def rows(outputs: list[Any]) -> list[Any]:

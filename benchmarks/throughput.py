@@ -43,8 +43,11 @@ GPU_WORK += [Workload("prefill 1x512", 1, 512, 1)]
 MORE_CPU_WORK = [Workload("batch 8", 8, 16, 64), Workload("batch 64", 64, 16, 64)]
 MORE_GPU_WORK = [Workload("batch 8", 8, 128, 256)]
 #: Prompts that begin alike: with a prefix cache most of their tokens are hits.
-SHARED = [Workload("shared 256", 256, 96, 128, shared=768)]
-SHARED += [Workload("first token", 16, 96, 8, shared=768, first=True)]
+SHARED = [
+    Workload("shared 256", 256, 96, 128, shared=768),
+    Workload("first token", 16, 96, 8, shared=768, first=True),
+    Workload("64 clients", 256, 96, 128, shared=768, clients=64),
+]
 
 
 #: mode -> (engine, what it changes in the workload)

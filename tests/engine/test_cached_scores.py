@@ -77,13 +77,18 @@ def test_a_block_without_scores_is_computed_again(llm):
     assert len(second.scope.scores["p"]) == 195
 
 
-def test_the_generated_tokens_of_one_turn_are_a_hit_of_the_next(llm):
-    probes = [Probe(numbers(1, 128), layer=1, name="p")]
-    (first,) = run(llm, [prompt(5)], params(*probes, max_tokens=60))
-    turn = prompt(5) + list(first.outputs[0].token_ids) + prompt(6, 10)
-    (second,) = run(llm, [turn], params(*probes))
-    assert second.num_cached_tokens == (150 + 60 - 1) // BLOCK * BLOCK
-    same(first.scope, second.scope)
+@pytest.mark.parametrize("max_tokens", [43, 46, 60])
+def test_the_generated_tokens_of_one_turn_are_a_hit_of_the_next(llm, max_tokens):
+    """With 43 tokens the last token that is computed fills a block. Requests that began together
+    take turns when their blocks are named, and end before the turn of most of them."""
+    asked = params(Probe(numbers(1, 128), layer=1, name="p"), max_tokens=max_tokens)
+    firsts = run(llm, [prompt(seed) for seed in range(5, 13)], asked)
+    turns = [
+        prompt(5 + i) + list(f.outputs[0].token_ids) + prompt(i, 10) for i, f in enumerate(firsts)
+    ]
+    for first, second in zip(firsts, run(llm, turns, asked), strict=True):
+        assert second.num_cached_tokens == (150 + max_tokens - 1) // BLOCK * BLOCK
+        same(first.scope, second.scope)
 
 
 def test_other_probes_never_get_these_scores(llm):

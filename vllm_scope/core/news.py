@@ -71,8 +71,10 @@ class StepNews(msgspec.Struct):
             drop once the entrants have entered.
         ended: id of an ended request that has sinks -> the tokens that the scheduler accepted.
         zeroed: KV blocks that the workers must zero before the step's forward.
-        filled: request id -> the number of the first block that the request fills with this step,
-            and the hashes of all blocks that it fills. Workers keep the scores of these blocks.
+        filled: request id -> the number of a block that the request has filled, or fills with this
+            step, and the hashes of this block and those after it. Workers keep the scores of these
+            blocks.
+        filled_at_end: the same for requests that have ended.
         forgotten_scores: the keys of scores that workers drop.
         resumed: id of a request that begins, or begins again after preemption, and whose gates have
             states -> its number of tokens.
@@ -93,6 +95,7 @@ class StepNews(msgspec.Struct):
     ended: dict[str, Ended] = {}
     zeroed: list[int] = []
     filled: dict[str, tuple[int, list[bytes]]] = {}
+    filled_at_end: dict[str, tuple[int, list[bytes]]] = {}
     forgotten_scores: list[ScoreKey] = []
     resumed: dict[str, int] = {}
     begun: dict[str, tuple[str, ...]] = {}
@@ -106,7 +109,8 @@ class StepNews(msgspec.Struct):
 
     def __bool__(self) -> bool:
         changed = self.entrants or self.ended or self.zeroed or self.begun or self.resumed
-        return bool(changed or self.filled or self.forgotten_scores or self.scales or self.accepted)
+        kept = self.filled or self.filled_at_end or self.forgotten_scores
+        return bool(changed or kept or self.scales or self.accepted)
 
 
 def packed_of(asked: Resolved) -> tuple[Packed, dict[bytes, Array]]:

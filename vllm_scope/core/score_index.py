@@ -21,8 +21,11 @@ from vllm_scope.request.remembered import Remembered
 
 #: Estimated memory for each block with scores, here and in a worker together, beside the scores.
 _BLOCK_BYTES = 512
-#: The scheduler may take the outputs of up to this many steps between two steps that it starts.
-_AT_ONCE = 2
+#: Requests that began together fill their blocks with the same steps, and to name the blocks of 256
+#: requests in one step took the scheduler 7 ms on the host of an H100. Requests therefore take
+#: turns: a block of generated tokens may be named up to TURNS - 1 steps after the step for which it
+#: was expected to be full. The scheduler may be two steps ahead of what is known then.
+TURNS = 8
 #: (block hash, digest of the probes).
 ScoreKey = tuple[bytes, bytes]
 
@@ -47,6 +50,12 @@ class ScoreIndex:
         self._chains: dict[str, tuple[Sequence[bytes], bytes]] = {}
         #: Running request -> how many of its first tokens may lie in blocks that are kept.
         self._frozen: dict[str, int] = {}
+        #: Running request -> how many steps later its blocks of generated tokens are named; and the
+        #: same for the request that began last.
+        self._turns: dict[str, int] = {}
+        self._last_turn = 0
+        #: Ended request -> the blocks that were not named while it ran, as `fill` returns them.
+        self._ended: dict[str, tuple[int, list[bytes]]] = {}
         #: Number of steps so far; step -> requests to look at in that step; request -> the step in
         #: which `due` returns it.
         self._step = 0
@@ -63,17 +72,20 @@ class ScoreIndex:
         """Keep a request's scores from now on, except those of its first `num_cached` blocks, which
         came from the cache."""
         self._told[request_id] = num_cached
+        self._last_turn = (self._last_turn + 1) % TURNS
+        self._turns[request_id] = self._last_turn
         self._look_at(request_id, self._step + 1)
 
     def due(self) -> list[str]:
-        """The running requests that may fill a block with the coming step. Call it once a step, and
-        then `look_again` for each request that it returned."""
+        """The running requests whose full blocks are named with the coming step. Call it once a
+        step, and then `look_again` for each request that it returned."""
         self._step += 1
         found = self._due.pop(self._step, {})
         return [r for r in found if self._due_at.get(r) == self._step]
 
     def look_again(self, request_id: str, num_tokens: int) -> None:
-        """Make `due` return a request again, before the request can have filled another block.
+        """Make `due` return a request again: with the next step if its known tokens fill another
+        block, and else at its turn after it can have filled another block.
 
         Args:
             num_tokens: how many tokens of the request are known now. A step adds at most
@@ -81,8 +93,9 @@ class ScoreIndex:
         """
         full = self._next_full(request_id)
         if self._frozen.get(request_id, full) >= full:
-            steps = (full - num_tokens) // self._step_tokens - _AT_ONCE
-            self._look_at(request_id, self._step + max(1, steps))
+            steps = (full - num_tokens) // self._step_tokens
+            steps = steps + self._turns[request_id] if steps > 0 else 1
+            self._look_at(request_id, self._step + steps)
 
     def _look_at(self, request_id: str, step: int) -> None:
         self._due.setdefault(step, {})[request_id] = None
@@ -159,9 +172,14 @@ class ScoreIndex:
             self.begin(request_id, 0)
 
     @property
-    def has_forgotten(self) -> bool:
-        """True if there is something for `take_forgotten`."""
-        return bool(self._forgotten)
+    def has_news(self) -> bool:
+        """True if there is something for `take_ended` or `take_forgotten`."""
+        return bool(self._forgotten or self._ended)
+
+    def take_ended(self) -> dict[str, tuple[int, list[bytes]]]:
+        """Ended request -> the blocks that were not named while it ran. Each is returned once."""
+        found, self._ended = self._ended, {}
+        return found
 
     def take_forgotten(self) -> list[ScoreKey]:
         """Return the keys of scores that workers must forget, each only once. The key of
@@ -169,10 +187,18 @@ class ScoreIndex:
         found, self._forgotten = self._forgotten, []
         return [key for key in found if key not in self._known]
 
-    def forget_request(self, request_id: str) -> None:
+    def end(self, request_id: str, filled: tuple[int, list[bytes]] | None) -> None:
+        """Forget a request that has ended.
+
+        Args:
+            filled: what `fill` returned for all its tokens.
+        """
+        if filled is not None:
+            self._ended[request_id] = filled
         self._told.pop(request_id, None)
         self._due_at.pop(request_id, None)
         self._frozen.pop(request_id, None)
+        self._turns.pop(request_id, None)
         if request_id in self._chains:
             # The request filled its blocks from first to last, so the last one counts as used
             # last. `num_known` reverses that.

@@ -11,8 +11,8 @@ The error's text travels in the output's `stop_reason`, which vLLM leaves empty 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import cache
 from http import HTTPStatus
 
@@ -46,21 +46,23 @@ def busy(sentence: str, kind: type[CapacityError] = CapacityError) -> CapacityEr
     return _busy(kind)(sentence, HTTPStatus.TOO_MANY_REQUESTS)  # type: ignore[arg-type]
 
 
-@contextmanager
-def refusing(paths: Mapping[str, str] = NO_PATHS) -> Iterator[None]:
+class Refusing(AbstractContextManager[None]):
     """Inside, turn our errors into those of `refusal` and `busy`.
 
     Args:
         paths: the caller's words for parts of the spec (translators.in_words).
     """
-    from vllm_scope.engine.frontend.translators import in_words
 
-    try:
-        yield
-    except SpecError as error:
-        raise refusal()(in_words(str(error), paths)) from None
-    except CapacityError as error:
-        raise busy(str(error)) from None
+    def __init__(self, paths: Mapping[str, str] = NO_PATHS) -> None:
+        self._paths = paths
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, SpecError):
+            from vllm_scope.engine.frontend.translators import in_words
+
+            raise refusal()(in_words(str(error), self._paths)) from None
+        if isinstance(error, CapacityError):
+            raise busy(str(error)) from None
 
 
 def named(error: ScopeError, where: str) -> ScopeError:

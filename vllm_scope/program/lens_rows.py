@@ -24,6 +24,8 @@ def num_lens_rows(asked: Resolved, ids: Ids, max_tokens: int) -> int:
     Args:
         ids: the prompt's token ids.
     """
+    if not asked.features:
+        return 0
     counts = Counter(one.tokens for one in asked.features if one.lens is not None)
     num_generated = max(max_tokens - 1, 0)
     return sum(_num_picked(s, ids, num_generated) * count for s, count in counts.items())

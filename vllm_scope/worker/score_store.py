@@ -23,16 +23,16 @@ from numpy.typing import NDArray
 from vllm_scope.batch.by_position import Ints
 from vllm_scope.batch.by_request import by_key, by_layout
 from vllm_scope.batch.labels import Labels
-from vllm_scope.core.score_index import ScoreKey
+from vllm_scope.core.score_index import TURNS, ScoreKey
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.transport.ring import Lease
 
 logger = logging.getLogger("vllm.vllm_scope")
 
 Bytes = NDArray[np.uint8]
-#: A ring of single tokens has room for _BLOCKS_BACK blocks, and for MOST_STEPS_KEPT + 2 steps:
-#: EngineCore names a block a few steps after its last token was computed, and the drain may collect
-#: MOST_STEPS_KEPT steps before it keeps the block.
+#: A ring of single tokens has room for _BLOCKS_BACK blocks, and for TURNS + MOST_STEPS_KEPT + 2
+#: steps: EngineCore names a block up to TURNS + 1 steps after its last token was computed, and the
+#: drain may collect MOST_STEPS_KEPT steps before it keeps the block.
 _BLOCKS_BACK, MOST_STEPS_KEPT = 4, 16
 
 
@@ -156,7 +156,8 @@ class ScoreStore:
         singles = self._singles.get(layout)
         if singles is None:
             size = layout.slots(self._widths) * SLOT_BYTES
-            span = _BLOCKS_BACK * block_size + (MOST_STEPS_KEPT + 2) * self._step_tokens
+            steps = TURNS + MOST_STEPS_KEPT + 2
+            span = _BLOCKS_BACK * block_size + steps * self._step_tokens
             singles = self._singles[layout] = _Singles(span, size)
         self._requests[key] = _Collected(layout, singles, singles.take())
         self._last = None

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_scope.core.score_index import _BLOCK_BYTES, ScoreIndex, ScoreKey
+from vllm_scope.core.score_index import _BLOCK_BYTES, TURNS, ScoreIndex, ScoreKey
 from vllm_scope.request.remembered import Remembered
 
 SIZE, TOKEN_BYTES = 4, 16
@@ -28,7 +28,7 @@ def run(index: ScoreIndex, hashes: list[bytes], *chunks: int, probes: bytes = P)
     index.begin("r", 0)
     for count in chunks or (len(hashes),):
         index.fill("r", hashes, count * SIZE, probes, TOKEN_BYTES)
-    index.forget_request("r")
+    index.end("r", None)
 
 
 def test_blocks_are_known_from_the_first_on_and_for_their_probes_alone():
@@ -63,8 +63,8 @@ def test_a_request_is_known_while_it_runs():
     assert index.num_told("r") is None
     index.begin("r", 3)
     assert (index.running, index.num_told("r")) == (["r"], 3)
-    index.forget_request("r")
-    index.forget_request("r")
+    index.end("r", None)
+    index.end("r", None)
     assert (index.running, index.num_told("r")) == ([], None)
 
 
@@ -168,7 +168,7 @@ def test_after_each_step_the_workers_hold_what_is_known_and_no_more_than_allowed
             found = index.fill(request, hashes, num_tokens[i], probes, TOKEN_BYTES)
             kept |= {(one, probes) for one in found[1]} if found else set()
         elif event == "ends":
-            index.forget_request(request)
+            index.end(request, None)
         elif event in ("loses", "lost-late"):  # if late, they were kept again
             held -= keys if event == "loses" else set()
             index.lose(keys)
@@ -191,7 +191,7 @@ def test_of_a_request_whose_next_tokens_have_other_scores_no_more_blocks_are_kep
     index.freeze("r", 4 * SIZE)  # another stage
     assert index.fill("r", hashes, 4 * SIZE, P, TOKEN_BYTES) == (1, hashes[1:2])
     assert index.fill("r", hashes, 4 * SIZE, P, TOKEN_BYTES) is None
-    index.forget_request("r")
+    index.end("r", None)
     assert index.num_known(hashes, P) == 2
     run(index, hashes)
     assert index.num_known(hashes, P) == 4
@@ -199,7 +199,7 @@ def test_of_a_request_whose_next_tokens_have_other_scores_no_more_blocks_are_kep
 
 @pytest.mark.parametrize("step_tokens", [1, 3])
 @given(st.data())
-def test_each_block_is_named_with_the_step_that_fills_it_though_few_requests_are_looked_at(
+def test_blocks_of_known_tokens_are_named_with_the_step_that_fills_them_and_others_soon(
     step_tokens, data
 ):
     """As vLLM's scheduler: a step computes tokens that are known, and its outputs add new ones some
@@ -208,16 +208,22 @@ def test_each_block_is_named_with_the_step_that_fills_it_though_few_requests_are
     hashes, lag = chain("a", 99), draw(st.integers(0, 1))
     num_prompt = draw(st.integers(1, 3 * SIZE))
     num_tokens, num_computed, told = num_prompt, 0, 0
+    for name in range(draw(st.integers(0, TURNS - 1))):  # requests take turns to be late
+        index.begin(f"{name}", 0)
+        index.end(f"{name}", None)
     index.begin("r", 0)
     #: New tokens of the steps whose outputs have not come.
     flying: list[int] = []
+    #: How many tokens were known when the request was looked at last; how many steps it has been
+    #: late for.
+    known_then, num_late = num_prompt, 0
     for _ in range(60):
         chance = draw(st.integers(0, 19))
         while len(flying) > lag * (chance > 1):
             num_tokens += flying.pop(0)
         if chance == 2:
             index.clear()
-            told = 0
+            told, known_then = 0, num_tokens
         if chance == 3:  # preempted: what is under way still comes
             num_computed = 0
         scheduled = chance != 4
@@ -232,14 +238,38 @@ def test_each_block_is_named_with_the_step_that_fills_it_though_few_requests_are
         full = min(num_computed, num_tokens) // SIZE
         due = index.due()
         if scheduled and full > told:
-            assert due == ["r"], "it fills a block, and nobody looks"
-            told = full
+            if (told + 1) * SIZE <= known_then:
+                assert due == ["r"], "known tokens fill a block, and nobody looks"
+            num_late = 0 if due else num_late + 1
+            assert num_late < TURNS, "a block of generated tokens is not named"
         for request in due:
             if scheduled:
                 count = min(num_computed, num_tokens)
                 index.fill(request, hashes, count, P, TOKEN_BYTES)
+                told = max(told, full)
             index.look_again(request, num_tokens)
+            known_then = num_tokens
         assert index.num_told("r") == told
+    last = index.fill("r", hashes, min(num_computed, num_tokens), P, TOKEN_BYTES)
+    index.end("r", last)
+    assert index.has_news or last is None
+    assert index.take_ended() == ({} if last is None else {"r": last})
+    assert index.take_ended() == {}
+
+
+def test_requests_that_fill_blocks_with_the_same_steps_take_turns():
+    index, most = ScoreIndex(16, 1 << 20), 0
+    hashes = {f"{i}": chain(f"{i}", 99) for i in range(64)}
+    for request in hashes:
+        index.begin(request, 0)
+    for num_tokens in range(160, 800):
+        named = 0
+        for request in index.due():
+            found = index.fill(request, hashes[request], num_tokens, P, TOKEN_BYTES)
+            named += found is not None
+            index.look_again(request, num_tokens)
+        most = max(most, named) if num_tokens > 160 else 0
+    assert most == 64 // TURNS
 
 
 def test_a_request_that_generates_is_looked_at_a_few_times_a_block():
@@ -252,7 +282,7 @@ def test_a_request_that_generates_is_looked_at_a_few_times_a_block():
             index.fill(request, hashes, num_tokens, P, TOKEN_BYTES)
             index.look_again(request, num_tokens)
     assert index.num_told("r") == 799 // 16
-    assert num_looked <= 4 * 40
+    assert num_looked <= 2 * 40
     index.freeze("r", 800)
     for num_tokens in range(800, 900):
         for request in index.due():

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.delivered import labels_of
+from vllm_scope.core.score_index import TURNS
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, boundaries_of, slots_of_row
 from vllm_scope.request.heads import Bank
 from vllm_scope.request.sites import boundary_of_point, point_of
@@ -251,7 +252,7 @@ def test_a_long_request_takes_no_more_memory_than_a_short_one():
             worker.check(1, *worker.keep(1, block), first=block)
     (collected,), (singles,) = worker.store._requests.values(), worker.store._singles.values()
     assert not collected.runs
-    assert singles.values.shape[1] <= 4 * SIZE + MOST_STEPS_KEPT + 2
+    assert singles.values.shape[1] <= 4 * SIZE + TURNS + MOST_STEPS_KEPT + 2
     for first in range(100 * SIZE, 120 * SIZE, SIZE):
         worker.step(*tokens(1, *range(first, first + SIZE)))
         worker.keep(1, first // SIZE)

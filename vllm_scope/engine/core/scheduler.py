@@ -25,6 +25,7 @@ from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
 from vllm_scope.engine.core import clearing
 from vllm_scope.engine.core.entered import any_entered, entered
+from vllm_scope.engine.core.scores import end as end_scores
 from vllm_scope.engine.core.scores import fill_blocks, index_of, kept_of, new_index
 from vllm_scope.engine.core.variants import aborted, most_tokens, variants_of, with_variants
 from vllm_scope.engine.core.verdicts import has_due, take_due
@@ -159,9 +160,7 @@ def _free(
     if known is not None and request.request_id in _state_of(self).summing:
         _state_of(self).summing.remove(request.request_id)
         _state_of(self).accepted[request.request_id] = request.num_tokens
-    index = index_of(self.kv_cache_manager)
-    if index is not None:
-        index.forget_request(request.request_id)
+    end_scores(self, request)
     admission = admission_of(self)
     if admission is not None and admission.release(request.request_id):
         _let_in(self, admission)
@@ -256,7 +255,7 @@ def _is_quiet(scheduler: Scheduler) -> bool:
     state, index = _states.of(scheduler), index_of(scheduler.kv_cache_manager)
     return not (
         (state is not None and (state.ended or state.accepted))
-        or (index is not None and index.has_forgotten)
+        or (index is not None and index.has_news)
         or clearing.is_due(scheduler)
         or has_due(scheduler)
     )

@@ -66,21 +66,35 @@ def fill_blocks(scheduler: Scheduler, output: SchedulerOutput, news: StepNews) -
         return
     for request_id in index.due():
         request = scheduler.requests[request_id]
-        # Drafts may be rejected: tokens that are not known yet fill no block.
-        num_tokens = min(request.num_computed_tokens, request.num_tokens)
-        scheduled = request_id in output.num_scheduled_tokens
-        if scheduled and index.may_fill(request_id, num_tokens):
-            known = entered(request)
-            assert known is not None
-            asked = known.asked
-            found = index.fill(
-                request_id, request.block_hashes, num_tokens, asked.scores_alone or b"",
-                asked.score_bytes,
-            )  # fmt: skip
+        if request_id in output.num_scheduled_tokens:
+            found = _filled(index, request)
             if found is not None:
                 news.filled[request_id] = found
         index.look_again(request_id, request.num_tokens)
+    news.filled_at_end = index.take_ended()
     news.forgotten_scores = index.take_forgotten()
+
+
+def end(scheduler: Scheduler, request: Request) -> None:
+    """Forget a request that has ended. The next news has the blocks that it filled and that no news
+    has named yet."""
+    index = index_of(scheduler.kv_cache_manager)
+    if index is not None and index.num_told(request.request_id) is not None:
+        index.end(request.request_id, _filled(index, request))
+
+
+def _filled(index: ScoreIndex, request: Request) -> tuple[int, list[bytes]] | None:
+    """As ScoreIndex.fill, for all tokens of a request that are computed or scheduled."""
+    # Drafts may be rejected: tokens that are not known yet fill no block.
+    num_tokens = min(request.num_computed_tokens, request.num_tokens)
+    if not index.may_fill(request.request_id, num_tokens):
+        return None
+    known = entered(request)
+    assert known is not None
+    return index.fill(
+        request.request_id, request.block_hashes, num_tokens,
+        known.asked.scores_alone or b"", known.asked.score_bytes,
+    )  # fmt: skip
 
 
 def lose(scheduler: Scheduler, keys: Iterable[ScoreKey]) -> None:

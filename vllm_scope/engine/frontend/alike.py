@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from copy import copy
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+
+from msgspec.structs import replace
 
 from vllm_scope.engine.frontend import translators
 from vllm_scope.engine.frontend.connection import Connection, connections

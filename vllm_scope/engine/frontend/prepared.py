@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
+
+import msgspec
 
 from vllm_scope.engine.frontend.connection import Connection
 from vllm_scope.engine.frontend.translators import Uncounted
@@ -32,8 +33,7 @@ Result = TypeVar("Result")
 NO_TAPS = "this engine was started without vllm-scope; it has no taps."
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True):
     """A request that has passed the check.
 
     Attributes:

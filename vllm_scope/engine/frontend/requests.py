@@ -40,7 +40,7 @@ from vllm_scope.engine.frontend.prepared import (
 from vllm_scope.engine.frontend.running import Running, runs
 from vllm_scope.engine.monitors import monitors_of
 from vllm_scope.engine.params import TICKET, asks, concerns, names_module, params_of, with_ticket
-from vllm_scope.engine.refusals import named, refusing
+from vllm_scope.engine.refusals import Refusing, named
 from vllm_scope.engine.vllm_types import (
     AsyncLLM,
     Engine,
@@ -194,7 +194,7 @@ async def _prepare_ahead(
         return None
     connection = connections.of(engine.output_processor)
     request: Any = SimpleNamespace(sampling_params=params, prompt_token_ids=ids, resumable=False)
-    with refusing(translators.decorators_of(params).paths):
+    with Refusing(translators.decorators_of(params).paths):
         return await asyncio.to_thread(prepare, connection, request)
 
 
@@ -223,7 +223,7 @@ def _add_to_processor(
     rest = (prompt, parent_req, request_index, *args)
     extra = getattr(request.sampling_params, "extra_args", None)
     if extra and TICKET in extra:
-        with refusing():
+        with Refusing():
             raise SpecError(
                 f"extra_args has {TICKET!r}, which vllm-scope makes itself; leave it out."
             )
@@ -232,7 +232,7 @@ def _add_to_processor(
         return
     text = request.sampling_params.extra_args["scope"]
     decorators = translators.decorators_of(request.sampling_params)
-    with refusing(decorators.paths):
+    with Refusing(decorators.paths):
         prepared = _prepared_of(self, request, parent_req)
         connection = connections.of(self)
         assert connection is not None
@@ -249,16 +249,16 @@ def _translated(
     engine: Engine, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[Any, tuple[object, ...], dict[str, object]]:
     """(params, args, kwargs), with a spec in place of other systems' keys."""
-    params = params_of(args, kwargs, 2)
-    if not translators.concerned(params, engine.vllm_config):
-        return params, args, kwargs
+    given = params_of(args, kwargs, 2)
     connection = connections.of(engine.output_processor)
-    with refusing():
+    with Refusing():
         if connection is None:
             raise SpecError(NO_TAPS)
         params = translators.translated(
-            params, engine.vllm_config, connection.sites, connection.saes
+            given, engine.vllm_config, connection.sites, connection.saes
         )
+        if params is given:
+            return params, args, kwargs
         functions.check(params, engine)
     if "params" in kwargs:
         return params, args, kwargs | {"params": params}
@@ -334,7 +334,7 @@ async def _add_one_async(
         found = _shared_of(parent_req).prepared
         if found is None:
             connection = connections.of(self.output_processor)
-            with refusing(translators.decorators_of(params).paths):
+            with Refusing(translators.decorators_of(params).paths):
                 found = await asyncio.to_thread(prepare, connection, request)
     with prepared_as(found):
         try:

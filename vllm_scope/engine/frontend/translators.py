@@ -111,10 +111,15 @@ class _Entry:
     translate: Translator
     everywhere: Everywhere | None
 
+    def of_all(self, vllm_config: VllmConfig) -> Mapping[str, object] | None:
+        """The values that are added to every request now; None if there are none."""
+        return None if self.everywhere is None else self.everywhere(vllm_config)
+
 
 _entries: dict[str, _Entry] = {}
 _keys: frozenset[str] = frozenset()
-_everywhere: tuple[Everywhere, ...] = ()
+#: The entries with an `everywhere`.
+_everywhere: tuple[_Entry, ...] = ()
 
 
 def register(
@@ -130,7 +135,7 @@ def register(
     global _keys, _everywhere
     _entries[name] = _Entry(frozenset(keys), translate, everywhere)
     _keys = frozenset().union(*(entry.keys for entry in _entries.values()))
-    _everywhere = tuple(e.everywhere for e in _entries.values() if e.everywhere is not None)
+    _everywhere = tuple(entry for entry in _entries.values() if entry.everywhere is not None)
 
 
 def concerned(params: object, vllm_config: VllmConfig) -> bool:
@@ -139,7 +144,7 @@ def concerned(params: object, vllm_config: VllmConfig) -> bool:
         return False
     if has_keys(params.extra_args):
         return True
-    return any(everywhere(vllm_config) is not None for everywhere in _everywhere)
+    return any(entry.of_all(vllm_config) is not None for entry in _everywhere)
 
 
 def has_keys(extra: Mapping[str, object] | None) -> bool:
@@ -154,7 +159,8 @@ def keys() -> frozenset[str]:
 def translated(
     params: Params, vllm_config: VllmConfig, sites: Sites, saes: Mapping[str, Sae]
 ) -> Params:
-    """A copy of SamplingParams with a spec in place of the keys.
+    """A copy of SamplingParams with a spec in place of the keys; the same object if no translator
+    applies.
 
     Args:
         saes: the SAEs that the engine holds, by name.
@@ -164,11 +170,13 @@ def translated(
     """
     extra = dict(params.extra_args or {})
     translations: list[Translation] = []
-    for entry in _entries.values():
+    applies = False
+    for entry in _entries.values() if has_keys(extra) else _everywhere:
         values = {key: Uncounted.value_of(extra.pop(key)) for key in entry.keys if key in extra}
-        of_all = entry.everywhere(vllm_config) if entry.everywhere is not None else None
+        of_all = entry.of_all(vllm_config)
         if not values and of_all is None:
             continue
+        applies = True
         values |= of_all or {}
         translation = entry.translate(values, sites)
         if translation.check is not None:
@@ -177,6 +185,8 @@ def translated(
             translations.append(translation)
         if translation.functions is not None:
             extra[FUNCTIONS] = keep(translation.functions)
+    if not applies:
+        return params
     if translations:
         text, paths = _joined(extra.get("scope"), translations)
         extra["scope"] = text

@@ -30,7 +30,7 @@ from vllm_scope.engine.frontend.running import runs
 from vllm_scope.engine.http.calls import EngineCalls
 from vllm_scope.engine.monitors import monitors_of, share
 from vllm_scope.engine.params import asks, params_of
-from vllm_scope.engine.refusals import named, refusal, refusing
+from vllm_scope.engine.refusals import Refusing, named, refusal
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import AsyncLLM, EngineCoreRequest, OutputProcessor
 from vllm_scope.errors import ConfigError, ScopeError, SpecError, shown
@@ -108,7 +108,7 @@ async def _create_with_scope(
     state = raw_request.app.state.scope
     engine = raw_request.app.state.engine_client
     limit(state.settings.rows_of(engine.vllm_config.parallel_config._api_process_count))
-    with refusing():
+    with Refusing():
         xargs = request.vllm_xargs or {}
         operator = state.settings.is_operators(raw_request.headers.get(ADMIN_KEY, ""))
         parse = partial(ScopeOptions.parse, operator=operator)

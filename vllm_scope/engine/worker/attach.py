@@ -109,6 +109,8 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
             scope.accept(news.accepted)
         # Ended requests come first: the scheduler has given their places to new requests.
         if scheduler_output.finished_req_ids:
+            if news is not None and news.filled_at_end:
+                scope.keep_blocks(news.filled_at_end)
             ended = {} if news is None else news.ended
             scope.finish_requests(scheduler_output.finished_req_ids, ended)
         if news is not None and (news.entrants or news.resumed):
@@ -129,8 +131,10 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
         scope.steps.end()
         if news is not None and news.entrants:
             scope.deliver_soon()
-        if news is not None and (news.filled or news.forgotten_scores):
-            scope.keep_blocks(news)
+        if news is not None and news.filled:
+            scope.keep_blocks(news.filled)
+        if news is not None and news.forgotten_scores:
+            scope.forget_scores(news.forgotten_scores)
         return scope.with_endings(output)
 
     sample_tokens = runner.sample_tokens

@@ -25,6 +25,7 @@ from vllm_scope.control.policy import Changes
 from vllm_scope.control.policy_options import check_engine
 from vllm_scope.core.news import Entrant, Heard, StepNews
 from vllm_scope.core.registry import Registry
+from vllm_scope.core.score_index import ScoreKey
 from vllm_scope.engine.core.verdicts import with_lost, with_verdicts
 from vllm_scope.engine.functions import StepFunctions
 from vllm_scope.engine.model import global_reads, sites_of
@@ -483,20 +484,24 @@ class ScopeWorker:
         if self._delivery is not None:
             self._delivery.drain.nudge()
 
-    def keep_blocks(self, news: StepNews) -> None:
-        """Keep the scores of blocks that were filled by the forward that was just enqueued, and
-        drop the scores that EngineCore has forgotten."""
-        if self._delivery is None:
-            return
-        filled = []
-        for req_id, (first, hashes) in news.filled.items():
-            known = self._keeping.get(req_id)
-            if known is not None:
-                filled.append(Filled(known[0], first, hashes, known[1]))
-        if filled:
-            self._delivery.drain.keep(filled)
-        if news.forgotten_scores:
-            self._delivery.forget_scores(news.forgotten_scores)
+    def keep_blocks(self, filled: Mapping[str, tuple[int, Sequence[bytes]]]) -> None:
+        """Keep the scores of blocks, from the forwards that are enqueued.
+
+        Args:
+            filled: as StepNews.filled.
+        """
+        known = ((self._keeping.get(req_id), *blocks) for req_id, blocks in filled.items())
+        some = [
+            Filled(keeping[0], first, hashes, keeping[1])
+            for keeping, first, hashes in known if keeping is not None
+        ]  # fmt: skip
+        if some and self._delivery is not None:
+            self._delivery.drain.keep(some)
+
+    def forget_scores(self, keys: Sequence[ScoreKey]) -> None:
+        """Drop scores that EngineCore has forgotten."""
+        if self._delivery is not None:
+            self._delivery.forget_scores(keys)
 
     def with_endings(self, output: object) -> object:
         """A step's output, with what EngineCore must know: edits whose rows are not finite,
