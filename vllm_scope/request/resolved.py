@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vllm_scope.request.actions import MEMORY, Policy
+from vllm_scope.request.actions.probing import is_monitor
 from vllm_scope.request.actions.states import State
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.cascade import begins
@@ -370,6 +371,12 @@ class Resolved:
     def read_selectors(self) -> tuple[Selector, ...]:
         """The distinct selectors of the actions that need rows."""
         return tuple(dict.fromkeys(x.tokens for x in self.taking))
+
+    @cached_property
+    def is_monitored_alone(self) -> bool:
+        """True if everything that the request delivers are scores of the operator's monitors."""
+        others = self.reads or self.features
+        return not others and all(is_monitor(probe.name) for probe in self.probes)
 
     @cached_property
     def _always(self) -> tuple[ResolvedProbe | ResolvedFeatures, ...]:

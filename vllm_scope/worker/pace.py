@@ -19,6 +19,8 @@ from collections.abc import Callable
 
 #: How long rows may wait for the next step's rows, if some caller follows its request.
 LINGER_S = 0.004
+#: How long they may wait if callers follow only scores of the operator's monitors.
+LINGER_MONITORED_S = 0.03
 #: How long rows may wait if no caller follows its request.
 LINGER_UNSEEN_S = 0.08
 #: How long the last rows of a request may wait.
@@ -44,17 +46,28 @@ class Pace:
         self._wake = threading.Event()
         #: Since the thread last looked: a request has ended; the thread should look soon, or now.
         self._ended, self._soon, self._now = (threading.Event() for _ in range(3))
-        #: Running requests whose callers read rows as they arrive.
-        self._followed: set[int] = set()
+        #: Running requests whose callers read rows as they arrive -> how long their rows may wait.
+        self._followed: dict[int, float] = {}
 
-    def follow(self, key: int) -> None:
-        """Look every LINGER_S until this request ends: its caller reads rows as they arrive."""
-        self._followed.add(key)
-        self._soon.set()
+    @property
+    def linger_s(self) -> float:
+        """How long rows may wait for the rows of later steps."""
+        return min(self._followed.copy().values(), default=LINGER_UNSEEN_S)
+
+    @property
+    def is_followed(self) -> bool:
+        """True if some caller reads rows as they arrive, and not only scores of monitors."""
+        return self.linger_s <= LINGER_S
+
+    def follow(self, key: int, linger_s: float) -> None:
+        """Look every `linger_s` until this request ends: its caller reads rows as they arrive."""
+        if linger_s < self.linger_s:
+            self._soon.set()
+        self._followed[key] = linger_s
 
     def unfollow(self, key: int) -> None:
         """Note that no caller follows this request any more."""
-        self._followed.discard(key)
+        self._followed.pop(key, None)
 
     def ended(self) -> None:
         """Note that a request has ended. Its caller waits."""
@@ -105,5 +118,5 @@ class Pace:
             return
         if least < usual and self._ended.wait(usual - least):
             return
-        if not self._followed:
-            self._soon.wait(max(0.0, LINGER_UNSEEN_S - max(least, usual)))
+        if not self.is_followed:
+            self._soon.wait(max(0.0, self.linger_s - max(least, usual)))

@@ -26,6 +26,7 @@ from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
 from vllm_scope.worker.drain import Drain
 from vllm_scope.worker.drain_items import Rows, may_join
+from vllm_scope.worker.pace import LINGER_S
 from vllm_scope.worker.score_store import MOST_STEPS_KEPT, Filled
 from vllm_scope.worker.watch import Watch
 
@@ -451,18 +452,20 @@ def test_a_finished_request_does_not_wait_for_further_steps(monkeypatch):
 @pytest.mark.parametrize(
     ("followed", "count", "waits"),
     [
-        pytest.param(False, 2, True, id="nobody-looks-before-the-end"),
-        pytest.param(True, 2, False, id="somebody-looks"),
-        pytest.param(False, 20, False, id="much-waits"),
+        pytest.param([], 2, True, id="nobody-looks-before-the-end"),
+        pytest.param([LINGER_S], 2, False, id="somebody-looks"),
+        pytest.param([PATIENCE_S], 2, True, id="somebody-looks-at-monitors"),
+        pytest.param([PATIENCE_S, LINGER_S, PATIENCE_S], 2, False, id="some-look-at-rows"),
+        pytest.param([], 20, False, id="much-waits"),
     ],
 )
 def test_a_few_rows_that_no_caller_follows_wait_longer(monkeypatch, followed, count, waits):
     monkeypatch.setattr("vllm_scope.worker.pace.LINGER_UNSEEN_S", PATIENCE_S)
     with _drain(64) as (arena, drain, sink):
+        for key, linger_s in enumerate(followed, 2):
+            drain.follow(key, linger_s)
         _submit(arena, drain, 1, 0, 2)
         _until(lambda: len(sink.events) == 2)
-        if followed:
-            drain.follow(2)
         _submit(arena, drain, 1, 2, count)
         if waits:
             time.sleep(0.2)
@@ -522,7 +525,7 @@ def test_kept_scores_wait_for_the_launch_of_their_step():
 
 def test_kept_scores_that_need_room_of_others_before_them_wake_the_thread():
     with _drain(64, host_slots=8) as (_, drain, sink):
-        drain.defers, drain._ring.reclaim = True, drain.nudge
+        drain.defers, drain._ring.reclaim = True, drain.make_room
         for key in range(20):
             labels = labels_of([key] * 3, range(3), layouts=(reads_at(0),))
             drain.submit_stored(labels, lambda lease: bool(lease.slots.fill_(0).numel()))

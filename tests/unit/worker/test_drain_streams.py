@@ -318,6 +318,6 @@ def test_an_event_that_the_watch_waits_for_is_not_used_again(streams):
 def test_a_caller_that_followed_a_request_is_forgotten_with_it(streams):
     with _drain(8) as (_, drain, _):
         drain.follow(1)
-        assert drain._pace._followed == {1}
+        assert drain._pace.is_followed
         drain.finish_request(1)
-        assert not drain._pace._followed
+        assert not drain._pace.is_followed
