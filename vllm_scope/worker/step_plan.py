@@ -104,8 +104,9 @@ def plan_of(
     given = [part for part in parts if part.rows.size]
     if not given:
         return None
-    rows, positions, index, ids = map(np.concatenate, zip(*given, strict=True))
+    rows, positions, index, ids = given[0]
     if len(given) > 1:
+        rows, positions, index, ids = map(np.concatenate, zip(*given, strict=True))
         order = np.argsort(rows, kind="stable")
         rows, positions, index, ids = rows[order], positions[order], index[order], ids[order]
     owners, slots = requests.owner[index], tables.num_slots[ids]

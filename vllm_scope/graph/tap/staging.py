@@ -29,7 +29,7 @@ class Buffer:
         to_host: the value of the TO_HOST column in its rows.
         rows: the indices of its rows with a program.
         num_rows: rows with this index or a larger one have no program.
-        first: a slice of `tensor`: as many of its first rows as the last upload had.
+        first, num_first: a slice of `tensor`: as many of its first rows as the last upload had.
     """
 
     tensor: Tensor
@@ -39,6 +39,7 @@ class Buffer:
     rows: slice | NDArray[np.int64] | None = None
     num_rows: int = 0
     first: Tensor | None = None
+    num_first: int = -1
 
 
 class Staging:
@@ -59,7 +60,7 @@ class Staging:
         self._events = [torch.cuda.Event() for _ in range(2)] if self._cuda else []
         self._at = -1
         #: The target, and a slice of it: as many of its first rows as the last upload had.
-        self._to, self._to_first = to, to
+        self._to, self._to_first, self._num_first = to, to, len(to)
 
     def next(self) -> Buffer:
         self._at = (self._at + 1) % len(self._buffers)
@@ -73,8 +74,8 @@ class Staging:
         """Enqueue the copy of the first `num_rows` rows. The slices are kept for the next upload:
         decode steps mostly have one size, and to slice a tensor takes a third as long as to enqueue
         the copy."""
-        if buffer.first is None or len(buffer.first) != num_rows:
-            buffer.first = buffer.tensor[:num_rows]
-        if len(self._to_first) != num_rows:
-            self._to_first = self._to[:num_rows]
+        if buffer.first is None or buffer.num_first != num_rows:
+            buffer.first, buffer.num_first = buffer.tensor[:num_rows], num_rows
+        if self._num_first != num_rows:
+            self._to_first, self._num_first = self._to[:num_rows], num_rows
         self._to_first.copy_(buffer.first, non_blocking=True)

@@ -172,9 +172,9 @@ class Tables(ProgramTables):
         """Write for each tap whether any of these programs does something there. Without
         this, each row would look up its program at each tap, and an idle tap would take a GPU twice
         as long."""
-        used = np.zeros(len(self._host_programs) + 1, bool)  # the last one is NO_PROGRAM
-        used[program_ids] = True
-        acts = (self._host_programs[used[:-1]] >= 0).any(axis=0)
+        alike = bool((program_ids == program_ids[0]).all())  # the usual case, and a fast one
+        used = program_ids[:1] if alike else np.unique(program_ids)
+        acts = (self._host_programs[used[used != NO_PROGRAM]] >= 0).any(axis=0)
         if np.array_equal(acts, self._acts):
             return
         self._acts = acts
