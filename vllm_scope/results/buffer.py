@@ -190,6 +190,9 @@ class Pending:
 
     def copies(self) -> list[Copy]:
         """The copies that must be done before `commit`."""
+        # A request mostly has one table, and many requests may have a few small values each.
+        if len(self._added) == 1:
+            return self._added[0].copies()
         return [copy for table in dict.fromkeys(self._added) for copy in table.copies()]
 
     def commit(self) -> None:
@@ -207,12 +210,13 @@ class Pending:
 
     def _table(self, key: TableKey, value_bytes: int) -> Table:
         """The table of a key. It has those of the key's columns that were asked for, maybe none."""
-        if key not in self._tables:
+        table = self._tables.get(key)
+        if table is None:
             dtype = torch.float32 if isinstance(key.what, Bank) else torch.uint8
             dtype = dtype_of(self.sites) if key.what is None else dtype
             names = key.names(self._wanted(key.what))
-            self._tables[key] = Table(names, value_bytes, dtype, self._allocator)
-        return self._tables[key]
+            table = self._tables[key] = Table(names, value_bytes, dtype, self._allocator)
+        return table
 
     def _wanted(self, what: What) -> set[int]:
         """The points at which values of this kind were asked for."""
@@ -272,17 +276,20 @@ class Pending:
             finish_reason: vLLM's; None while the request runs.
         """
         ids = Transcript(self.prompt_ids, output_ids, len(output_ids))
+        why = self._why()
         return ScopeResult(
             self.asked, self.sites, ids, len(self.prompt_ids), ArrivedParts(self._tables),
-            self._status(finish_reason), self._why(), dict(self.manifests), tuple(self.decisions),
+            self._status(finish_reason, why), why, dict(self.manifests), tuple(self.decisions),
         )  # fmt: skip
 
     def _why(self) -> str | None:
+        if self.error or not self.manifests:
+            return self.error
         failed = (m.reason for m in self.manifests.values() if m.status == "error")
-        return self.error or next(failed, None)
+        return next(failed, None)
 
-    def _status(self, finish_reason: str | None) -> Status:
-        if self._why() is not None:
+    def _status(self, finish_reason: str | None, why: str | None) -> Status:
+        if why is not None:
             return "failed"
         if finish_reason is None:
             return "streaming"

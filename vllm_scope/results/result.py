@@ -93,14 +93,22 @@ class ScopeResult(OverStreams):
         manifests: Mapping[str, Manifest] | None = None,
         decisions: tuple[Decided, ...] = (),
     ) -> None:
-        self.manifests, self.decisions = dict(manifests or {}), decisions
+        self.manifests, self.decisions = manifests or {}, decisions
         self._asked, self._sites = asked, sites
         self._token_ids, self._num_prompt = token_ids, num_prompt
         self._parts = parts
         self._status, self.error = status, error
         self._wanted_by: dict[tuple[Selector, ...], np.ndarray] = {}
-        self._stream_table = StreamTable.of(asked, sites)
-        self._score_table = ScoreTable.of(asked)
+
+    # Both tables are made at first use: of a request that streams, most results are never read.
+
+    @cached_property
+    def _stream_table(self) -> StreamTable:
+        return StreamTable.of(self._asked, self._sites)
+
+    @cached_property
+    def _score_table(self) -> ScoreTable:
+        return ScoreTable.of(self._asked)
 
     @property
     def num_processed(self) -> int:

@@ -22,6 +22,10 @@ from vllm_scope.results.allocator import PLAIN, CachingAllocator
 from vllm_scope.results.copiers import Copy
 from vllm_scope.results.snapshot import What
 
+#: Values of at most this many bytes are copied when they are added: to list their copies, so that
+#: threads can share them, would take longer.
+SMALL_BYTES = 4096
+
 
 class TableKey(NamedTuple):
     """Identifies a table of one request.
@@ -81,7 +85,7 @@ class Table:
         #: How many values at the beginning have the same labels in all columns; None if the labels
         #: of later values are known to differ.
         self._num_alike: int | None = 0
-        #: The values that are added: (their place in `_values`, the values).
+        #: The values that are added and not copied: (their place in `_values`, the values).
         self._coming: list[tuple[slice | tuple[slice, int], np.ndarray]] = []
 
     def write(self, labels: np.ndarray, values: np.ndarray, room: int) -> None:
@@ -100,7 +104,10 @@ class Table:
             return
         last = first + len(values)
         self._make_room(last, room)
-        self._coming.append((slice(first, last), values))
+        if values.nbytes <= SMALL_BYTES:
+            self._values[first:last] = values
+        else:
+            self._coming.append((slice(first, last), values))
         self._labels[:, :, first:last] = labels[:, None]
         self._placed = [last] * len(self._placed)
 
@@ -123,7 +130,7 @@ class Table:
         self._placed = [*self._placed[:at], last, *self._placed[at + 1 :]]
 
     def copies(self) -> list[Copy]:
-        """The copies that must be done before `commit`."""
+        """The copies that must be done before `commit`. Small values are copied already."""
         return [(self._values[where], values) for where, values in self._coming]
 
     def commit(self) -> None:
@@ -153,9 +160,9 @@ class Table:
     def _make_room(self, last: int, room: int) -> None:
         if last <= len(self._values):
             return
-        size, used = max(last, room, 2 * len(self._values)), max(self._counts)
+        size, used = max(last, room, 2 * len(self._values)), max(self._placed)
         labels = np.empty((*self._labels.shape[:2], size), np.int64)
-        labels[:, :, : max(self._placed)] = self._labels[:, :, : max(self._placed)]
+        labels[:, :, :used] = self._labels[:, :, :used]
         values = self._allocator.empty(size, *self._values.shape[1:])
         values[:used] = self._values[:used]
         self._values, self._labels = values, labels
@@ -167,9 +174,9 @@ class Table:
         return FrozenTable(self._names, counts, self._labels, self._values, self._dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen, which would double the time to make one
 class FrozenTable:
-    """The contents of a table at one time.
+    """The contents of a table at one time. Nothing changes them.
 
     Attributes:
         names: for each column, the points whose values it has.

@@ -20,7 +20,7 @@ from vllm_scope.results.allocator import CachingAllocator
 from vllm_scope.results.budget import Asker, asking
 from vllm_scope.results.copiers import PARALLEL_BYTES, copy_all, shares_of
 from vllm_scope.results.inbox import Inbox
-from vllm_scope.results.table import Table
+from vllm_scope.results.table import SMALL_BYTES, Table
 from vllm_scope.sinks import Manifest
 from vllm_scope.transport.messages import FinishHeader, RowsMessage
 
@@ -212,6 +212,13 @@ def test_every_place_of_a_key_is_found_in_order(keys):
         assert isinstance(some, slice) == (len(set(np.diff(at).tolist())) < 2)
 
 
+@pytest.fixture(params=[0, SMALL_BYTES], ids=["copied-later", "copied-at-once"])
+def copied(request, monkeypatch: pytest.MonkeyPatch):
+    """Tables copy small values at once, or not."""
+    monkeypatch.setattr("vllm_scope.results.table.SMALL_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("copied")
 def test_a_column_that_lost_a_message_leaves_the_others_at_their_places():
     table = Table({3: (3,), 8: (8,)}, 4, torch.float32)
 
@@ -245,6 +252,7 @@ def test_a_column_that_lost_a_message_leaves_the_others_at_their_places():
             assert part.rows[:, 0].tolist() == [first + p for p in at]
 
 
+@pytest.mark.usefixtures("copied")
 def test_columns_that_came_tap_by_tap_share_their_labels_while_they_are_the_same():
     table = Table({3: (3,), 8: (8,)}, 4, torch.float32)
 
