@@ -214,7 +214,12 @@ class Pending:
         if table is None:
             dtype = torch.float32 if isinstance(key.what, Bank) else torch.uint8
             dtype = dtype_of(self.sites) if key.what is None else dtype
-            names = key.names(self._wanted(key.what))
+            # Many requests share `asked`, and a monitor may read many layers.
+            known: dict[TableKey, dict[int, tuple[int, ...]]]
+            known = self.asked.__dict__.setdefault("_names", {})
+            names = known.get(key)
+            if names is None:
+                names = known[key] = key.names(self._wanted(key.what))
             table = self._tables[key] = Table(names, value_bytes, dtype, self._allocator)
         return table
 

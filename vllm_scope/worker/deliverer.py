@@ -169,7 +169,8 @@ class Deliverer:
                 self._guard(partial(self._write_stored, run))
         finally:
             for item in items:
-                item.written.set()
+                if item.written is not None:
+                    item.written.set()
                 item.lease.release()
 
     @staticmethod

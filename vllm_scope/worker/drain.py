@@ -237,8 +237,9 @@ class Drain:
             write: called on the drain thread, see Stored.
         """
         num_slots = len(labels.keys) * labels.layouts[0].slots(self._widths)
-        item = Stored(labels, self._ring.acquire(num_slots), write, threading.Event())
+        item = Stored(labels, self._ring.acquire(num_slots), write)
         if self._watch:
+            item.written = threading.Event()
             wait = partial(_wait_for, item.written)
             self._watch.add(item.labels_if_whole, wait, item.lease, None)
             self._put(item)

@@ -72,14 +72,15 @@ class Stored:
 
     Attributes:
         write: writes the scores to the lease; returns False if some are missing.
-        written: set when the thread has finished this item, even if scores are missing.
+        written: set when the thread has finished this item, even if scores are missing; None if
+            nobody waits for it.
         whole: True if the scores are in the lease.
     """
 
     labels: Labels
     lease: Lease
     write: Callable[[Lease], bool]
-    written: threading.Event
+    written: threading.Event | None = None
     whole: bool = False
 
     def labels_if_whole(self) -> Labels | None:
