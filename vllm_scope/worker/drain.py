@@ -248,7 +248,8 @@ class Drain:
         self._items.append(item)
         self._unseen_scores = True
         if not self.defers:
-            self.make_room()
+            self._pace.soon()
+            self._pace.wake()
 
     def nudge(self) -> None:
         """Let the drain thread deliver stored scores: soon if a caller reads rows as they arrive,
@@ -259,11 +260,6 @@ class Drain:
         self._unseen_scores = False
         if self._pace.is_followed:
             self._pace.soon()
-        self._pace.wake()
-
-    def make_room(self) -> None:
-        """Let the drain thread deliver soon what waits: the ring lacks room."""
-        self._pace.soon()
         self._pace.wake()
 
     def keep(self, filled: Sequence[Filled]) -> None:
@@ -292,6 +288,15 @@ class Drain:
             self._put(call)
         else:
             self._items.append(call)
+
+    def begin_launch(self) -> None:
+        """Note that the worker's thread begins to launch the model. On a GPU the drain thread does
+        not begin to work before `end_launch`, unless something waits for it."""
+        if self._stream.is_cuda:
+            self._pace.begin_launch()
+
+    def end_launch(self) -> None:
+        self._pace.end_launch()
 
     def hurry(self) -> None:
         """Let the thread look now, without rest. Call this if something waits for the thread, or if
@@ -367,6 +372,7 @@ class Drain:
     def _run(self) -> None:
         while True:
             if self._items:
+                self._pace.await_launch()
                 started = time.thread_time()
                 self._pace.look()
                 self._num_unseen = 0

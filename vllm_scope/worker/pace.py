@@ -25,6 +25,8 @@ LINGER_MONITORED_S = 0.03
 LINGER_UNSEEN_S = 0.08
 #: How long the last rows of a request may wait.
 LINGER_AT_END_S = 0.002
+#: How long the thread waits for a launch to end before it looks all the same.
+MOST_LAUNCH_S = 0.05
 #: The thread owes REST times its working time as rest. If it owes more than MOST_OWED_S, it rests
 #: after each look, even if a request has ended, for LINGER_AT_END_S to MOST_REST_S. Its rest is not
 #: longer, because a worker that needs room in a ring waits for the thread. If it owes less, the end
@@ -46,6 +48,9 @@ class Pace:
         self._wake = threading.Event()
         #: Since the thread last looked: a request has ended; the thread should look soon, or now.
         self._ended, self._soon, self._now = (threading.Event() for _ in range(3))
+        #: Cleared while the worker's thread launches the model on a GPU.
+        self._between_launches = threading.Event()
+        self._between_launches.set()
         #: Running requests whose callers read rows as they arrive -> how long their rows may wait.
         self._followed: dict[int, float] = {}
 
@@ -81,8 +86,20 @@ class Pace:
 
     def hurry(self) -> None:
         """Let the thread look now, without rest."""
-        for news in (self._now, self._ended, self._soon, self._wake):
+        for news in (self._now, self._ended, self._soon, self._wake, self._between_launches):
             news.set()
+
+    def begin_launch(self) -> None:
+        """Note that the worker's thread begins to launch the model. Each of the launch's hundreds
+        of operations releases the GIL, and would then wait until the thread has worked."""
+        self._between_launches.clear()
+
+    def end_launch(self) -> None:
+        self._between_launches.set()
+
+    def await_launch(self) -> None:
+        """Wait for the end of a launch, unless something waits for the thread (`hurry`)."""
+        self._between_launches.wait(MOST_LAUNCH_S)
 
     def wake(self) -> None:
         """Wake the thread if it sleeps. If it rests, its rest goes on."""

@@ -525,7 +525,7 @@ def test_kept_scores_wait_for_the_launch_of_their_step():
 
 def test_kept_scores_that_need_room_of_others_before_them_wake_the_thread():
     with _drain(64, host_slots=8) as (_, drain, sink):
-        drain.defers, drain._ring.reclaim = True, drain.make_room
+        drain.defers, drain._ring.reclaim = True, drain.hurry
         for key in range(20):
             labels = labels_of([key] * 3, range(3), layouts=(reads_at(0),))
             drain.submit_stored(labels, lambda lease: bool(lease.slots.fill_(0).numel()))

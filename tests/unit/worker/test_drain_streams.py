@@ -4,6 +4,7 @@ copies, which events are waited for and used again. tests/gpu/test_drain.py has 
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ import torch
 from tests.unit.delivered import ROW_BYTES, labels_of, reads_at
 from tests.unit.worker.test_drain import (
     CPU,
+    PATIENCE_S,
     RecordingSink,
     _drain,
     _rows,
@@ -30,6 +32,7 @@ from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker import arena as arenas
 from vllm_scope.worker import drain as drains
 from vllm_scope.worker import filler as fillers
+from vllm_scope.worker import pace as paces
 from vllm_scope.worker.arena import Arena, StreamFence
 from vllm_scope.worker.drain import Drain
 from vllm_scope.worker.side_stream import SideStream
@@ -313,6 +316,29 @@ def test_an_event_that_the_watch_waits_for_is_not_used_again(streams):
     events = [wait.__self__ for wait in waits]
     assert len(set(events)) == 20
     assert [event.num_records for event in events] == [1] * 20
+
+
+@pytest.mark.parametrize("by", ["the-end", "something-that-waits", "its-length"])
+def test_the_thread_begins_no_work_while_the_model_is_launched(streams, monkeypatch, by):
+    monkeypatch.setattr(paces, "MOST_LAUNCH_S", 0.1 if by == "its-length" else PATIENCE_S)
+    with _drain(8) as (arena, drain, sink):
+        drain.begin_launch()
+        _submit(arena, drain, 1, 0, 1)
+        time.sleep(0.05)
+        assert not sink.events
+        if by == "the-end":
+            drain.end_launch()
+        elif by == "something-that-waits":
+            drain.hurry()
+        _until(lambda: sink.events == _rows(1, 0, 1), PATIENCE_S / 2)
+        drain.end_launch()
+
+
+def test_on_a_cpu_the_thread_works_while_the_model_runs():
+    with _drain(8) as (arena, drain, sink):
+        drain.begin_launch()
+        _submit(arena, drain, 1, 0, 1)
+        _until(lambda: sink.events == _rows(1, 0, 1), PATIENCE_S / 2)
 
 
 def test_a_caller_that_followed_a_request_is_forgotten_with_it(streams):

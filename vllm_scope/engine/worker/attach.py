@@ -123,11 +123,15 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
             return execute_model(scheduler_output, *args, **kwargs)
         if not scope.has_requests():
             scope.steps.clear()
+        scope.begin_launch()
         try:
             output = execute_model(scheduler_output, *args, **kwargs)
         except BaseException:
+            scope.end_launch()
             scope.steps.fail()
             raise
+        if output is not None:  # else `sample_tokens` launches the rest
+            scope.end_launch()
         scope.steps.end()
         if news is not None and news.entrants:
             scope.deliver_soon()
@@ -140,7 +144,11 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
     sample_tokens = runner.sample_tokens
 
     def sample(*args: object, **kwargs: object) -> object:
-        return scope.with_endings(sample_tokens(*args, **kwargs))
+        try:
+            output = sample_tokens(*args, **kwargs)
+        finally:
+            scope.end_launch()
+        return scope.with_endings(output)
 
     runner.execute_model, runner.sample_tokens = execute, sample
 

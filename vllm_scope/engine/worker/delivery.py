@@ -113,7 +113,7 @@ class WorkerDelivery:
         )
 
         def reclaim() -> None:
-            drain.make_room()
+            drain.hurry()
             memory.reclaim()
             watch.settle()
 

@@ -478,6 +478,15 @@ class ScopeWorker:
             # The callers wait for rows, and the drain thread can delay no request: none is running.
             self._delivery.drain.hurry()
 
+    def begin_launch(self) -> None:
+        """Note that this thread begins to launch the model; see Drain.begin_launch."""
+        if self._delivery is not None:
+            self._delivery.drain.begin_launch()
+
+    def end_launch(self) -> None:
+        if self._delivery is not None:
+            self._delivery.drain.end_launch()
+
     def deliver_soon(self) -> None:
         """Have the kept scores of new requests' prompts delivered. Called once the forward of these
         requests is enqueued."""
