@@ -41,12 +41,17 @@ def read_index(folder: Folder, name: str) -> Index | None:
         if tensor is None or header.metadata.get("layout") != "sharded":
             return None
         start, stop = tensor.data_offsets
-        if stop - start > MAX_INDEX_BYTES:
-            raise FileError(
-                f"{name} has an index of {stop - start} bytes; one has at most {MAX_INDEX_BYTES}."
-            )
-        file.seek(header.num_bytes + start)
-        return Index.decode(file.read(stop - start), name)
+        return _read_index(file, header.num_bytes + start, stop - start, name)
+
+
+def _read_index(file: BinaryIO, start: int, num_bytes: int, name: str) -> Index:
+    """The index in these bytes of a file. Raises FileError."""
+    if num_bytes > MAX_INDEX_BYTES:
+        raise FileError(
+            f"{name} has an index of {num_bytes} bytes; one has at most {MAX_INDEX_BYTES}."
+        )
+    file.seek(start)
+    return Index.decode(file.read(num_bytes), name)
 
 
 def open_data(folder: Folder, name: str, dtypes: dict[str, str]) -> MappedFile | NpzFile:
@@ -122,8 +127,7 @@ def _npz_index(file: BinaryIO, size: int, name: str) -> Index | None:
     start, shape, dtype = members[KEY]
     if dtype != np.uint8:
         raise FileError(f"{name}: its index is of dtype {dtype}, not bytes.")
-    file.seek(start)
-    return Index.decode(file.read(int(np.prod(shape, dtype=object))), name)
+    return _read_index(file, start, int(np.prod(shape, dtype=object)), name)
 
 
 def _members(file: BinaryIO, size: int, name: str) -> dict[str, _Member]:

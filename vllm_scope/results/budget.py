@@ -136,16 +136,17 @@ class Share:
         #: True once the request is gone; rows that still arrive for it are dropped.
         self._closed = False
         needed, most = promised * copies, most_of_one(budget.most_bytes)
-        told = f"{needed / 2**20:.1f} MiB of rows and scores"
         if needed > most:
             raise SpecError(
-                f"the prompt alone delivers {told}, of all its completions; this server holds at "
+                f"the prompt alone delivers {needed / 2**20:.1f} MiB of rows and scores, of all "
+                "its completions; this server holds at "
                 f"most {most / 2**20:.1f} MiB (3/4 of VLLM_SCOPE_ROWS_MIB) of one key's running "
                 "requests. Read fewer layers or tokens, or send them to a sink."
             )
         if promised and not budget.take(owner, promised):
             raise CapacityError(
-                f"the prompt delivers {told}, and this key's running requests hold "
+                f"the prompt delivers {promised / 2**20:.1f} MiB of rows and scores, and this "
+                "key's running requests hold "
                 f"{budget.held_by(owner) / 2**20:.1f} MiB; a key may hold three times what is free "
                 f"of {budget.most_bytes / 2**20:.1f} MiB (VLLM_SCOPE_ROWS_MIB); send it again "
                 "later, or fewer prompts at once."

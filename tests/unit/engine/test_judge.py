@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.unit.waiting import until
 from vllm_scope.control.backlog import MOST_WAITING, Backlog
 from vllm_scope.control.tally import Tally
 from vllm_scope.engine import judge
@@ -53,13 +54,6 @@ def ended(result, reason="stop"):
 
 def tell(monitor, result, name="r", **more):
     Judge((monitor,), None, None).told(SimpleNamespace(request_id=name), ended(result, **more))
-
-
-def until(holds):
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 @pytest.fixture

@@ -600,6 +600,15 @@ def test_a_damaged_npz_is_refused(body, compression, says, tmp_path):
         vllm_scope.open(tmp_path)
 
 
+@pytest.mark.parametrize("layout", ["npz", "sharded"])
+def test_an_index_that_is_too_large_is_not_read(layout, tmp_path, monkeypatch):
+    with writer_of(tmp_path, layout=layout) as writer:
+        put(writer, 1)
+    monkeypatch.setattr("vllm_scope.files.datafile.MAX_INDEX_BYTES", 64)
+    with pytest.raises(FileError, match=r"has an index of \d+ bytes; one has at most 64"):
+        vllm_scope.open(tmp_path)
+
+
 @pytest.mark.parametrize(
     "body",
     [

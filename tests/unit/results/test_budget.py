@@ -161,6 +161,16 @@ def test_a_prompt_that_can_never_fit_is_refused_as_such(inbox):
     opened(inbox, spec, 100, copies=4)
 
 
+def test_of_completions_that_enter_one_by_one_a_refusal_names_the_bytes_of_one(inbox):
+    """2.0 MiB of 1,000 tokens, and four times as much of all completions."""
+    inbox.budget = room_for(9 << 20)
+    spec = Spec((Read("resid_post", layers=[0]),))
+    running = [opened(inbox, spec, 1000, copies=4) for _ in range(4)]
+    with pytest.raises(CapacityError, match=r"delivers 2\.0 MiB .*requests hold 7\.9 MiB"):
+        opened(inbox, spec, 1000, copies=4)
+    assert len(running) == 4
+
+
 def test_a_request_that_delivers_more_than_there_is_room_for_loses_only_its_own_rows(inbox):
     spec = Spec((Read("embed"),))
     inbox.budget = Budget(10 * (ROW + LABEL_BYTES))

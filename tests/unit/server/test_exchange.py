@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import Response, StreamingResponse
 
+from tests.unit.waiting import until
 from vllm_scope.results.budget import asking
 from vllm_scope.server.exchange import Exchange
 from vllm_scope.server.limits import Door
@@ -91,13 +92,6 @@ def host():
     with running(port=0) as found:
         found.port = found.address[1]
         yield found
-
-
-def until(true):
-    limit = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
 
 
 @contextmanager

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import copy
-import time
 
 import pytest
 
+from tests.unit.waiting import until
 from vllm_scope.server import peers
 from vllm_scope.server.peers import Peers
-
-
-def until(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.unit.waiting import until
 from vllm_scope.errors import CapacityError, ConfigError
 from vllm_scope.results.column import Column
 from vllm_scope.server import encode
@@ -104,13 +105,6 @@ def test_results_end_with_their_time(tmp_path):
     until(lambda: not list(tmp_path.rglob("*.safetensors")))
     assert (len(store), store.num_bytes) == (0, 0)
     store.close()
-
-
-def until(true):
-    limit = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
 
 
 def test_one_timer_ends_all_files(tmp_path):

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.unit.recording import PATIENCE_S, POINTS, SITES, TOKEN_BYTES, Live, Other, Whole, side
+from tests.unit.waiting import until
 from vllm_scope import Read
 from vllm_scope.program.layout import Layout, Widths
 from vllm_scope.request.heads import Bank, Encoding, Scored, Told
@@ -413,13 +414,6 @@ def test_each_number_of_a_bank_counts_as_a_value(kind):
     data = np.zeros((5, 16 * layout.slots(widths)), np.uint8)
     rows = QueuedRows(None, Arrival(layout, np.arange(5), data, widths))
     assert rows.num_values == 5 * (1 + 2 * 3 + 1)
-
-
-def until(true, seconds: float = 5.0) -> None:
-    limit = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
 
 
 def test_another_sink_does_not_notice_one_that_drops_or_spills(monkeypatch):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.unit.delivered import ROW_BYTES, labels_of, reads_at
+from tests.unit.waiting import until
 from tests.unit.worker.test_drain import (
     CPU,
     PATIENCE_S,
@@ -19,7 +20,6 @@ from tests.unit.worker.test_drain import (
     _drain,
     _rows,
     _submit,
-    _until,
     of_pairs,
     pairs_of,
 )
@@ -158,7 +158,7 @@ def test_small_steps_with_heads_are_copied_on_the_drain_thread_after_their_taps(
             if step == 5:
                 sink.gate.set()
         drain.finish_request(0)
-        _until(lambda: sink.events)
+        until(lambda: sink.events)
         side = drain._stream._stream
         assert not drain.filler._num_waiting
     assert found == [one for step in range(40) for one in pairs_of(step % 3, [step], 2)]
@@ -172,7 +172,7 @@ def test_events_are_used_again(streams):
     with _drain(8) as (arena, drain, sink):
         for step in range(50):
             _submit(arena, drain, 1, step, 1)
-            _until(lambda step=step: len(sink.events) > step)
+            until(lambda step=step: len(sink.events) > step)
     of_copies = [event for event in Event.made if event.blocking]
     assert len(of_copies) < 10
     assert sum(event.num_records for event in of_copies) >= 50
@@ -312,7 +312,7 @@ def test_an_event_that_the_watch_waits_for_is_not_used_again(streams):
     with _drain(8, watch=Watching()) as (arena, drain, sink):
         for step in range(20):
             _submit(arena, drain, 1, step, 1)
-            _until(lambda step=step: len(sink.events) > step)
+            until(lambda step=step: len(sink.events) > step)
     events = [wait.__self__ for wait in waits]
     assert len(set(events)) == 20
     assert [event.num_records for event in events] == [1] * 20
@@ -330,7 +330,7 @@ def test_the_thread_begins_no_work_while_the_model_is_launched(streams, monkeypa
             drain.end_launch()
         elif by == "something-that-waits":
             drain.hurry()
-        _until(lambda: sink.events == _rows(1, 0, 1), PATIENCE_S / 2)
+        until(lambda: sink.events == _rows(1, 0, 1), PATIENCE_S / 2)
         drain.end_launch()
 
 
@@ -338,7 +338,7 @@ def test_on_a_cpu_the_thread_works_while_the_model_runs():
     with _drain(8) as (arena, drain, sink):
         drain.begin_launch()
         _submit(arena, drain, 1, 0, 1)
-        _until(lambda: sink.events == _rows(1, 0, 1), PATIENCE_S / 2)
+        until(lambda: sink.events == _rows(1, 0, 1), PATIENCE_S / 2)
 
 
 def test_a_caller_that_followed_a_request_is_forgotten_with_it(streams):
