@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 
+from tests.collector import collector_off
 from vllm_scope.compat.bounds import MOST, Room, parsed
 from vllm_scope.compat.steering_http import keys as steering
 from vllm_scope.compat.steering_http.tiers import Wanted
@@ -25,6 +26,12 @@ SITES = Sites(LAYERS, HIDDEN, "bfloat16", tuple(range(2 * LAYERS + 1)))
 SIZE = 4 << 20
 #: Seconds of CPU. To refuse an object takes 0.3 ms, on a busy machine more.
 QUICK = 0.05
+
+
+@pytest.fixture(autouse=True)
+def _collector_off():
+    with collector_off():
+        yield
 
 
 def many(item, size=SIZE):

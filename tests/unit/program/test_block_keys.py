@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.collector import collector_off
 from tests.unit.programs import runs
 from tests.unit.strategies import VOCAB, edits
 from vllm_scope import Ablate, Add, Except, Positions, Replace, Spec, TokenIds, Union
@@ -50,10 +51,12 @@ def test_a_key_that_was_made_for_another_block_of_the_phase_is_this_blocks_own(s
 
 def test_the_blocks_of_a_long_prompt_with_edits_of_a_phase_cost_next_to_nothing():
     keys = _keys(Add(V, layer=0), num_prompt=100_000)
-    started = time.process_time()
-    found = {keys.key(start, start + 16) for start in range(0, 100_000, 16)}
+    with collector_off():
+        started = time.process_time()
+        found = {keys.key(start, start + 16) for start in range(0, 100_000, 16)}
+        took = time.process_time() - started
     assert len(found) == 1
-    assert time.process_time() - started < 0.05
+    assert took < 0.05
 
 
 def test_blocks_whose_scales_a_policy_sets_are_the_requests_own():
