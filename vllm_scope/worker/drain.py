@@ -247,18 +247,19 @@ class Drain:
             return
         self._items.append(item)
         self._unseen_scores = True
+        self._num_unseen += num_slots
         if not self.defers:
             self._pace.soon()
             self._pace.wake()
 
     def nudge(self) -> None:
-        """Let the drain thread deliver stored scores: soon if a caller reads rows as they arrive,
-        and else with the next rows. Call it once the step of their requests is launched: the thread
-        then works while the device computes the prompts' other tokens."""
+        """Let the drain thread deliver stored scores: soon if a caller reads rows as they arrive or
+        much waits, and else with the next rows. Call it once the step of their requests is
+        launched: the thread then works while the device computes the prompts' other tokens."""
         if not self._unseen_scores:
             return
         self._unseen_scores = False
-        if self._pace.is_followed:
+        if self._pace.is_followed or self._num_unseen > self._most_unseen:
             self._pace.soon()
         self._pace.wake()
 

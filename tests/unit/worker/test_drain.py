@@ -524,6 +524,35 @@ def test_kept_scores_wait_for_the_launch_of_their_step():
         until(lambda: len(sink.events) == 1)
 
 
+@pytest.mark.parametrize(
+    ("followed", "count", "waits"),
+    [
+        pytest.param([], 1, True, id="nobody-looks-before-the-end"),
+        pytest.param([PATIENCE_S], 1, True, id="somebody-looks-at-monitors"),
+        pytest.param([LINGER_S], 1, False, id="somebody-looks"),
+        pytest.param([], 20, False, id="much-waits"),
+    ],
+)
+def test_kept_scores_that_no_caller_follows_wait_for_the_next_rows(
+    monkeypatch, followed, count, waits
+):
+    monkeypatch.setattr("vllm_scope.worker.pace.LINGER_UNSEEN_S", PATIENCE_S)
+    with _drain(64) as (arena, drain, sink):
+        drain.defers = True  # as on a GPU
+        for key, linger_s in enumerate(followed, 2):
+            drain.follow(key, linger_s)
+        _submit(arena, drain, 1, 0, 1)  # after this the thread rests
+        until(lambda: len(sink.events) == 1)
+        labels = labels_of([2] * count, range(count), layouts=(reads_at(0),))
+        drain.submit_stored(labels, lambda lease: bool(lease.slots.fill_(0).numel()))
+        drain.nudge()
+        if waits:
+            time.sleep(0.2)
+            assert len(sink.events) == 1
+            drain.finish_request(1)
+        until(lambda: len(sink.events) >= 1 + count, PATIENCE_S / 2)
+
+
 def test_kept_scores_that_need_room_of_others_before_them_wake_the_thread():
     with _drain(64, host_slots=8) as (_, drain, sink):
         drain.defers, drain._ring.reclaim = True, drain.hurry
