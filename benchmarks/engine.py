@@ -39,9 +39,9 @@ class Workload:
             GROUPS groups, the same in all measurements.
         lens: read through vllm-lens instead.
         first: measure the time until every request has its first token.
-        clients: measure the mean time from sending a request to its first token, while so many
-            clients each send their next request once the last one has ended. The requests generate
-            different numbers of tokens, `generate` on average. 0 to send all requests at once.
+        clients: 0, or how many clients share the requests. Each sends its next request once its
+            previous one has ended, and the mean time from sending a request to its first token is
+            measured. The requests generate different numbers of tokens, `generate` on average.
         salt: makes the prompts different, so that no run hits another's cache.
         keep: a file to which the rows are written, for benchmarks.values; "" for none.
     """
@@ -67,10 +67,12 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """What throughput counts: generated tokens; the prompts' where one is generated; first
-        tokens where these are measured, and one where their mean time is."""
-        if self.first or self.clients:
-            return 1 if self.clients else self.batch
+        """What is divided by the measured seconds: generated tokens; the prompts' where one is
+        generated; first tokens where these are measured; 1 where the mean of their times is."""
+        if self.clients:
+            return 1
+        if self.first:
+            return self.batch
         prompt = self.prompt + self.shared
         return self.batch * (prompt if self.generate == 1 else self.generate)
 
@@ -204,7 +206,7 @@ def measure(llm: Any, work: Workload) -> dict[str, Any]:
     if work.clients:
         for i, one in enumerate(params):
             one.max_tokens = work.generate // 2 + i * 7919 % work.generate
-        seconds, outputs = in_turn(llm.llm_engine, prompts, params, work.clients)
+        seconds, outputs = with_clients(llm.llm_engine, prompts, params, work.clients)
     elif work.first:
         seconds, outputs = until_first(llm.llm_engine, prompts, params)
     else:
@@ -237,20 +239,22 @@ def until_first(engine: Any, prompts: list[Any], params: list[Any]) -> tuple[flo
     return first - started, ended
 
 
-def in_turn(
+def with_clients(
     engine: Any, prompts: list[Any], params: list[Any], clients: int
 ) -> tuple[float, list[Any]]:
-    """The mean of the seconds from sending a request to its first token, without the requests that
-    are sent at once at the beginning; and the finished outputs."""
+    """The mean of the seconds from sending a request to its first token, without the clients' first
+    requests, which are sent at once; and the finished outputs. There are more prompts than
+    clients."""
     waiting = iter(enumerate(zip(prompts, params, strict=True)))
     sent: dict[str, float] = {}
     times, ended = [], []
 
     def send() -> None:
-        for i, (prompt, param) in waiting:
+        following = next(waiting, None)
+        if following is not None:
+            i, (prompt, param) = following
             sent[f"{i}"] = time.perf_counter()
             engine.add_request(f"{i}", {"type": "token", **prompt}, param)
-            return
 
     for _ in range(clients):
         send()

@@ -248,7 +248,7 @@ class Road:
     def finish(self, name: str) -> None:
         self.worker.finish_requests([name])
         self.admission.release(name)
-        self.index.end(name, None)
+        self.index.finish_request(name, None)
 
     def settle(self, given: tuple[Any, Any, Any]) -> None:
         request, pending, decorators = given

@@ -72,8 +72,8 @@ class StepNews(msgspec.Struct):
         ended: id of an ended request that has sinks -> the tokens that the scheduler accepted.
         zeroed: KV blocks that the workers must zero before the step's forward.
         filled: request id -> the number of a block that the request has filled, or fills with this
-            step, and the hashes of this block and those after it. Workers keep the scores of these
-            blocks.
+            step, and the hashes of this block and of the other full blocks after it. Workers keep
+            the scores of these blocks.
         filled_at_end: the same for requests that have ended.
         forgotten_scores: the keys of scores that workers drop.
         resumed: id of a request that begins, or begins again after preemption, and whose gates have

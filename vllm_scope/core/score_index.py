@@ -21,10 +21,12 @@ from vllm_scope.request.remembered import Remembered
 
 #: Estimated memory for each block with scores, here and in a worker together, beside the scores.
 _BLOCK_BYTES = 512
-#: Requests that began together fill their blocks with the same steps, and to name the blocks of 256
-#: requests in one step took the scheduler 7 ms on the host of an H100. Requests therefore take
-#: turns: a block of generated tokens may be named up to TURNS - 1 steps after the step for which it
-#: was expected to be full. The scheduler may be two steps ahead of what is known then.
+#: Requests that began together fill their blocks with the same steps. To tell the workers about the
+#: blocks of 256 requests in one step took the scheduler 7 ms on the host of an H100. Requests
+#: therefore take turns: the workers are told about a block of generated tokens up to TURNS - 1
+#: steps after the step for which it was expected to be full. With async scheduling the scheduler is
+#: up to two steps ahead of the known tokens, so this is up to TURNS + 1 steps after the step that
+#: fills the block.
 TURNS = 8
 #: (block hash, digest of the probes).
 ScoreKey = tuple[bytes, bytes]
@@ -50,11 +52,12 @@ class ScoreIndex:
         self._chains: dict[str, tuple[Sequence[bytes], bytes]] = {}
         #: Running request -> how many of its first tokens may lie in blocks that are kept.
         self._frozen: dict[str, int] = {}
-        #: Running request -> how many steps later its blocks of generated tokens are named; and the
-        #: same for the request that began last.
+        #: Running request -> how many steps later workers are told about its blocks of generated
+        #: tokens; and the same for the request that began last.
         self._turns: dict[str, int] = {}
         self._last_turn = 0
-        #: Ended request -> the blocks that were not named while it ran, as `fill` returns them.
+        #: Ended request -> the blocks that workers were not told about while it ran, as `fill`
+        #: returns them.
         self._ended: dict[str, tuple[int, list[bytes]]] = {}
         #: Number of steps so far; step -> requests to look at in that step; request -> the step in
         #: which `due` returns it.
@@ -77,8 +80,8 @@ class ScoreIndex:
         self._look_at(request_id, self._step + 1)
 
     def due(self) -> list[str]:
-        """The running requests whose full blocks are named with the coming step. Call it once a
-        step, and then `look_again` for each request that it returned."""
+        """The running requests about whose full blocks the workers are told with the coming step.
+        Call it once a step, and then `look_again` for each request that it returned."""
         self._step += 1
         found = self._due.pop(self._step, {})
         return [r for r in found if self._due_at.get(r) == self._step]
@@ -177,7 +180,8 @@ class ScoreIndex:
         return bool(self._forgotten or self._ended)
 
     def take_ended(self) -> dict[str, tuple[int, list[bytes]]]:
-        """Ended request -> the blocks that were not named while it ran. Each is returned once."""
+        """Ended request -> the blocks that workers were not told about while it ran. Each is
+        returned once."""
         found, self._ended = self._ended, {}
         return found
 
@@ -187,11 +191,11 @@ class ScoreIndex:
         found, self._forgotten = self._forgotten, []
         return [key for key in found if key not in self._known]
 
-    def end(self, request_id: str, filled: tuple[int, list[bytes]] | None) -> None:
+    def finish_request(self, request_id: str, filled: tuple[int, list[bytes]] | None) -> None:
         """Forget a request that has ended.
 
         Args:
-            filled: what `fill` returned for all its tokens.
+            filled: what a call of `fill` with all its tokens has just returned.
         """
         if filled is not None:
             self._ended[request_id] = filled

@@ -216,7 +216,7 @@ class Pending:
             dtype = dtype_of(self.sites) if key.what is None else dtype
             # Many requests share `asked`, and a monitor may read many layers.
             known: dict[TableKey, dict[int, tuple[int, ...]]]
-            known = self.asked.__dict__.setdefault("_names", {})
+            known = self.asked.__dict__.setdefault("_table_names", {})
             names = known.get(key)
             if names is None:
                 names = known[key] = key.names(self._wanted(key.what))
@@ -281,9 +281,11 @@ class Pending:
             finish_reason: vLLM's; None while the request runs.
         """
         ids = Transcript(self.prompt_ids, output_ids, len(output_ids))
+        # The values first: `lose` sets the error before it drops them.
+        parts = ArrivedParts(self._tables)
         why = self._why()
         return ScopeResult(
-            self.asked, self.sites, ids, len(self.prompt_ids), ArrivedParts(self._tables),
+            self.asked, self.sites, ids, len(self.prompt_ids), parts,
             self._status(finish_reason, why), why, dict(self.manifests), tuple(self.decisions),
         )  # fmt: skip
 

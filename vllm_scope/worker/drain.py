@@ -34,7 +34,7 @@ from vllm_scope.worker.deliverer import Deliverer
 from vllm_scope.worker.drain_items import Finish, Item, Keep, Rows, Stored, true_labels
 from vllm_scope.worker.filler import Filler
 from vllm_scope.worker.held_saes import NONE, PairMakers
-from vllm_scope.worker.pace import LINGER_S, Pace
+from vllm_scope.worker.pace import Pace
 from vllm_scope.worker.score_store import Filled, ScoreStore
 from vllm_scope.worker.side_stream import to_host
 from vllm_scope.worker.summing import Summing
@@ -121,13 +121,14 @@ class Drain:
         if self._stream.is_cuda:
             self._stream.warm(call)
 
-    def follow(self, key: int, linger_s: float = LINGER_S) -> None:
+    def follow(self, key: int, monitored_alone: bool = False) -> None:
         """Deliver rows soon until this request ends: its caller reads rows as they arrive.
 
         Args:
-            linger_s: how long its rows may wait for those of later steps.
+            monitored_alone: True if the caller reads only scores of monitors, which may wait
+                longer.
         """
-        self._pace.follow(key, linger_s)
+        self._pace.follow(key, monitored_alone)
 
     def finish_request(self, key: int, error: str | None = None) -> None:
         self._pace.unfollow(key)
@@ -254,12 +255,13 @@ class Drain:
 
     def nudge(self) -> None:
         """Let the drain thread deliver stored scores: soon if a caller reads rows as they arrive or
-        much waits, and else with the next rows. Call it once the step of their requests is
-        launched: the thread then works while the device computes the prompts' other tokens."""
+        much waits, at once if the thread sleeps, and otherwise with the next rows. Call it once the
+        step of their requests is launched: the thread then works while the device computes the
+        prompts' other tokens."""
         if not self._unseen_scores:
             return
         self._unseen_scores = False
-        if self._pace.is_followed or self._num_unseen > self._most_unseen:
+        if self._pace.rows_are_followed or self._num_unseen > self._most_unseen:
             self._pace.soon()
         self._pace.wake()
 

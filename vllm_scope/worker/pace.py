@@ -3,12 +3,13 @@
 Owns:  Pace.
 Runs:  `look`, `rest` and `sleep` on the drain thread, the other methods on any thread.
 
-The thread delivers several steps at a time. It looks again after LINGER_S, or sooner if a
-request has ended, because its caller waits. The thread shares the GIL with the thread that launches
-the model: waking up for each step of 1 ms cost that thread a third of its speed (measured, H200,
-0.5B shape). If no caller looks at rows before its request ends, rows may wait longer: a message of
-one step costs the front-end 0.6 ms, one of 16 steps 0.7 to 0.9 ms (measured, 16 requests, two busy
-cores).
+The thread delivers several steps at a time. It looks again after LINGER_S (LINGER_MONITORED_S if
+callers read only scores of monitors), or sooner if a request has ended, because its caller waits.
+The thread shares the GIL with the thread that launches the model: waking up for each step of 1 ms
+cost that thread a third of its speed (measured, H200, 0.5B shape). On a GPU it therefore begins no
+work during a launch. If no caller looks at rows before its request ends, rows may wait longer: a
+message of one step costs the front-end 0.6 ms, one of 16 steps 0.7 to 0.9 ms (measured, 16
+requests, two busy cores).
 """
 
 from __future__ import annotations
@@ -51,28 +52,39 @@ class Pace:
         #: Cleared while the worker's thread launches the model on a GPU.
         self._between_launches = threading.Event()
         self._between_launches.set()
-        #: Running requests whose callers read rows as they arrive -> how long their rows may wait.
-        self._followed: dict[int, float] = {}
+        #: Running requests whose callers read rows as they arrive, and those whose callers read
+        #: only scores of monitors.
+        self._followed: set[int] = set()
+        self._monitored: set[int] = set()
 
     @property
-    def linger_s(self) -> float:
-        """How long rows may wait for the rows of later steps."""
-        return min(self._followed.copy().values(), default=LINGER_UNSEEN_S)
-
-    @property
-    def is_followed(self) -> bool:
+    def rows_are_followed(self) -> bool:
         """True if some caller reads rows as they arrive, and not only scores of monitors."""
-        return self.linger_s <= LINGER_S
+        return bool(self._followed)
 
-    def follow(self, key: int, linger_s: float) -> None:
-        """Look every `linger_s` until this request ends: its caller reads rows as they arrive."""
-        if linger_s < self.linger_s:
-            self._soon.set()
-        self._followed[key] = linger_s
+    @property
+    def _linger_s(self) -> float:
+        """How long rows may wait for the rows of later steps."""
+        if self._followed:
+            return LINGER_S
+        return LINGER_MONITORED_S if self._monitored else LINGER_UNSEEN_S
+
+    def follow(self, key: int, monitored_alone: bool = False) -> None:
+        """Look every LINGER_S until this request ends: its caller reads rows as they arrive.
+
+        Args:
+            monitored_alone: True if the caller reads only scores of monitors: then every
+                LINGER_MONITORED_S.
+        """
+        some = self._monitored if monitored_alone else self._followed
+        if not (some or self._followed):
+            self._soon.set()  # the thread may rest for longer
+        some.add(key)
 
     def unfollow(self, key: int) -> None:
         """Note that no caller follows this request any more."""
-        self._followed.pop(key, None)
+        self._followed.discard(key)
+        self._monitored.discard(key)
 
     def ended(self) -> None:
         """Note that a request has ended. Its caller waits."""
@@ -95,11 +107,14 @@ class Pace:
         self._between_launches.clear()
 
     def end_launch(self) -> None:
-        self._between_launches.set()
+        if not self._between_launches.is_set():
+            self._between_launches.set()
 
     def await_launch(self) -> None:
-        """Wait for the end of a launch, unless something waits for the thread (`hurry`)."""
-        self._between_launches.wait(MOST_LAUNCH_S)
+        """Wait for the end of a launch, unless something waits for the thread (`hurry`). The launch
+        may have begun after the call of `hurry`."""
+        if not self._now.is_set():
+            self._between_launches.wait(MOST_LAUNCH_S)
 
     def wake(self) -> None:
         """Wake the thread if it sleeps. If it rests, its rest goes on."""
@@ -135,5 +150,5 @@ class Pace:
             return
         if least < usual and self._ended.wait(usual - least):
             return
-        if not self.is_followed:
-            self._soon.wait(max(0.0, self.linger_s - max(least, usual)))
+        if not self._followed:
+            self._soon.wait(max(0.0, self._linger_s - max(least, usual)))

@@ -257,7 +257,7 @@ class Planner:
         index = np.fromiter((get(r, -1) for r in batch.req_ids), np.int64, num_reqs)
         counts = np.diff(batch.query_start).astype(np.int64)
         reads = (index >= 0) & (counts > 0)
-        # Mostly all of them read: a slice is then faster than indices.
+        # Usually every request reads: a slice is then faster than indices.
         reading = slice(None) if reads.all() else np.flatnonzero(reads)
         index, count = index[reading], counts[reading]
         if index.size == 0:
@@ -272,9 +272,9 @@ class Planner:
         generated = requests.generated[index]
 
         easy = in_columns & (generated != NO_PROGRAM)
-        given = index, generated, first_row, first_position, count
-        some = given if easy.all() else tuple(one[easy] for one in given)
-        parts = [PlannedTokens.of_requests(*some)]
+        columns = index, generated, first_row, first_position, count
+        of_easy = columns if easy.all() else tuple(column[easy] for column in columns)
+        parts = [PlannedTokens.of_requests(*of_easy)]
         failures: list[tuple[str, ScopeError]] = []
         planned, ids = [], []
         for i in np.flatnonzero(~in_columns).tolist():
@@ -284,8 +284,8 @@ class Planner:
                 ))  # fmt: skip
                 planned.append(i)
             except ScopeError as error:
-                number = int(np.flatnonzero(reads)[i])
-                failures.append((batch.req_ids[number], error))
+                in_batch = int(np.flatnonzero(reads)[i])
+                failures.append((batch.req_ids[in_batch], error))
         if planned:
             parts.append(PlannedTokens.of_tokens(
                 index[planned], ids, first_row[planned], first_position[planned]

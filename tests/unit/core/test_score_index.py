@@ -28,7 +28,7 @@ def run(index: ScoreIndex, hashes: list[bytes], *chunks: int, probes: bytes = P)
     index.begin("r", 0)
     for count in chunks or (len(hashes),):
         index.fill("r", hashes, count * SIZE, probes, TOKEN_BYTES)
-    index.end("r", None)
+    index.finish_request("r", None)
 
 
 def test_blocks_are_known_from_the_first_on_and_for_their_probes_alone():
@@ -63,8 +63,8 @@ def test_a_request_is_known_while_it_runs():
     assert index.num_told("r") is None
     index.begin("r", 3)
     assert (index.running, index.num_told("r")) == (["r"], 3)
-    index.end("r", None)
-    index.end("r", None)
+    index.finish_request("r", None)
+    index.finish_request("r", None)
     assert (index.running, index.num_told("r")) == ([], None)
 
 
@@ -156,30 +156,52 @@ EVENTS = ["computes"] * 5 + ["ends", "loses", "lost-late", "resets", "step", "st
 def test_after_each_step_the_workers_hold_what_is_known_and_no_more_than_allowed(events, most):
     index, held, kept = index_of(most), set[ScoreKey](), set[ScoreKey]()
     num_tokens = [0] * 4
+
+    def scheduled() -> None:
+        """Workers keep the blocks of ended requests, then those of others, then forget."""
+        nonlocal held, kept
+        ended = {
+            (one, PROBES[int(request)])
+            for request, (_, hashes) in index.take_ended().items()
+            for one in hashes
+        }
+        held, kept = (held | ended | kept) - set(index.take_forgotten()), set()
+        every = {(one, p) for some in CHAINS for one in some for p in (P, Q)}
+        assert held == {(one, p) for one, p in every if index.num_known([one], p)}
+        assert len(held) <= most
+
     for event, i, count in [*events, ("step", 0, 0)]:
         request, hashes, probes = str(i), CHAINS[i], PROBES[i]
         keys = {(one, probes) for one in hashes}
         if event == "computes":
-            if request not in index.running:
+            begins = request not in index.running
+            if begins:
                 num_known = index.num_known(hashes, probes)
                 index.begin(request, num_known)
                 num_tokens[i] = num_known * SIZE
             num_tokens[i] += count
-            found = index.fill(request, hashes, num_tokens[i], probes, TOKEN_BYTES)
-            kept |= {(one, probes) for one in found[1]} if found else set()
+            if count % 2:  # else its turn has not come
+                found = index.fill(request, hashes, num_tokens[i], probes, TOKEN_BYTES)
+                kept |= {(one, probes) for one in found[1]} if found else set()
+            if begins:
+                scheduled()
         elif event == "ends":
-            index.end(request, None)
+            found = None
+            if request in index.running:
+                found = index.fill(request, hashes, num_tokens[i], probes, TOKEN_BYTES)
+            index.finish_request(request, found)
         elif event in ("loses", "lost-late"):  # if late, they were kept again
             held -= keys if event == "loses" else set()
             index.lose(keys)
         elif event == "resets":
             index.clear()
             num_tokens = [0] * 4
-        else:  # workers keep, then forget
-            held, kept = (held | kept) - set(index.take_forgotten()), set()
-            every = {(one, p) for some in CHAINS for one in some for p in (P, Q)}
-            assert held == {(one, p) for one, p in every if index.num_known([one], p)}
-            assert len(held) <= most
+        else:
+            scheduled()
+    for name in index.running:
+        index.finish_request(name, None)
+    left = (index._told, index._due_at, index._frozen, index._turns, index._chains)
+    assert not any(left), "an ended request leaves something behind"
 
 
 def test_of_a_request_whose_next_tokens_have_other_scores_no_more_blocks_are_kept():
@@ -191,7 +213,7 @@ def test_of_a_request_whose_next_tokens_have_other_scores_no_more_blocks_are_kep
     index.freeze("r", 4 * SIZE)  # another stage
     assert index.fill("r", hashes, 4 * SIZE, P, TOKEN_BYTES) == (1, hashes[1:2])
     assert index.fill("r", hashes, 4 * SIZE, P, TOKEN_BYTES) is None
-    index.end("r", None)
+    index.finish_request("r", None)
     assert index.num_known(hashes, P) == 2
     run(index, hashes)
     assert index.num_known(hashes, P) == 4
@@ -210,7 +232,7 @@ def test_blocks_of_known_tokens_are_named_with_the_step_that_fills_them_and_othe
     num_tokens, num_computed, told = num_prompt, 0, 0
     for name in range(draw(st.integers(0, TURNS - 1))):  # requests take turns to be late
         index.begin(f"{name}", 0)
-        index.end(f"{name}", None)
+        index.finish_request(f"{name}", None)
     index.begin("r", 0)
     #: New tokens of the steps whose outputs have not come.
     flying: list[int] = []
@@ -251,7 +273,7 @@ def test_blocks_of_known_tokens_are_named_with_the_step_that_fills_them_and_othe
             known_then = num_tokens
         assert index.num_told("r") == told
     last = index.fill("r", hashes, min(num_computed, num_tokens), P, TOKEN_BYTES)
-    index.end("r", last)
+    index.finish_request("r", last)
     assert index.has_news or last is None
     assert index.take_ended() == ({} if last is None else {"r": last})
     assert index.take_ended() == {}

@@ -1,4 +1,4 @@
-"""What happens to a worker around vLLM's calls that change its weights."""
+"""What happens to a worker around vLLM's calls: those that change its weights, and its steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_scope.config import ScopeConfig
+from vllm_scope.core.news import Entrant, StepNews
 from vllm_scope.engine.worker import attach
 from vllm_scope.engine.worker.worker import ScopeWorker
 
@@ -51,3 +52,92 @@ def test_weights_that_cannot_be_read_leave_the_lens_as_it_is(happened):
 def test_a_worker_of_another_platform_may_have_no_call_that_changes_weights(happened):
     worker = _worker(happened, ())
     assert not hasattr(worker, "reload_weights")
+
+
+class Scope:
+    """Records what the steps of a worker call, in order.
+
+    Attributes:
+        reads: True if some request has taps.
+    """
+
+    def __init__(self, reads: bool = True) -> None:
+        self.happened: list[str] = []
+        self.reads, self.steps = reads, self
+
+    def __getattr__(self, name: str):
+        return lambda *args: self.happened.append(name)
+
+    def has_requests(self) -> bool:
+        return self.reads
+
+    def with_endings(self, output: object) -> object:
+        return output
+
+
+def _steps(scope: Scope, output: object = None, error: Exception | None = None):
+    """A runner with the worker's steps: its `execute_model` and `sample_tokens`."""
+
+    def execute(scheduler_output: object) -> object:
+        scope.happened.append("launch")
+        if error is not None:
+            raise error
+        return output
+
+    def sample() -> object:
+        scope.happened.append("sample")
+        if error is not None:
+            raise error
+        return "tokens"
+
+    runner = SimpleNamespace(execute_model=execute, sample_tokens=sample)
+    attach._attach_steps(runner, scope)
+    return runner
+
+
+def _scheduled(news: StepNews | None = None, finished: tuple[str, ...] = ()):
+    return SimpleNamespace(scope_news=news, finished_req_ids=set(finished), scheduled_new_reqs=())
+
+
+def test_the_launch_ends_with_the_sampling_if_it_comes_later():
+    scope = Scope()
+    runner = _steps(scope)
+    assert runner.execute_model(_scheduled()) is None
+    assert scope.happened == ["begin_launch", "launch", "end"]
+    assert runner.sample_tokens() == "tokens"
+    assert scope.happened[3:] == ["sample", "end_launch"]
+
+
+def test_the_launch_ends_with_the_model_if_nothing_is_sampled_later():
+    scope = Scope()
+    assert _steps(scope, "tensors for the next stage").execute_model(_scheduled())
+    assert scope.happened == ["begin_launch", "launch", "end_launch", "end"]
+
+
+def test_the_launch_ends_with_an_error():
+    scope = Scope()
+    runner = _steps(scope, error=ValueError("no memory"))
+    with pytest.raises(ValueError, match="no memory"):
+        runner.execute_model(_scheduled())
+    assert scope.happened == ["begin_launch", "launch", "end_launch", "fail"]
+    scope.happened.clear()
+    with pytest.raises(ValueError, match="no memory"):
+        runner.sample_tokens()
+    assert scope.happened == ["sample", "end_launch"]
+
+
+def test_a_step_of_plain_requests_notes_no_launch():
+    scope = Scope(reads=False)
+    _steps(scope).execute_model(_scheduled())
+    assert scope.happened == ["clear", "launch", "end"]
+
+
+def test_the_last_blocks_of_ended_requests_are_kept_before_these_are_forgotten():
+    """And before a new request takes their scores, or their id."""
+    scope, news = Scope(), StepNews(entrants={"b": Entrant(None, 0)})
+    news.filled_at_end, news.filled = {"a": (2, [b"c"])}, {"a": (0, [b"a", b"b"])}
+    _steps(scope).execute_model(_scheduled(news, ("a",)))
+    assert scope.happened == [
+        "keep_blocks", "finish_requests", "add_requests", "begin_launch", "launch", "end",
+        "deliver_soon", "keep_blocks",
+    ]  # fmt: skip

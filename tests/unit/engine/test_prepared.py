@@ -137,5 +137,8 @@ def test_vllm_does_not_look_through_what_a_translator_counts(monkeypatch):
     )
     assert seen == [{"word": rows}]
     assert translated.extra_args is None
+    plain = SamplingParams(extra_args={"other": 1})
+    config = SimpleNamespace(additional_config={})
+    assert translators.translated(plain, config, Sites(2, 4, "float32", (0,)), {}) is plain
     assert not is_small({"word": translators.Uncounted([0] * (SMALL + 1))})
     assert "0" not in repr(beside), "a log does not show it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,3 +73,23 @@ def test_a_refusal_for_want_of_vectors_is_known_as_one():
 def test_only_a_refusal_of_enginecore_is_read_as_one(reason, stop):
     """A stop string of the caller's may say what it likes."""
     assert refusals.refusal_in(SimpleNamespace(finish_reason=reason, stop_reason=stop)) is None
+
+
+def test_a_refusal_has_the_callers_words():
+    with (
+        pytest.raises(SpecError, match=r"^my_key is wrong$") as caught,
+        refusals.Refusing({"reads[0]": "my_key"}),
+    ):
+        raise SpecError("reads[0] is wrong")
+    assert isinstance(caught.value, ValueError), "vLLM answers with HTTP 400"
+
+
+def test_a_want_of_room_is_told_as_one():
+    with pytest.raises(CapacityError, match="later") as caught, refusals.Refusing():
+        raise CapacityError("send it again later")
+    assert caught.value.http_status == HTTPStatus.TOO_MANY_REQUESTS
+
+
+def test_other_errors_pass():
+    with pytest.raises(KeyError), refusals.Refusing():
+        raise KeyError("x")

@@ -440,6 +440,19 @@ def test_a_step_is_identified_by_its_array_of_ids():
     assert not tables.has_loaded(ids)
 
 
+@pytest.mark.parametrize(
+    ("ids", "acting"),
+    [([NO_PROGRAM], []), ([NO_PROGRAM, 0], [2]), ([0, 0], [2]), ([0, 1], [1, 2])],
+)
+def test_those_taps_act_at_which_a_program_of_the_step_does_something(ids, acting):
+    tables = _tables()
+    tables._host_programs[0, 2] = tables._host_programs[1, 1] = 0
+    tables._host_programs[-1] = 0  # acts everywhere, and no row has it
+    rows, programs = np.arange(len(ids)), np.array(ids, np.int32)
+    tables.load_step(rows, programs, np.zeros_like(programs), rows)
+    assert np.flatnonzero(tables.acting).tolist() == acting
+
+
 def test_each_tap_is_told_its_number_by_the_device():
     tables = _tables()
     assert tables.taps[:, 0].tolist() == [0, 1, 2, 3]

@@ -27,6 +27,8 @@ from vllm_scope.request.sites import boundary_of_point, point_of
 from vllm_scope.results.buffer import Pending
 from vllm_scope.results.inbox import Inbox
 from vllm_scope.results.result import ScopeResult
+from vllm_scope.results.table import ArrivedParts
+from vllm_scope.sinks import Manifest
 from vllm_scope.transport.ring import HostRing
 from vllm_scope.transport.senders import SharedSender
 
@@ -277,6 +279,31 @@ def test_a_snapshot_stays_as_it_was_while_rows_keep_coming(road):
     assert early["embed"][:, 2].tolist() == [1, 1, 1]
     assert late.positions("embed").tolist() == [0, 1, 2, 3]
     assert late["embed"][:, 2].tolist() == [1, 1, 2, 2]
+
+
+def test_a_snapshot_during_which_the_values_are_lost_says_why(road, monkeypatch):
+    pending = road.open(Read("embed"))
+
+    class Parts(ArrivedParts):
+        """Another thread drops the values just before they are taken."""
+
+        def __init__(self, tables) -> None:
+            pending.lose("they came too late", over=True)
+            super().__init__({})
+
+    monkeypatch.setattr("vllm_scope.results.buffer.ArrivedParts", Parts)
+    result = pending.snapshot([5], "length")
+    assert (result.status, result.error) == ("failed", "they came too late")
+
+
+@pytest.mark.parametrize("status", ["ok", "error"])
+def test_an_error_of_the_request_comes_before_those_of_its_sinks(road, status):
+    pending = road.open(Read("embed"))
+    pending.manifests = {"files": Manifest(status, "no room", 3, 0, 3)}
+    reason = "no room" if status == "error" else None
+    assert pending.snapshot([5], None).error == reason
+    pending.error = "its own"
+    assert pending.snapshot([5], None).error == "its own"
 
 
 def test_a_streaming_result_counts_only_what_cannot_change(road):

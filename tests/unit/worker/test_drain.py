@@ -27,7 +27,6 @@ from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
 from vllm_scope.worker.drain import Drain
 from vllm_scope.worker.drain_items import Rows, may_join
-from vllm_scope.worker.pace import LINGER_S
 from vllm_scope.worker.score_store import MOST_STEPS_KEPT, Filled
 from vllm_scope.worker.watch import Watch
 
@@ -451,20 +450,24 @@ def test_a_finished_request_does_not_wait_for_further_steps(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("followed", "count", "waits"),
+    ("monitored_s", "followed", "count", "waits"),
     [
-        pytest.param([], 2, True, id="nobody-looks-before-the-end"),
-        pytest.param([LINGER_S], 2, False, id="somebody-looks"),
-        pytest.param([PATIENCE_S], 2, True, id="somebody-looks-at-monitors"),
-        pytest.param([PATIENCE_S, LINGER_S, PATIENCE_S], 2, False, id="some-look-at-rows"),
-        pytest.param([], 20, False, id="much-waits"),
+        pytest.param(0.03, [], 2, True, id="nobody-looks-before-the-end"),
+        pytest.param(0.03, [False], 2, False, id="somebody-looks"),
+        pytest.param(0.03, [True], 2, False, id="somebody-looks-at-monitors"),
+        pytest.param(PATIENCE_S, [True], 2, True, id="monitors-may-wait-longer-than-rows"),
+        pytest.param(PATIENCE_S, [True, False, True], 2, False, id="some-look-at-rows"),
+        pytest.param(0.03, [], 20, False, id="much-waits"),
     ],
 )
-def test_a_few_rows_that_no_caller_follows_wait_longer(monkeypatch, followed, count, waits):
+def test_a_few_rows_that_no_caller_follows_wait_longer(
+    monkeypatch, monitored_s, followed, count, waits
+):
     monkeypatch.setattr("vllm_scope.worker.pace.LINGER_UNSEEN_S", PATIENCE_S)
+    monkeypatch.setattr("vllm_scope.worker.pace.LINGER_MONITORED_S", monitored_s)
     with _drain(64) as (arena, drain, sink):
-        for key, linger_s in enumerate(followed, 2):
-            drain.follow(key, linger_s)
+        for key, monitored_alone in enumerate(followed, 2):
+            drain.follow(key, monitored_alone)
         _submit(arena, drain, 1, 0, 2)
         until(lambda: len(sink.events) == 2)
         _submit(arena, drain, 1, 2, count)
@@ -473,6 +476,20 @@ def test_a_few_rows_that_no_caller_follows_wait_longer(monkeypatch, followed, co
             assert len(sink.events) == 2
             drain.finish_request(1)
         until(lambda: sink.events[: 2 + count] == _rows(1, 0, 2 + count), PATIENCE_S / 2)
+
+
+@pytest.mark.parametrize("monitored_alone", [False, True])
+def test_rows_that_wait_do_not_wait_longer_than_the_first_caller_that_follows(
+    monkeypatch, monitored_alone
+):
+    monkeypatch.setattr("vllm_scope.worker.pace.LINGER_UNSEEN_S", PATIENCE_S)
+    with _drain(64) as (arena, drain, sink):
+        _submit(arena, drain, 1, 0, 2)
+        until(lambda: len(sink.events) == 2)
+        time.sleep(0.05)  # the thread rests, and nobody follows
+        drain.follow(2, monitored_alone)
+        _submit(arena, drain, 1, 2, 2)
+        until(lambda: len(sink.events) == 4, PATIENCE_S / 2)
 
 
 def test_requests_that_end_together_are_told_in_one_call_after_their_rows():
@@ -528,19 +545,20 @@ def test_kept_scores_wait_for_the_launch_of_their_step():
     ("followed", "count", "waits"),
     [
         pytest.param([], 1, True, id="nobody-looks-before-the-end"),
-        pytest.param([PATIENCE_S], 1, True, id="somebody-looks-at-monitors"),
-        pytest.param([LINGER_S], 1, False, id="somebody-looks"),
+        pytest.param([True], 1, True, id="somebody-looks-at-monitors"),
+        pytest.param([False], 1, False, id="somebody-looks"),
         pytest.param([], 20, False, id="much-waits"),
     ],
 )
 def test_kept_scores_that_no_caller_follows_wait_for_the_next_rows(
     monkeypatch, followed, count, waits
 ):
-    monkeypatch.setattr("vllm_scope.worker.pace.LINGER_UNSEEN_S", PATIENCE_S)
+    for name in ("LINGER_UNSEEN_S", "LINGER_MONITORED_S"):
+        monkeypatch.setattr(f"vllm_scope.worker.pace.{name}", PATIENCE_S)
     with _drain(64) as (arena, drain, sink):
         drain.defers = True  # as on a GPU
-        for key, linger_s in enumerate(followed, 2):
-            drain.follow(key, linger_s)
+        for key, monitored_alone in enumerate(followed, 2):
+            drain.follow(key, monitored_alone)
         _submit(arena, drain, 1, 0, 1)  # after this the thread rests
         until(lambda: len(sink.events) == 1)
         labels = labels_of([2] * count, range(count), layouts=(reads_at(0),))

@@ -318,6 +318,20 @@ def test_an_event_that_the_watch_waits_for_is_not_used_again(streams):
     assert [event.num_records for event in events] == [1] * 20
 
 
+def test_something_that_waits_is_served_though_a_launch_begins_at_once(streams, monkeypatch):
+    monkeypatch.setattr(paces, "MOST_LAUNCH_S", PATIENCE_S)
+    monkeypatch.setattr(paces, "LINGER_UNSEEN_S", PATIENCE_S)
+    with _drain(8) as (arena, drain, sink):
+        _submit(arena, drain, 1, 0, 1)
+        until(lambda: len(sink.events) == 1)
+        time.sleep(0.05)  # the thread rests
+        _submit(arena, drain, 1, 1, 1)
+        drain.hurry()
+        drain.begin_launch()
+        until(lambda: sink.events == _rows(1, 0, 2), PATIENCE_S / 2)
+        drain.end_launch()
+
+
 @pytest.mark.parametrize("by", ["the-end", "something-that-waits", "its-length"])
 def test_the_thread_begins_no_work_while_the_model_is_launched(streams, monkeypatch, by):
     monkeypatch.setattr(paces, "MOST_LAUNCH_S", 0.1 if by == "its-length" else PATIENCE_S)
@@ -344,6 +358,6 @@ def test_on_a_cpu_the_thread_works_while_the_model_runs():
 def test_a_caller_that_followed_a_request_is_forgotten_with_it(streams):
     with _drain(8) as (_, drain, _):
         drain.follow(1)
-        assert drain._pace.is_followed
+        assert drain._pace.rows_are_followed
         drain.finish_request(1)
-        assert not drain._pace.is_followed
+        assert not drain._pace.rows_are_followed

@@ -257,6 +257,10 @@ def test_a_request_without_room_for_its_programs_fails_alone():
     plan, failures = engine.step(c=(0, 4))
     assert failures == []
     assert asked_rows(plan) == dict.fromkeys(range(4), (6,))
+    # Also if requests before it have no taps, or no token in this step.
+    engine.add("d", Read("resid_pre", layers=[4], tokens=[0, 1, 2, 3]))
+    _, failures = engine.step(plain=(0, 3), d=(0, 0), a=(0, 4), b=(2, 2), c=(0, 4))
+    assert [name for name, _ in failures] == ["c"]
 
 
 # Speed

@@ -364,9 +364,10 @@ def test_a_block_is_whole_also_if_it_is_kept_some_steps_later(size, step_tokens)
 
     for position in range(size):
         step(position, 1)
-    for i in range(MOST_STEPS_KEPT + 1):
+    num_steps = TURNS + 1 + MOST_STEPS_KEPT
+    for i in range(num_steps):
         step(size + i * step_tokens, step_tokens)
-    step(size + (MOST_STEPS_KEPT + 1) * step_tokens, 1)
+    step(size + num_steps * step_tokens, 1)
     store.keep([Filled(1, 0, [b"0"], P)])
     assert store.take_missing() == []
 

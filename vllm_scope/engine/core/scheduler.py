@@ -23,9 +23,8 @@ from vllm_scope.core.admission import Admission
 from vllm_scope.core.news import Entrant, StepNews, Told
 from vllm_scope.engine import wrapping
 from vllm_scope.engine.beside import Beside
-from vllm_scope.engine.core import clearing
+from vllm_scope.engine.core import clearing, scores
 from vllm_scope.engine.core.entered import any_entered, entered
-from vllm_scope.engine.core.scores import end as end_scores
 from vllm_scope.engine.core.scores import fill_blocks, index_of, kept_of, new_index
 from vllm_scope.engine.core.variants import aborted, most_tokens, variants_of, with_variants
 from vllm_scope.engine.core.verdicts import has_due, take_due
@@ -160,7 +159,7 @@ def _free(
     if known is not None and request.request_id in _state_of(self).summing:
         _state_of(self).summing.remove(request.request_id)
         _state_of(self).accepted[request.request_id] = request.num_tokens
-    end_scores(self, request)
+    scores.finish_request(self, request)
     admission = admission_of(self)
     if admission is not None and admission.release(request.request_id):
         _let_in(self, admission)

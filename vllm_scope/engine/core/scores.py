@@ -75,12 +75,12 @@ def fill_blocks(scheduler: Scheduler, output: SchedulerOutput, news: StepNews) -
     news.forgotten_scores = index.take_forgotten()
 
 
-def end(scheduler: Scheduler, request: Request) -> None:
+def finish_request(scheduler: Scheduler, request: Request) -> None:
     """Forget a request that has ended. The next news has the blocks that it filled and that no news
-    has named yet."""
+    has had yet."""
     index = index_of(scheduler.kv_cache_manager)
     if index is not None and index.num_told(request.request_id) is not None:
-        index.end(request.request_id, _filled(index, request))
+        index.finish_request(request.request_id, _filled(index, request))
 
 
 def _filled(index: ScoreIndex, request: Request) -> tuple[int, list[bytes]] | None:

@@ -110,6 +110,8 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
         # Ended requests come first: the scheduler has given their places to new requests.
         if scheduler_output.finished_req_ids:
             if news is not None and news.filled_at_end:
+                # Kept first: `finish_requests` forgets the request that has these scores, and an
+                # entrant may take them.
                 scope.keep_blocks(news.filled_at_end)
             ended = {} if news is None else news.ended
             scope.finish_requests(scheduler_output.finished_req_ids, ended)
@@ -121,9 +123,10 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
             scope.change_scales(news.scales)
         if scope.steps is None:
             return execute_model(scheduler_output, *args, **kwargs)
-        if not scope.has_requests():
+        if scope.has_requests():
+            scope.begin_launch()
+        else:
             scope.steps.clear()
-        scope.begin_launch()
         try:
             output = execute_model(scheduler_output, *args, **kwargs)
         except BaseException:

@@ -39,7 +39,6 @@ from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
 from vllm_scope.worker.drain import Drain
 from vllm_scope.worker.held_saes import NONE, PairMakers
-from vllm_scope.worker.pace import LINGER_MONITORED_S, LINGER_S
 from vllm_scope.worker.score_store import ScoreStore
 from vllm_scope.worker.watch import Watch
 
@@ -169,8 +168,7 @@ class WorkerDelivery:
             self.watch.add_request(key, req_id, len(prompt_ids), asked, steering)
         elsewhere = any(to != MEMORY for to in asked.destinations)
         if key != NOBODY and (elsewhere or recipient.follows):
-            slow = asked.is_monitored_alone and not elsewhere
-            self.drain.follow(key, LINGER_MONITORED_S if slow else LINGER_S)
+            self.drain.follow(key, asked.is_monitored_alone and not elsewhere)
         if elsewhere:
             self.router.add_request(
                 replace(
