@@ -91,6 +91,26 @@ def test_the_generated_tokens_of_one_turn_are_a_hit_of_the_next(llm, max_tokens)
         same(first.scope, second.scope)
 
 
+def test_the_full_blocks_of_aborted_requests_are_hits_as_those_of_plain_ones_are(llm):
+    engine, cached = llm.llm_engine, []
+    probe = Probe(numbers(1, 128), layer=1, name="p")
+    for seeds, asked in (
+        (range(40, 48), params(max_tokens=90)), (range(50, 58), params(probe, max_tokens=90))
+    ):  # fmt: skip
+        for seed in seeds:
+            engine.add_request(f"{seed}", {"prompt_token_ids": prompt(seed)}, asked)
+        generated: dict[str, list[int]] = {f"{seed}": [] for seed in seeds}
+        while min(map(len, generated.values())) < 43:  # a block ends at the 42nd
+            for output in engine.step():
+                generated[output.request_id] = list(output.outputs[0].token_ids)
+        engine.abort_request(list(generated))
+        turns = [prompt(seed) + generated[f"{seed}"][:43] + prompt(1, 10) for seed in seeds]
+        found = run(llm, turns, asked)
+        cached.append([one.num_cached_tokens for one in found])
+        assert {one.scope.status for one in found if one.scope is not None} <= {"complete"}
+    assert cached == [[192] * 8] * 2
+
+
 def test_other_probes_never_get_these_scores(llm):
     one, other = ([Probe(numbers(i, 128), layer=1, name="p")] for i in (1, 2))
     (first,) = run(llm, [prompt(7)], params(*one))
