@@ -206,9 +206,12 @@ def measure(llm: Any, work: Workload) -> dict[str, Any]:
     if work.clients:
         for i, one in enumerate(params):
             one.max_tokens = work.generate // 2 + i * 7919 % work.generate
-        seconds, outputs = with_clients(llm.llm_engine, prompts, params, work.clients)
+        times, outputs = first_tokens(llm.llm_engine, prompts, params, work.clients)
+        # The clients' first requests are sent at once, as no later ones are.
+        seconds = statistics.fmean(came - sent for sent, came in times[work.clients :])
     elif work.first:
-        seconds, outputs = until_first(llm.llm_engine, prompts, params)
+        times, outputs = first_tokens(llm.llm_engine, prompts, params, work.batch)
+        seconds = max(came for _, came in times) - times[0][0]
     else:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - started
@@ -223,31 +226,19 @@ def measure(llm: Any, work: Workload) -> dict[str, Any]:
     return found
 
 
-def until_first(engine: Any, prompts: list[Any], params: list[Any]) -> tuple[float, list[Any]]:
-    """Seconds until each request has its first token; and the finished outputs."""
-    started = first = time.perf_counter()
-    for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        engine.add_request(f"{i}", {"type": "token", **prompt}, param)
-    waiting, ended = set(map(str, range(len(prompts)))), []
-    while engine.has_unfinished_requests():
-        found = engine.step()
-        if waiting:
-            waiting -= {output.request_id for output in found if output.outputs[0].token_ids}
-            first = time.perf_counter()
-        ended += [output for output in found if output.finished]
-    assert not waiting, f"no token of {waiting}"
-    return first - started, ended
-
-
-def with_clients(
+def first_tokens(
     engine: Any, prompts: list[Any], params: list[Any], clients: int
-) -> tuple[float, list[Any]]:
-    """The mean of the seconds from sending a request to its first token, without the clients' first
-    requests, which are sent at once; and the finished outputs. There are more prompts than
-    clients."""
+) -> tuple[list[tuple[float, float]], list[Any]]:
+    """Have clients share some requests. Each sends its next one once its previous one has ended.
+
+    Returns:
+        For each request, when it was sent and when its first token came, in seconds; and the
+        finished outputs.
+    """
     waiting = iter(enumerate(zip(prompts, params, strict=True)))
     sent: dict[str, float] = {}
-    times, ended = [], []
+    came: dict[str, float] = {}
+    ended = []
 
     def send() -> None:
         following = next(waiting, None)
@@ -260,14 +251,13 @@ def with_clients(
         send()
     while engine.has_unfinished_requests():
         for output in engine.step():
-            if output.outputs[0].token_ids and output.request_id in sent:
-                begun = sent.pop(output.request_id)
-                if int(output.request_id) >= clients:
-                    times.append(time.perf_counter() - begun)
+            if output.outputs[0].token_ids and output.request_id not in came:
+                came[output.request_id] = time.perf_counter()
             if output.finished:
                 ended.append(output)
                 send()
-    return statistics.fmean(times), ended
+    assert came.keys() == sent.keys(), f"no token of {sent.keys() - came.keys()}"
+    return [(at, came[name]) for name, at in sent.items()], ended
 
 
 def rows(outputs: list[Any]) -> list[Any]:

@@ -80,7 +80,7 @@ def test_a_block_without_scores_is_computed_again(llm):
 @pytest.mark.parametrize("max_tokens", [43, 46, 60])
 def test_the_generated_tokens_of_one_turn_are_a_hit_of_the_next(llm, max_tokens):
     """With 43 tokens the last token that is computed fills a block. Requests that began together
-    take turns when their blocks are named, and end before the turn of most of them."""
+    tell workers about their blocks in different steps, and most of them end before theirs."""
     asked = params(Probe(numbers(1, 128), layer=1, name="p"), max_tokens=max_tokens)
     firsts = run(llm, [prompt(seed) for seed in range(5, 13)], asked)
     turns = [

@@ -27,8 +27,8 @@ prefix cache. Models with states take whole prompts. If no token came from the c
 not say "warm cache". "Without latent attention" means that vLLM ran with VLLM_MLA_DISABLE=1 and
 custom_ops "none": on a CPU, vLLM's kernels for latent attention take no float32, or give other
 numbers. `make matrix VLLM=0.30.0` does the same with another vLLM. It begins with the architectures
-that other versions verified. After a stop it goes on with the
-architectures that have no result yet.
+that other versions verified. If this command is stopped, its next run skips the architectures that
+have a result.
 
 An architecture is verified if the worst row of `embed` and `resid_post` differs by at most
 {TOLERANCE:g} of its length. Another site is verified if its rows equal, to the same bound, what one

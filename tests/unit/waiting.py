@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def until(holds: Callable[[], object], seconds: float = 60.0) -> None:
+def until(holds: Callable[[], object], seconds: float) -> None:
     """Wait until `holds` returns something true. Fails after `seconds`."""
     limit = time.monotonic() + seconds
     while not holds():

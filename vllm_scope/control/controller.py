@@ -265,9 +265,9 @@ class Controller(Uncopied):
             wait_s = self.turn()
 
     def close(self, keep: bool = False) -> None:
-        """End the controller: the callback is not called any more. The server-wide edits from
-        before the controller are in force again; if `keep` is True, the controller's last edits
-        stay. If the callback still runs, wait for it at most `patience_s`; its result is
+        """End the controller: the callback is not called any more. Replace the controller's edits
+        by the server-wide edits from before the controller; if `keep` is True, leave its last
+        edits. If the callback still runs, wait for it at most `patience_s`; its result is
         dropped."""
         if self._server is None or self._closed.is_set():
             return

@@ -195,7 +195,8 @@ class ScoreIndex:
         """Forget a request that has ended.
 
         Args:
-            filled: what a call of `fill` with all its tokens has just returned.
+            filled: the result of `fill`, which the caller calls just before with all tokens of the
+                request.
         """
         if filled is not None:
             self._ended[request_id] = filled

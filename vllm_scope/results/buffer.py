@@ -190,7 +190,7 @@ class Pending:
 
     def copies(self) -> list[Copy]:
         """The copies that must be done before `commit`."""
-        # A request mostly has one table, and many requests may have a few small values each.
+        # The usual case. A message may have values of many requests, so this must be fast.
         if len(self._added) == 1:
             return self._added[0].copies()
         return [copy for table in dict.fromkeys(self._added) for copy in table.copies()]

@@ -100,7 +100,8 @@ class ScopeResult(OverStreams):
         self._status, self.error = status, error
         self._wanted_by: dict[tuple[Selector, ...], np.ndarray] = {}
 
-    # Both tables are made at first use: of a request that streams, most results are never read.
+    # Both tables are made at first use: a request that streams has a result for each token, and
+    # most of these results are never read.
 
     @cached_property
     def _stream_table(self) -> StreamTable:

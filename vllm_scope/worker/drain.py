@@ -125,8 +125,8 @@ class Drain:
         """Deliver rows soon until this request ends: its caller reads rows as they arrive.
 
         Args:
-            monitored_alone: True if the caller reads only scores of monitors, which may wait
-                longer.
+            monitored_alone: True if the caller reads nothing but scores of monitors. They may wait
+                longer than rows.
         """
         self._pace.follow(key, monitored_alone)
 
@@ -293,8 +293,8 @@ class Drain:
             self._items.append(call)
 
     def begin_launch(self) -> None:
-        """Note that the worker's thread begins to launch the model. On a GPU the drain thread does
-        not begin to work before `end_launch`, unless something waits for it."""
+        """Call this before the model is launched. On a GPU the drain thread then begins no work
+        before `end_launch`, unless something waits for it."""
         if self._stream.is_cuda:
             self._pace.begin_launch()
 

@@ -72,8 +72,8 @@ class Stored:
 
     Attributes:
         write: writes the scores to the lease; returns False if some are missing.
-        written: set when the thread has finished this item, even if scores are missing; None if
-            nobody waits for it.
+        written: set when the thread has finished this item, even if scores are missing. None if no
+            other thread waits for that.
         whole: True if the scores are in the lease.
     """
 

@@ -59,7 +59,8 @@ class Pace:
 
     @property
     def rows_are_followed(self) -> bool:
-        """True if some caller reads rows as they arrive, and not only scores of monitors."""
+        """True if some caller reads values of its own as they arrive. Scores of monitors do not
+        count."""
         return bool(self._followed)
 
     @property
@@ -73,8 +74,8 @@ class Pace:
         """Look every LINGER_S until this request ends: its caller reads rows as they arrive.
 
         Args:
-            monitored_alone: True if the caller reads only scores of monitors: then every
-                LINGER_MONITORED_S.
+            monitored_alone: True if the caller reads nothing but scores of monitors. The thread
+                then looks every LINGER_MONITORED_S.
         """
         some = self._monitored if monitored_alone else self._followed
         if not (some or self._followed):
@@ -102,8 +103,9 @@ class Pace:
             news.set()
 
     def begin_launch(self) -> None:
-        """Note that the worker's thread begins to launch the model. Each of the launch's hundreds
-        of operations releases the GIL, and would then wait until the thread has worked."""
+        """Keep the drain thread from beginning a look until `end_launch`. The worker's thread
+        launches the model in hundreds of operations. Each operation releases the GIL, and would
+        have to wait for the drain thread to get the GIL back."""
         self._between_launches.clear()
 
     def end_launch(self) -> None:
@@ -150,5 +152,4 @@ class Pace:
             return
         if least < usual and self._ended.wait(usual - least):
             return
-        if not self._followed:
-            self._soon.wait(max(0.0, self._linger_s - max(least, usual)))
+        self._soon.wait(max(0.0, self._linger_s - max(least, usual)))

@@ -221,7 +221,7 @@ def test_of_a_request_whose_next_tokens_have_other_scores_no_more_blocks_are_kep
 
 @pytest.mark.parametrize("step_tokens", [1, 3])
 @given(st.data())
-def test_blocks_of_known_tokens_are_named_with_the_step_that_fills_them_and_others_soon(
+def test_workers_are_told_of_blocks_of_known_tokens_in_the_step_that_fills_them_and_of_others_soon(
     step_tokens, data
 ):
     """As vLLM's scheduler: a step computes tokens that are known, and its outputs add new ones some
@@ -236,8 +236,8 @@ def test_blocks_of_known_tokens_are_named_with_the_step_that_fills_them_and_othe
     index.begin("r", 0)
     #: New tokens of the steps whose outputs have not come.
     flying: list[int] = []
-    #: How many tokens were known when the request was looked at last; how many steps it has been
-    #: late for.
+    #: The number of tokens that were known when the request was looked at last; the number of steps
+    #: since workers could have been told about its next block.
     known_then, num_late = num_prompt, 0
     for _ in range(60):
         chance = draw(st.integers(0, 19))
@@ -263,7 +263,7 @@ def test_blocks_of_known_tokens_are_named_with_the_step_that_fills_them_and_othe
             if (told + 1) * SIZE <= known_then:
                 assert due == ["r"], "known tokens fill a block, and nobody looks"
             num_late = 0 if due else num_late + 1
-            assert num_late < TURNS, "a block of generated tokens is not named"
+            assert num_late < TURNS, "nobody tells workers about a block of generated tokens"
         for request in due:
             if scheduled:
                 count = min(num_computed, num_tokens)

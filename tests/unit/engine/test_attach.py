@@ -1,4 +1,4 @@
-"""What happens to a worker around vLLM's calls: those that change its weights, and its steps."""
+"""What a worker does before and after vLLM changes its weights, and before and after each step."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Scope:
     """Records what the steps of a worker call, in order.
 
     Attributes:
-        reads: True if some request has taps.
+        reads: what `has_requests` returns.
     """
 
     def __init__(self, reads: bool = True) -> None:

@@ -75,7 +75,7 @@ def test_nothing_is_counted_before_the_answer_and_everything_for_who_asks(idle, 
 def test_the_thread_counts_without_being_asked(monitor):
     for _ in range(5):
         tell(monitor, Result([0.5]))
-    until(lambda: monitor.tally._requests == 5)
+    until(lambda: monitor.tally._requests == 5, 60)
 
 
 def test_a_running_completion_is_not_counted_and_an_ended_one_once(idle, monitor):

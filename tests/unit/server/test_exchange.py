@@ -80,7 +80,7 @@ def running(**options):
     server = found.app.state.server = found.server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    until(lambda: server.started)
+    until(lambda: server.started, PATIENCE_S)
     found.address = server.servers[0].sockets[0].getsockname()
     yield found
     server.should_exit = True
@@ -112,16 +112,16 @@ def connections(host):
 def test_a_stream_that_nobody_reads_ends_and_holds_nothing(host):
     with asked(host, "/stream?ours=true"):
         started = time.monotonic()
-        until(lambda: host.ended)
+        until(lambda: host.ended, PATIENCE_S)
         assert time.monotonic() - started > TIMEOUT_S
-        until(lambda: not connections(host))
+        until(lambda: not connections(host), PATIENCE_S)
     assert 0 < len(host.undone) < 5, "what went out before was told"
 
 
 def test_a_second_request_on_the_connection_does_not_save_an_unread_stream(host):
     with asked(host, "/stream?ours=true") as connection:
         connection.sendall(b"GET /stream?ours=false HTTP/1.1\r\nHost: x\r\n\r\n")
-        until(lambda: host.ended and not connections(host))
+        until(lambda: host.ended and not connections(host), PATIENCE_S)
 
 
 @pytest.mark.parametrize("http", ["h11", "httptools"])
@@ -129,15 +129,15 @@ def test_on_a_unix_socket_only_the_client_that_does_not_read_is_disconnected(htt
     with running(uds=str(tmp_path / "socket"), http=http) as host, ExitStack() as others:
         for _ in range(10):
             others.enter_context(asked(host, "/stream?ours=false"))
-        until(lambda: connections(host) == 10)
+        until(lambda: connections(host) == 10, PATIENCE_S)
         with asked(host, "/stream?ours=true"):
-            until(lambda: host.ended)
-            until(lambda: connections(host) < 11)
+            until(lambda: host.ended, PATIENCE_S)
+            until(lambda: connections(host) < 11, PATIENCE_S)
             time.sleep(0.2)
             assert host.ended == [True]
             assert connections(host) == 10
         others.close()
-        until(lambda: len(host.ended) == 11)
+        until(lambda: len(host.ended) == 11, PATIENCE_S)
 
 
 def test_a_client_that_names_the_address_of_another_does_not_end_its_connection(host):
@@ -147,15 +147,15 @@ def test_a_client_that_names_the_address_of_another_does_not_end_its_connection(
             # The connection's scope is that of the request behind, so that it is not found by it.
             second = f"GET /stream?ours=false HTTP/1.1\r\nHost: x\r\n{said}\r\n"
             connection.sendall(second.encode())
-            until(lambda: host.ended)
+            until(lambda: host.ended, PATIENCE_S)
             time.sleep(0.2)
             assert host.ended == [True]
 
 
 def test_a_whole_answer_that_nobody_reads_ends_too(host):
     with asked(host, f"/v1/scope/whole?size={32 << 20}"):
-        until(lambda: connections(host))
-        until(lambda: not connections(host))
+        until(lambda: connections(host), PATIENCE_S)
+        until(lambda: not connections(host), PATIENCE_S)
 
 
 def test_a_plain_stream_is_left_as_it_is(host):
@@ -163,7 +163,7 @@ def test_a_plain_stream_is_left_as_it_is(host):
         time.sleep(3 * TIMEOUT_S)
         assert not host.ended
         assert connections(host) == 1
-    until(lambda: host.ended)
+    until(lambda: host.ended, PATIENCE_S)
 
 
 def test_a_client_that_reads_slowly_gets_everything(host):
@@ -174,7 +174,7 @@ def test_a_client_that_reads_slowly_gets_everything(host):
             came = len(connection.recv(1 << 16))
             assert came, "it was hung up on"
             num_bytes += came
-        until(lambda: host.ended)
+        until(lambda: host.ended, PATIENCE_S)
         assert time.monotonic() - started > 2 * TIMEOUT_S
     assert not host.undone
 
@@ -188,10 +188,10 @@ def test_a_file_that_a_sent_part_names_stays(host):
 def test_a_file_for_a_client_that_has_left_is_deleted(host):
     host.wait.clear()
     with asked(host, "/v1/scope/whole"):
-        until(lambda: host.exchanges)
-    until(lambda: not connections(host))
+        until(lambda: host.exchanges, PATIENCE_S)
+    until(lambda: not connections(host), PATIENCE_S)
     host.wait.set()
-    until(lambda: host.undone)
+    until(lambda: host.undone, PATIENCE_S)
     assert host.undone == ["whole"]
 
 

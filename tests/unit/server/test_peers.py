@@ -28,10 +28,10 @@ def test_a_process_has_what_the_others_told_and_not_its_own(told, tmp_path):
     assert first.others() == []
     first.changed()
     second.changed()
-    until(lambda: first.others() == [b"two"] and second.others() == [b"one"])
+    until(lambda: first.others() == [b"two"] and second.others() == [b"one"], 60)
     texts[2] = b"more"
     copy.deepcopy(second).changed()
-    until(lambda: first.others() == [b"more"])
+    until(lambda: first.others() == [b"more"], 60)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["activity.1", "activity.2"]
 
 
@@ -43,10 +43,10 @@ def test_many_changes_are_told_in_few_writes(told):
         return b"x" * len(texts)
 
     one, other = told(1, text), told(2, bytes)
-    until(lambda: one.changed() or len(texts) >= 3)
+    until(lambda: one.changed() or len(texts) >= 3, 60)
     for _ in range(10_000):
         one.changed()
-    until(lambda: len(texts) >= 4 and other.others() == [b"x" * len(texts)])
+    until(lambda: len(texts) >= 4 and other.others() == [b"x" * len(texts)], 60)
     assert len(texts) < 1000
 
 
@@ -64,6 +64,6 @@ def test_a_folder_that_cannot_be_written_or_read_ends_nothing(told, tmp_path, mo
 
     monkeypatch.setattr(type(tmp_path), "write_bytes", full)
     one.changed()
-    until(lambda: not wrong)
+    until(lambda: not wrong, 60)
     one.changed()
-    until((tmp_path / "activity.1").exists)
+    until((tmp_path / "activity.1").exists, 60)

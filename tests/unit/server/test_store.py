@@ -102,7 +102,7 @@ def test_results_end_with_their_time(tmp_path):
     kept = store.put(ROWS, {}, MINE)
     time.sleep(0.1)
     assert store.open(kept.id, MINE) is None
-    until(lambda: not list(tmp_path.rglob("*.safetensors")))
+    until(lambda: not list(tmp_path.rglob("*.safetensors")), 20)
     assert (len(store), store.num_bytes) == (0, 0)
     store.close()
 
@@ -113,9 +113,9 @@ def test_one_timer_ends_all_files(tmp_path):
         store.put(ROWS, {}, MINE)
     timers = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
     assert (len(store), len(timers)) == (20, 1)
-    until(lambda: len(store) == 0 and not list(tmp_path.rglob("*.safetensors")))
+    until(lambda: len(store) == 0 and not list(tmp_path.rglob("*.safetensors")), 20)
     kept = store.put(ROWS, {}, MINE)
-    until(lambda: store.open(kept.id, MINE) is None and len(store) == 0)
+    until(lambda: store.open(kept.id, MINE) is None and len(store) == 0, 20)
     store.close()
 
 

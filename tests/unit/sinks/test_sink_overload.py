@@ -343,13 +343,13 @@ def test_a_key_that_takes_all_it_can_leaves_another_its_room(monkeypatch, waits)
             here.add(0, READ)
             Live.made[0].go_on.clear()
             here.write(0, [0])  # the sink is at it, and what follows waits
-            until(lambda: here.router.counters()["mine"]["queue_bytes"] == 0)
+            until(lambda: here.router.counters()["mine"]["queue_bytes"] == 0, 5)
         counter = f"{'queue' if waits == 'queued' else waits}_bytes"
         here.info = {"owner": "one"}
         for key in range(1, 30):
             here.add(key, READ)
             here.write(key, [0])
-        until(lambda: here.router.counters()["mine"]["drops"])
+        until(lambda: here.router.counters()["mine"]["drops"], 5)
         held = here.router.counters()["mine"][counter]
         assert 0.7 * most * 2**20 <= held <= 0.75 * most * 2**20
         here.info = {"owner": "two"}
@@ -361,7 +361,7 @@ def test_a_key_that_takes_all_it_can_leaves_another_its_room(monkeypatch, waits)
             here.end(key)
         assert here.manifest(30).status == "ok"
         assert {here.manifest(key).delivered for key in range(1, 30)} == {0, 2}
-        until(lambda: here.router.counters()["mine"][counter] == 0)
+        until(lambda: here.router.counters()["mine"][counter] == 0, 5)
 
 
 def test_the_end_of_a_request_of_many_drops_is_quick():
@@ -388,7 +388,7 @@ def test_a_row_that_comes_after_a_dropped_one_is_delivered(monkeypatch):
         sink = Live.made[0]
 
         def wait():
-            until(lambda: here.router.counters()["mine"]["queue_bytes"] == 0)
+            until(lambda: here.router.counters()["mine"]["queue_bytes"] == 0, 5)
 
         for key in range(2):
             here.add(key, READ)

@@ -352,7 +352,7 @@ def test_scores_are_kept_after_their_steps_and_soon_and_do_not_part_joined_steps
             drain.keep([Filled(1, step, [b"hash"], b"probes")])
         drain.finish_request(1)
         sink.gate.set()
-        until(lambda: (1, None) in sink.events)
+        until(lambda: (1, None) in sink.events, PATIENCE_S)
         assert sink.events == [*_rows(9, 99, 1), *_rows(1, 0, 3 * MOST_STEPS_KEPT), (1, None)]
         assert sink.num_batches <= 1 + 4
         assert store.told[-1] == ("end", 1)
@@ -438,13 +438,13 @@ def test_a_finished_request_does_not_wait_for_further_steps(monkeypatch):
     monkeypatch.setattr("vllm_scope.worker.pace.LINGER_S", PATIENCE_S)
     with _drain(8) as (arena, drain, sink):
         _submit(arena, drain, 1, 0, 2)  # at once: nothing was handed on before
-        until(lambda: len(sink.events) == 2)
+        until(lambda: len(sink.events) == 2, PATIENCE_S)
         _submit(arena, drain, 1, 2, 2)
         time.sleep(0.1)
         assert len(sink.events) == 2, "rows of a running request wait"
         drain.finish_request(1)
         started = time.monotonic()
-        until(lambda: (1, None) in sink.events)
+        until(lambda: (1, None) in sink.events, PATIENCE_S)
         assert time.monotonic() - started < PATIENCE_S / 2
         assert sink.events == [*_rows(1, 0, 4), (1, None)]
 
@@ -469,7 +469,7 @@ def test_a_few_rows_that_no_caller_follows_wait_longer(
         for key, monitored_alone in enumerate(followed, 2):
             drain.follow(key, monitored_alone)
         _submit(arena, drain, 1, 0, 2)
-        until(lambda: len(sink.events) == 2)
+        until(lambda: len(sink.events) == 2, PATIENCE_S)
         _submit(arena, drain, 1, 2, count)
         if waits:
             time.sleep(0.2)
@@ -485,7 +485,7 @@ def test_rows_that_wait_do_not_wait_longer_than_the_first_caller_that_follows(
     monkeypatch.setattr("vllm_scope.worker.pace.LINGER_UNSEEN_S", PATIENCE_S)
     with _drain(64) as (arena, drain, sink):
         _submit(arena, drain, 1, 0, 2)
-        until(lambda: len(sink.events) == 2)
+        until(lambda: len(sink.events) == 2, PATIENCE_S)
         time.sleep(0.05)  # the thread rests, and nobody follows
         drain.follow(2, monitored_alone)
         _submit(arena, drain, 1, 2, 2)
@@ -501,7 +501,7 @@ def test_requests_that_end_together_are_told_in_one_call_after_their_rows():
         for key in (1, 2, 3):
             drain.finish_request(key)
         sink.gate.set()
-        until(lambda: (3, None) in sink.events)
+        until(lambda: (3, None) in sink.events, PATIENCE_S)
         assert sink.together == [[1, 2, 3]]
         assert sink.events[-3:] == [(1, None), (2, None), (3, None)]
 
@@ -514,14 +514,14 @@ def test_a_thread_that_owes_much_rest_looks_at_once_if_nothing_else_runs(monkeyp
             _submit(arena, drain, key, 0, 1)
             drain.finish_request(key)
             drain.hurry()
-            until(lambda key=key: (key, None) in sink.events)
+            until(lambda key=key: (key, None) in sink.events, PATIENCE_S)
 
 
 def test_kept_scores_do_not_wait_for_the_end_of_their_request(monkeypatch):
     monkeypatch.setattr("vllm_scope.worker.pace.LINGER_UNSEEN_S", PATIENCE_S)
     with _drain(64) as (arena, drain, sink):
         _submit(arena, drain, 1, 0, 1)
-        until(lambda: len(sink.events) == 1)
+        until(lambda: len(sink.events) == 1, PATIENCE_S)
         labels = labels_of([2], [0], layouts=(reads_at(0),))
         drain.submit_stored(labels, lambda lease: bool(lease.slots.fill_(0).numel()))
         until(lambda: len(sink.events) == 2, PATIENCE_S / 2)
@@ -530,7 +530,7 @@ def test_kept_scores_do_not_wait_for_the_end_of_their_request(monkeypatch):
 def test_kept_scores_wait_for_the_launch_of_their_step():
     with _drain(64) as (_, drain, sink):
         drain.defers = True  # as on a GPU
-        until(lambda: drain._pace.sleeping)
+        until(lambda: drain._pace.sleeping, PATIENCE_S)
         labels = labels_of([2], [0], layouts=(reads_at(0),))
         drain.later(lambda: None, wake=False)
         drain.submit_stored(labels, lambda lease: bool(lease.slots.fill_(0).numel()))
@@ -538,7 +538,7 @@ def test_kept_scores_wait_for_the_launch_of_their_step():
         assert drain._pace.sleeping
         assert not sink.events
         drain.nudge()
-        until(lambda: len(sink.events) == 1)
+        until(lambda: len(sink.events) == 1, PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -560,7 +560,7 @@ def test_kept_scores_that_no_caller_follows_wait_for_the_next_rows(
         for key, monitored_alone in enumerate(followed, 2):
             drain.follow(key, monitored_alone)
         _submit(arena, drain, 1, 0, 1)  # after this the thread rests
-        until(lambda: len(sink.events) == 1)
+        until(lambda: len(sink.events) == 1, PATIENCE_S)
         labels = labels_of([2] * count, range(count), layouts=(reads_at(0),))
         drain.submit_stored(labels, lambda lease: bool(lease.slots.fill_(0).numel()))
         drain.nudge()
@@ -578,7 +578,7 @@ def test_kept_scores_that_need_room_of_others_before_them_wake_the_thread():
             labels = labels_of([key] * 3, range(3), layouts=(reads_at(0),))
             drain.submit_stored(labels, lambda lease: bool(lease.slots.fill_(0).numel()))
         drain.nudge()
-        until(lambda: len(sink.events) == 60)
+        until(lambda: len(sink.events) == 60, PATIENCE_S)
 
 
 def test_kept_scores_that_lie_side_by_side_come_as_one_batch_and_those_missing_are_left_out():
@@ -600,7 +600,7 @@ def test_kept_scores_that_lie_side_by_side_come_as_one_batch_and_those_missing_a
             drain.submit_stored(labels, lambda lease, key=key: write(lease, key))
         drain.finish_request(5)
         sink.gate.set()
-        until(lambda: (5, None) in sink.events)
+        until(lambda: (5, None) in sink.events, PATIENCE_S)
         told = [(key, p, 0, 1000.0 * key) for key in (1, 2, 4, 5) for p in (0, 1)]
         assert sink.events[1:] == [*told, (5, None)]
         assert sink.num_batches == 3  # the rows, the two before the missing one, the two after
@@ -660,7 +660,7 @@ def test_a_thread_that_worked_long_rests_no_longer_than_rows_may_wait(monkeypatc
     with _drain(64) as (arena, drain, sink):
         for position in range(3):
             _submit(arena, drain, 1, position, 1)
-            until(lambda seen=position + 1: len(sink.events) == seen)
+            until(lambda seen=position + 1: len(sink.events) == seen, PATIENCE_S)
 
 
 @pytest.mark.parametrize("owes_little", [True, False])
@@ -677,7 +677,7 @@ def test_the_end_of_a_request_waits_only_for_a_thread_that_owes_much_rest(owes_l
             _submit(arena, drain, key, 0, 1)
             drain.finish_request(key)
             started = time.monotonic()
-            until(lambda key=key: (key, None) in sink.events)
+            until(lambda key=key: (key, None) in sink.events, PATIENCE_S)
             took.append(time.monotonic() - started)
     assert owes_little or min(took[1:]) > 2.0
 

@@ -158,7 +158,7 @@ def test_small_steps_with_heads_are_copied_on_the_drain_thread_after_their_taps(
             if step == 5:
                 sink.gate.set()
         drain.finish_request(0)
-        until(lambda: sink.events)
+        until(lambda: sink.events, PATIENCE_S)
         side = drain._stream._stream
         assert not drain.filler._num_waiting
     assert found == [one for step in range(40) for one in pairs_of(step % 3, [step], 2)]
@@ -172,7 +172,7 @@ def test_events_are_used_again(streams):
     with _drain(8) as (arena, drain, sink):
         for step in range(50):
             _submit(arena, drain, 1, step, 1)
-            until(lambda step=step: len(sink.events) > step)
+            until(lambda step=step: len(sink.events) > step, PATIENCE_S)
     of_copies = [event for event in Event.made if event.blocking]
     assert len(of_copies) < 10
     assert sum(event.num_records for event in of_copies) >= 50
@@ -312,7 +312,7 @@ def test_an_event_that_the_watch_waits_for_is_not_used_again(streams):
     with _drain(8, watch=Watching()) as (arena, drain, sink):
         for step in range(20):
             _submit(arena, drain, 1, step, 1)
-            until(lambda step=step: len(sink.events) > step)
+            until(lambda step=step: len(sink.events) > step, PATIENCE_S)
     events = [wait.__self__ for wait in waits]
     assert len(set(events)) == 20
     assert [event.num_records for event in events] == [1] * 20
@@ -323,7 +323,7 @@ def test_something_that_waits_is_served_though_a_launch_begins_at_once(streams, 
     monkeypatch.setattr(paces, "LINGER_UNSEEN_S", PATIENCE_S)
     with _drain(8) as (arena, drain, sink):
         _submit(arena, drain, 1, 0, 1)
-        until(lambda: len(sink.events) == 1)
+        until(lambda: len(sink.events) == 1, PATIENCE_S)
         time.sleep(0.05)  # the thread rests
         _submit(arena, drain, 1, 1, 1)
         drain.hurry()

@@ -112,7 +112,7 @@ class _Entry:
     everywhere: Everywhere | None
 
     def of_all(self, vllm_config: VllmConfig) -> Mapping[str, object] | None:
-        """The values that are added to every request now; None if there are none."""
+        """What `everywhere` adds to each request at the moment; None if it adds nothing."""
         return None if self.everywhere is None else self.everywhere(vllm_config)
 
 

@@ -479,7 +479,7 @@ class ScopeWorker:
             self._delivery.drain.hurry()
 
     def begin_launch(self) -> None:
-        """Note that this thread begins to launch the model; see Drain.begin_launch."""
+        """Call this before this thread launches the model; see Drain.begin_launch."""
         if self._delivery is not None:
             self._delivery.drain.begin_launch()
 

@@ -29,7 +29,8 @@ class Buffer:
         to_host: the value of the TO_HOST column in its rows.
         rows: the indices of its rows with a program.
         num_rows: rows with this index or a larger one have no program.
-        first, num_first: a slice of `tensor`: as many of its first rows as the last upload had.
+        first: a slice of `tensor`: as many of its first rows as the last upload had.
+        num_first: the number of these rows. torch takes longer to tell it.
     """
 
     tensor: Tensor

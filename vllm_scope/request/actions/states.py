@@ -55,8 +55,9 @@ class Hysteresis:
 class Pid:
     """A PID controller: sets the gate's value by the distance of the score beyond a setpoint.
 
-    This distance is the error. The value is computed from this token's error, the sum of the
-    errors of the generated tokens, and this token's error minus the error of the token before.
+    This distance is the error. The value is computed from three numbers: the error of this token,
+    the sum of the errors of all generated tokens so far, and the change of the error since the
+    token before.
 
     Args:
         setpoint: the score at which the error is 0.
