@@ -152,11 +152,12 @@ class Road:
 
     def translate(self, params: Any) -> Any:
         from vllm_scope.engine.frontend import requests, translators
+        from vllm_scope.engine.params import dedicated
 
-        if not translators.concerned(params, self.config):
-            assert not requests._unknown_modules(self.engine, params)
-            return params
-        return translators.translated(params, self.config, self.sites, {})
+        concerning = translators.concerning(params, self.config)
+        params = dedicated(translators.translated(params, concerning, self.sites, {}))
+        assert not requests._unknown_modules(self.engine, params)
+        return params.clone()
 
     def request(self, i: int, params: Any) -> Any:
         from vllm.v1.engine import EngineCoreRequest
@@ -324,7 +325,7 @@ def main() -> None:
         given = range(args.requests)
         print(f"{'microseconds of a request':44}")
         asking = (road.params() for _ in given)
-        params = timed("front-end: monitors added, modules known", road.translate, asking)
+        params = timed("front-end: monitors added, params copied", road.translate, asking)
         requests = [road.request(i, one) for i, one in enumerate(params)]
         prepared = timed("front-end: checked", road.prepare, requests)
         opened = timed("front-end: buffer and ticket", road.open, prepared)

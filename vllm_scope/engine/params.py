@@ -11,8 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from copy import copy
+from enum import Enum
 from functools import lru_cache
 from typing import Any, TypeVar
+
+from msgspec.structs import astuple
 
 from vllm_scope.engine.frontend import translators
 from vllm_scope.engine.vllm_types import Engine, SamplingParams
@@ -55,6 +58,35 @@ def without_ticket(sampling_params: Any) -> Any:
     return params
 
 
+#: Types of values that nothing changes in place.
+_FIXED = {type(None), bool, int, float, str, bytes, translators.Decorators}
+
+
+def dedicated(sampling_params: Params) -> Params:
+    """A copy of the parameters for one request alone, which vLLM need not copy again.
+
+    vLLM's own copy is deep: it takes 20 us, more than all else that a request costs here. This copy
+    has own lists, sets and dicts of plain values. Parameters with other values are returned as they
+    are, and vLLM copies them.
+    """
+    if sampling_params.skip_clone:
+        return sampling_params
+    made = copy(sampling_params)
+    fields: Any = made
+    for name, value in zip(fields.__struct_fields__, astuple(fields), strict=True):
+        kind = type(value)
+        if kind in _FIXED or isinstance(value, Enum):
+            continue
+        if kind not in (dict, list, set):
+            return sampling_params
+        items = value.values() if kind is dict else value
+        if not _FIXED.issuperset(map(type, items)):
+            return sampling_params
+        setattr(made, name, value.copy())
+    made.skip_clone = True
+    return made
+
+
 def asks(params: object) -> bool:
     """True if a request has a spec. Raises SpecError if `extra_args` is not a mapping."""
     extra = getattr(params, "extra_args", None)
@@ -89,4 +121,4 @@ def params_of(
 
 def concerns(params: object, engine: Engine) -> bool:
     """True if the request has a spec, or keys of a translator."""
-    return asks(params) or translators.concerned(params, engine.vllm_config)
+    return asks(params) or bool(translators.concerning(params, engine.vllm_config))

@@ -120,6 +120,7 @@ class SamplingParams(Protocol):
     max_tokens: int | None
     extra_args: Any
     output_kind: Any
+    skip_clone: bool
 
 
 class EngineCoreRequest(Protocol):

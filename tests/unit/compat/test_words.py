@@ -14,7 +14,13 @@ from vllm_scope.compat.act_capture import translate as act_capture
 from vllm_scope.compat.vllm_lens import SteeringVector
 from vllm_scope.engine.frontend import translators
 from vllm_scope.engine.frontend.connection import Connection
-from vllm_scope.engine.frontend.translators import Translation, in_words, named, translated
+from vllm_scope.engine.frontend.translators import (
+    Translation,
+    concerning,
+    in_words,
+    named,
+    translated,
+)
 from vllm_scope.engine.worker.sizes import Limits
 from vllm_scope.request.sites import Sites
 from vllm_scope.request.spec import Spec
@@ -43,7 +49,7 @@ def sentence(extra, optimistic=False, max_tokens=3):
     connection = Connection(SITES, None, 1, 1.0, limits, {}, {})
     params = SimpleNamespace(extra_args=extra)
     try:
-        params = translated(params, CONFIG, SITES, {})
+        params = translated(params, concerning(params, CONFIG), SITES, {})
     except SpecError as error:
         return str(error)
     try:
@@ -219,7 +225,8 @@ def test_probes_and_reads_are_counted_by_themselves():
     translators.register("b", ["b"], translate)
     probe = Probe(V, bias=0.0, layer=1, name="p")
     own = scope(Read("embed"), probe, Add(V, layer=0))
-    params = translated(SimpleNamespace(extra_args=own | {"a": 1, "b": 2}), CONFIG, SITES, {})
+    given = SimpleNamespace(extra_args=own | {"a": 1, "b": 2})
+    params = translated(given, concerning(given, CONFIG), SITES, {})
     spec = Spec.from_json(params.extra_args["scope"])
     assert [len(some) for some in (spec.reads, spec.probes, spec.edits)] == [5, 1, 3]
     said = params.extra_args[translators.DECORATORS].paths

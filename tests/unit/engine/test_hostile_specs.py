@@ -200,7 +200,7 @@ def entered() -> tuple[list[Any], list[float], int]:
     async def add(engine: Engine, name: str, text: str) -> Any:
         """The request; None if it is refused."""
         params = SimpleNamespace(
-            extra_args={"scope": text}, n=1, max_tokens=MAX_TOKENS,
+            extra_args={"scope": text}, n=1, skip_clone=True, max_tokens=MAX_TOKENS,
             output_kind=SimpleNamespace(name="DELTA"),
         )  # fmt: skip
         try:

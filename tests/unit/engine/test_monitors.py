@@ -324,9 +324,9 @@ def test_the_spec_that_requests_get_is_ready_when_monitors_are_set(monkeypatch):
     with monkeypatch.context() as patch:
         for name in ("_parse", "resolve"):  # done already
             patch.setattr(Spec, name, None)
-        params = translators.translated(
-            SimpleNamespace(extra_args=None), engine.vllm_config, SITES, {}
-        )
+        given = SimpleNamespace(extra_args=None)
+        concerning = translators.concerning(given, engine.vllm_config)
+        params = translators.translated(given, concerning, SITES, {})
         asked = connection.resolve(Spec.from_json(params.extra_args["scope"]))
     assert [probe.name for probe in asked.probes] == ["monitor/one"]
     monitors.set_on(engine, {})

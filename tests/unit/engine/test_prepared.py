@@ -96,7 +96,7 @@ def test_names_in_a_large_spec_are_looked_for_off_the_event_loop(padding, monkey
     monkeypatch.setattr(frontend, "Spec", SimpleNamespace(from_json=from_json))
     engine = Engine()
     extra = {"scope": scope(Add("mine", layer=0))["scope"] + padding}
-    params = SimpleNamespace(extra_args=extra, n=1)
+    params = SimpleNamespace(extra_args=extra, n=1, skip_clone=True)
 
     async def run() -> threading.Thread:
         await frontend._add_async(Engine.add_request, engine, "one", "prompt", params)
@@ -132,13 +132,13 @@ def test_vllm_does_not_look_through_what_a_translator_counts(monkeypatch):
         SamplingParams(extra_args={"word": rows})
     beside = translators.Uncounted(rows)
     params = SamplingParams(extra_args={"word": beside})
-    translated = translators.translated(
-        params, SimpleNamespace(additional_config={}), Sites(2, 4, "float32", (0,)), {}
-    )
+    config, sites = SimpleNamespace(additional_config={}), Sites(2, 4, "float32", (0,))
+    concerning = translators.concerning(params, config)
+    translated = translators.translated(params, concerning, sites, {})
     assert seen == [{"word": rows}]
     assert translated.extra_args is None
     plain = SamplingParams(extra_args={"other": 1})
-    config = SimpleNamespace(additional_config={})
-    assert translators.translated(plain, config, Sites(2, 4, "float32", (0,)), {}) is plain
+    assert translators.concerning(plain, config) == []
+    assert translators.translated(plain, [], sites, {}) is plain
     assert not is_small({"word": translators.Uncounted([0] * (SMALL + 1))})
     assert "0" not in repr(beside), "a log does not show it"

@@ -39,7 +39,14 @@ from vllm_scope.engine.frontend.prepared import (
 )  # fmt: skip
 from vllm_scope.engine.frontend.running import Running, runs
 from vllm_scope.engine.monitors import monitors_of
-from vllm_scope.engine.params import TICKET, asks, concerns, names_module, params_of, with_ticket
+from vllm_scope.engine.params import (
+    TICKET,
+    asks,
+    dedicated,
+    names_module,
+    params_of,
+    with_ticket,
+)
 from vllm_scope.engine.refusals import Refusing, named
 from vllm_scope.engine.vllm_types import (
     AsyncLLM,
@@ -246,7 +253,10 @@ def _add_to_processor(
 
 
 def _translated(
-    engine: Engine, args: tuple[object, ...], kwargs: dict[str, object]
+    engine: Engine,
+    concerning: translators.Concerning,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
 ) -> tuple[Any, tuple[object, ...], dict[str, object]]:
     """(params, args, kwargs), with a spec in place of other systems' keys."""
     given = params_of(args, kwargs, 2)
@@ -254,12 +264,11 @@ def _translated(
     with Refusing():
         if connection is None:
             raise SpecError(NO_TAPS)
-        params = translators.translated(
-            given, engine.vllm_config, connection.sites, connection.saes
-        )
-        if params is given:
-            return params, args, kwargs
-        functions.check(params, engine)
+        params = translators.translated(given, concerning, connection.sites, connection.saes)
+        if params is not given:
+            functions.check(params, engine)
+        if asks(params):
+            params = dedicated(params)
     if "params" in kwargs:
         return params, args, kwargs | {"params": params}
     return params, (*args[:2], params, *args[3:]), kwargs
@@ -269,10 +278,12 @@ def _add_sync(original: Callable[..., T], self: LLMEngine, *args: object, **kwar
     control.flush(self)
     params = params_of(args, kwargs, 2)
     ahead.send(self, monitors_of(self.vllm_config))
-    if concerns(params, self):
+    asked = asks(params)
+    concerning = translators.concerning(params, self.vllm_config)
+    if asked or concerning:
         if needs_connection(self):
             connect_sync(self)
-        params, args, kwargs = _translated(self, args, kwargs)
+        params, args, kwargs = _translated(self, concerning, args, kwargs)
         if _unknown_modules(self, params):
             connection = connections.of(self.output_processor)
             assert connection is not None
@@ -290,14 +301,17 @@ def _add_async(
     original: Callable[..., Awaitable[T]], self: AsyncLLM, *args: object, **kwargs: object
 ) -> Awaitable[T]:
     ahead.send_soon(self, monitors_of(self.vllm_config))
-    if not concerns(params_of(args, kwargs, 2), self):
+    given = params_of(args, kwargs, 2)
+    asked = asks(given)
+    concerning = translators.concerning(given, self.vllm_config)
+    if not asked and not concerning:
         return original(self, *args, **kwargs)
 
     async def ask_first() -> T:
         if needs_connection(self):
             await connect_async(self)
         params, positional, named = await aside(
-            _translated, self, args, kwargs, if_large=params_of(args, kwargs, 2).extra_args
+            _translated, self, concerning, args, kwargs, if_large=given.extra_args
         )
         extra = params.extra_args or {}
         large = () if is_known(extra.get("scope")) else extra

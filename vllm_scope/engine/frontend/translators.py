@@ -19,6 +19,8 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+from msgspec import Struct
+
 from vllm_scope.engine.functions import FUNCTIONS, Functions, keep
 from vllm_scope.engine.vllm_types import CompletionOutput, RequestOutput, SamplingParams, VllmConfig
 from vllm_scope.errors import ScopeError, SpecError
@@ -39,8 +41,10 @@ DECORATORS = "scope_decorators"
 Decorator = Callable[[RequestOutput, CompletionOutput], None]
 
 
-@dataclass(frozen=True)
-class Translation:
+_NO_PATHS: Mapping[str, str] = {}
+
+
+class Translation(Struct, frozen=True):
     """What some keys of a request mean.
 
     Attributes:
@@ -58,12 +62,11 @@ class Translation:
     actions: tuple[Action, ...] = ()
     decorate: Decorator | None = None
     functions: Functions | None = None
-    paths: Mapping[str, str] = field(default_factory=dict)
+    paths: Mapping[str, str] = _NO_PATHS
     check: Callable[[Mapping[str, Sae]], None] | None = None
 
 
-@dataclass(frozen=True)
-class Decorators:
+class Decorators(Struct, frozen=True):
     """The decorators and paths of a request's translations.
 
     Attributes:
@@ -71,7 +74,7 @@ class Decorators:
     """
 
     each: tuple[Decorator, ...] = ()
-    paths: Mapping[str, str] = field(default_factory=dict)
+    paths: Mapping[str, str] = _NO_PATHS
 
     def __iter__(self) -> Iterator[Decorator]:
         return iter(self.each)
@@ -116,6 +119,9 @@ class _Entry:
         return None if self.everywhere is None else self.everywhere(vllm_config)
 
 
+#: The translators that apply to a request, each with what its `everywhere` adds at the moment.
+Concerning = list[tuple[_Entry, Mapping[str, object] | None]]
+
 _entries: dict[str, _Entry] = {}
 _keys: frozenset[str] = frozenset()
 #: The entries with an `everywhere`.
@@ -138,13 +144,24 @@ def register(
     _everywhere = tuple(entry for entry in _entries.values() if entry.everywhere is not None)
 
 
-def concerned(params: object, vllm_config: VllmConfig) -> bool:
-    """True if a translator applies to a request."""
+def concerning(params: object, vllm_config: VllmConfig) -> Concerning:
+    """What the translators have to say about a request; empty for most requests."""
+    extra = getattr(params, "extra_args", None)
+    if has_keys(extra):
+        assert extra is not None
+        each = [(entry, entry.of_all(vllm_config)) for entry in _entries.values()]
+        return [
+            (entry, of_all) for entry, of_all in each
+            if of_all is not None or not entry.keys.isdisjoint(extra)
+        ]  # fmt: skip
     if not hasattr(params, "extra_args"):
-        return False
-    if has_keys(params.extra_args):
-        return True
-    return any(entry.of_all(vllm_config) is not None for entry in _everywhere)
+        return []
+    found = []
+    for entry in _everywhere:
+        of_all = entry.of_all(vllm_config)
+        if of_all is not None:
+            found.append((entry, of_all))
+    return found
 
 
 def has_keys(extra: Mapping[str, object] | None) -> bool:
@@ -157,41 +174,36 @@ def keys() -> frozenset[str]:
 
 
 def translated(
-    params: Params, vllm_config: VllmConfig, sites: Sites, saes: Mapping[str, Sae]
+    params: Params, concerning: Concerning, sites: Sites, saes: Mapping[str, Sae]
 ) -> Params:
     """A copy of SamplingParams with a spec in place of the keys; the same object if no translator
     applies.
 
     Args:
+        concerning: as `concerning` returned it for these parameters.
         saes: the SAEs that the engine holds, by name.
 
     Raises:
         SpecError: the keys ask for something that is not possible.
     """
+    if not concerning:
+        return params
     extra = dict(params.extra_args or {})
     translations: list[Translation] = []
-    applies = False
-    for entry in _entries.values() if has_keys(extra) else _everywhere:
+    for entry, of_all in concerning:
         values = {key: Uncounted.value_of(extra.pop(key)) for key in entry.keys if key in extra}
-        of_all = entry.of_all(vllm_config)
-        if not values and of_all is None:
-            continue
-        applies = True
-        values |= of_all or {}
-        translation = entry.translate(values, sites)
+        translation = entry.translate(values | dict(of_all) if of_all else values, sites)
         if translation.check is not None:
             translation.check(saes)
         if translation.actions:
             translations.append(translation)
         if translation.functions is not None:
             extra[FUNCTIONS] = keep(translation.functions)
-    if not applies:
-        return params
     if translations:
         text, paths = _joined(extra.get("scope"), translations)
         extra["scope"] = text
-        decorators = (each.decorate for each in translations)
-        extra[DECORATORS] = Decorators(tuple(d for d in decorators if d is not None), paths)
+        decorators = [each.decorate for each in translations if each.decorate is not None]
+        extra[DECORATORS] = Decorators(tuple(decorators), paths)
     params = copy(params)
     params.extra_args = extra or None
     return params
