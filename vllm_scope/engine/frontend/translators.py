@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -120,7 +120,7 @@ class _Entry:
 
 
 #: The translators that apply to a request, each with what its `everywhere` adds at the moment.
-Concerning = list[tuple[_Entry, Mapping[str, object] | None]]
+Concerning = Sequence[tuple[_Entry, Mapping[str, object] | None]]
 
 _entries: dict[str, _Entry] = {}
 _keys: frozenset[str] = frozenset()
