@@ -121,14 +121,9 @@ class Drain:
         if self._stream.is_cuda:
             self._stream.warm(call)
 
-    def follow(self, key: int, monitored_alone: bool = False) -> None:
-        """Deliver rows soon until this request ends: its caller reads rows as they arrive.
-
-        Args:
-            monitored_alone: True if the caller reads nothing but scores of monitors. They may wait
-                longer than rows.
-        """
-        self._pace.follow(key, monitored_alone)
+    def follow(self, key: int) -> None:
+        """Deliver rows soon until this request ends: its caller reads rows as they arrive."""
+        self._pace.follow(key)
 
     def finish_request(self, key: int, error: str | None = None) -> None:
         self._pace.unfollow(key)
@@ -261,7 +256,7 @@ class Drain:
         if not self._unseen_scores:
             return
         self._unseen_scores = False
-        if self._pace.rows_are_followed or self._num_unseen > self._most_unseen:
+        if self._pace.is_followed or self._num_unseen > self._most_unseen:
             self._pace.soon()
         self._pace.wake()
 

@@ -3,13 +3,12 @@
 Owns:  Pace.
 Runs:  `look`, `rest` and `sleep` on the drain thread, the other methods on any thread.
 
-The thread delivers several steps at a time. It looks again after LINGER_S (LINGER_MONITORED_S if
-callers read only scores of monitors), or sooner if a request has ended, because its caller waits.
-The thread shares the GIL with the thread that launches the model: waking up for each step of 1 ms
-cost that thread a third of its speed (measured, H200, 0.5B shape). On a GPU it therefore begins no
-work during a launch. If no caller looks at rows before its request ends, rows may wait longer: a
-message of one step costs the front-end 0.6 ms, one of 16 steps 0.7 to 0.9 ms (measured, 16
-requests, two busy cores).
+The thread delivers several steps at a time. It looks again after LINGER_S, or sooner if a request
+has ended, because its caller waits. The thread shares the GIL with the thread that launches the
+model: waking up for each step of 1 ms cost that thread a third of its speed (measured, H200, 0.5B
+shape). On a GPU it therefore begins no work during a launch. If no caller looks at values of its
+own before its request ends, rows and scores may wait longer: a message of one step costs the
+front-end 0.6 ms, one of 16 steps 0.7 to 0.9 ms (measured, 16 requests, two busy cores).
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from collections.abc import Callable
 
 #: How long rows may wait for the next step's rows, if some caller follows its request.
 LINGER_S = 0.004
-#: How long they may wait if callers follow only scores of the operator's monitors.
-LINGER_MONITORED_S = 0.03
 #: How long rows may wait if no caller follows its request.
 LINGER_UNSEEN_S = 0.08
 #: How long the last rows of a request may wait.
@@ -52,40 +49,23 @@ class Pace:
         #: Cleared while the worker's thread launches the model on a GPU.
         self._between_launches = threading.Event()
         self._between_launches.set()
-        #: Running requests whose callers read rows as they arrive, and those whose callers read
-        #: only scores of monitors.
+        #: Running requests whose callers read values of their own as they arrive.
         self._followed: set[int] = set()
-        self._monitored: set[int] = set()
 
     @property
-    def rows_are_followed(self) -> bool:
-        """True if some caller reads values of its own as they arrive. Scores of monitors do not
-        count."""
+    def is_followed(self) -> bool:
+        """True if some caller follows its request."""
         return bool(self._followed)
 
-    @property
-    def _linger_s(self) -> float:
-        """How long rows may wait for the rows of later steps."""
-        if self._followed:
-            return LINGER_S
-        return LINGER_MONITORED_S if self._monitored else LINGER_UNSEEN_S
-
-    def follow(self, key: int, monitored_alone: bool = False) -> None:
-        """Look every LINGER_S until this request ends: its caller reads rows as they arrive.
-
-        Args:
-            monitored_alone: True if the caller reads nothing but scores of monitors. The thread
-                then looks every LINGER_MONITORED_S.
-        """
-        some = self._monitored if monitored_alone else self._followed
-        if not (some or self._followed):
+    def follow(self, key: int) -> None:
+        """Look every LINGER_S until this request ends: its caller reads rows as they arrive."""
+        if not self._followed:
             self._soon.set()  # the thread may rest for longer
-        some.add(key)
+        self._followed.add(key)
 
     def unfollow(self, key: int) -> None:
         """Note that no caller follows this request any more."""
         self._followed.discard(key)
-        self._monitored.discard(key)
 
     def ended(self) -> None:
         """Note that a request has ended. Its caller waits."""
@@ -152,4 +132,5 @@ class Pace:
             return
         if least < usual and self._ended.wait(usual - least):
             return
-        self._soon.wait(max(0.0, self._linger_s - max(least, usual)))
+        linger_s = LINGER_S if self._followed else LINGER_UNSEEN_S
+        self._soon.wait(max(0.0, linger_s - max(least, usual)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -106,6 +107,65 @@ def test_the_launch_ends_with_the_sampling_if_it_comes_later():
     assert scope.happened == ["begin_launch", "launch", "end"]
     assert runner.sample_tokens() == "tokens"
     assert scope.happened[3:] == ["sample", "end_launch"]
+
+
+class Output:
+    """A step's output, which is there once `get_output` returns."""
+
+    def __init__(self, scope: Scope, error: Exception | None = None) -> None:
+        self.scope, self.error = scope, error
+
+    def get_output(self) -> str:
+        self.scope.happened.append("wait")
+        if self.error is not None:
+            raise self.error
+        return "tokens"
+
+
+def _sampling(scope: Scope, *outputs: Output) -> SimpleNamespace:
+    """A runner whose `sample_tokens` returns the outputs one after another."""
+    left = iter(outputs)
+    runner = SimpleNamespace(execute_model=lambda _: None, sample_tokens=lambda: next(left))
+    attach._attach_steps(runner, scope)
+    return runner
+
+
+def test_the_launch_ends_where_its_own_thread_waits_for_outputs():
+    scope = Scope()
+    first, second = Output(scope), Output(scope)
+    runner = _sampling(scope, first, second)
+    runner.sample_tokens()
+    assert scope.happened == ["end_launch"], "who waits is not known yet"
+    assert first.get_output() == "tokens"
+    assert scope.happened[1:] == ["end_launch", "wait", "begin_launch"]
+    scope.happened.clear()
+    runner.sample_tokens()
+    assert scope.happened == []
+    scope.reads = False  # no request is left
+    second.get_output()
+    assert scope.happened == ["end_launch", "wait"]
+
+
+def test_the_launch_ends_with_the_sampling_if_another_thread_waits_for_outputs():
+    scope = Scope()
+    outputs = [Output(scope), Output(scope)]
+    runner = _sampling(scope, *outputs)
+    for output in outputs:
+        scope.happened.clear()
+        runner.sample_tokens()
+        assert scope.happened == ["end_launch"]
+        waiting = threading.Thread(target=output.get_output)
+        waiting.start()
+        waiting.join()
+        assert scope.happened == ["end_launch", "wait"]
+
+
+def test_the_wait_ends_with_an_error_of_the_device():
+    scope = Scope()
+    output = _sampling(scope, Output(scope, ValueError("no device"))).sample_tokens()
+    with pytest.raises(ValueError, match="no device"):
+        output.get_output()
+    assert scope.happened == ["end_launch", "end_launch", "wait", "begin_launch"]
 
 
 def test_the_launch_ends_with_the_model_if_nothing_is_sampled_later():

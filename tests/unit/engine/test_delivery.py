@@ -18,26 +18,26 @@ READ = Read("resid_post", layers=[0])
 
 
 @pytest.mark.parametrize(
-    ("spec", "follows", "soon", "later"),
+    ("spec", "follows", "soon"),
     [
-        pytest.param(Spec(probes=MONITORS), True, set(), {7}, id="monitors"),
-        pytest.param(Spec(probes=(*MONITORS, OWN)), True, {7}, set(), id="an-own-probe-too"),
-        pytest.param(Spec(reads=(READ,), probes=MONITORS), True, {7}, set(), id="rows-too"),
-        pytest.param(Spec(probes=MONITORS), False, set(), set(), id="nothing-before-the-end"),
-        pytest.param(Spec(reads=(READ,)), False, set(), set(), id="rows-at-the-end"),
+        pytest.param(Spec(probes=MONITORS), True, set(), id="monitors"),
+        pytest.param(Spec(probes=(*MONITORS, OWN)), True, {7}, id="an-own-probe-too"),
+        pytest.param(Spec(reads=(READ,), probes=MONITORS), True, {7}, id="rows-too"),
+        pytest.param(Spec(probes=MONITORS), False, set(), id="nothing-before-the-end"),
+        pytest.param(Spec(reads=(READ,)), False, set(), id="rows-at-the-end"),
     ],
 )
 def test_a_caller_that_reads_as_values_arrive_has_its_own_soon_and_monitors_later(
-    spec, follows, soon, later
+    spec, follows, soon
 ):
     with running_worker(SITES.boundaries, 64) as (worker, _):
         delivery, asked = worker._delivery, spec.resolve(SITES)
         recipient = Recipient(7, "front", follows=follows)
         assert delivery.add_request("r", [1, 2], recipient, asked) == 7
         pace = delivery.drain._pace
-        assert (pace._followed, pace._monitored) == (soon, later)
+        assert pace._followed == soon
         delivery.drain.finish_request(7)
-        assert (pace._followed, pace._monitored) == (set(), set())
+        assert pace._followed == set()
 
 
 def test_what_a_caller_reads_itself_is_more_than_monitors():

@@ -450,24 +450,18 @@ def test_a_finished_request_does_not_wait_for_further_steps(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("monitored_s", "followed", "count", "waits"),
+    ("followed", "count", "waits"),
     [
-        pytest.param(0.03, [], 2, True, id="nobody-looks-before-the-end"),
-        pytest.param(0.03, [False], 2, False, id="somebody-looks"),
-        pytest.param(0.03, [True], 2, False, id="somebody-looks-at-monitors"),
-        pytest.param(PATIENCE_S, [True], 2, True, id="monitors-may-wait-longer-than-rows"),
-        pytest.param(PATIENCE_S, [True, False, True], 2, False, id="some-look-at-rows"),
-        pytest.param(0.03, [], 20, False, id="much-waits"),
+        pytest.param([], 2, True, id="nobody-looks-before-the-end"),
+        pytest.param([2], 2, False, id="somebody-looks"),
+        pytest.param([], 20, False, id="much-waits"),
     ],
 )
-def test_a_few_rows_that_no_caller_follows_wait_longer(
-    monkeypatch, monitored_s, followed, count, waits
-):
+def test_a_few_rows_that_no_caller_follows_wait_longer(monkeypatch, followed, count, waits):
     monkeypatch.setattr("vllm_scope.worker.pace.LINGER_UNSEEN_S", PATIENCE_S)
-    monkeypatch.setattr("vllm_scope.worker.pace.LINGER_MONITORED_S", monitored_s)
     with _drain(64) as (arena, drain, sink):
-        for key, monitored_alone in enumerate(followed, 2):
-            drain.follow(key, monitored_alone)
+        for key in followed:
+            drain.follow(key)
         _submit(arena, drain, 1, 0, 2)
         until(lambda: len(sink.events) == 2, PATIENCE_S)
         _submit(arena, drain, 1, 2, count)
@@ -478,16 +472,13 @@ def test_a_few_rows_that_no_caller_follows_wait_longer(
         until(lambda: sink.events[: 2 + count] == _rows(1, 0, 2 + count), PATIENCE_S / 2)
 
 
-@pytest.mark.parametrize("monitored_alone", [False, True])
-def test_rows_that_wait_do_not_wait_longer_than_the_first_caller_that_follows(
-    monkeypatch, monitored_alone
-):
+def test_rows_that_wait_do_not_wait_longer_than_the_first_caller_that_follows(monkeypatch):
     monkeypatch.setattr("vllm_scope.worker.pace.LINGER_UNSEEN_S", PATIENCE_S)
     with _drain(64) as (arena, drain, sink):
         _submit(arena, drain, 1, 0, 2)
         until(lambda: len(sink.events) == 2, PATIENCE_S)
         time.sleep(0.05)  # the thread rests, and nobody follows
-        drain.follow(2, monitored_alone)
+        drain.follow(2)
         _submit(arena, drain, 1, 2, 2)
         until(lambda: len(sink.events) == 4, PATIENCE_S / 2)
 
@@ -545,20 +536,18 @@ def test_kept_scores_wait_for_the_launch_of_their_step():
     ("followed", "count", "waits"),
     [
         pytest.param([], 1, True, id="nobody-looks-before-the-end"),
-        pytest.param([True], 1, True, id="somebody-looks-at-monitors"),
-        pytest.param([False], 1, False, id="somebody-looks"),
+        pytest.param([2], 1, False, id="somebody-looks"),
         pytest.param([], 20, False, id="much-waits"),
     ],
 )
 def test_kept_scores_that_no_caller_follows_wait_for_the_next_rows(
     monkeypatch, followed, count, waits
 ):
-    for name in ("LINGER_UNSEEN_S", "LINGER_MONITORED_S"):
-        monkeypatch.setattr(f"vllm_scope.worker.pace.{name}", PATIENCE_S)
+    monkeypatch.setattr("vllm_scope.worker.pace.LINGER_UNSEEN_S", PATIENCE_S)
     with _drain(64) as (arena, drain, sink):
         drain.defers = True  # as on a GPU
-        for key, monitored_alone in enumerate(followed, 2):
-            drain.follow(key, monitored_alone)
+        for key in followed:
+            drain.follow(key)
         _submit(arena, drain, 1, 0, 1)  # after this the thread rests
         until(lambda: len(sink.events) == 1, PATIENCE_S)
         labels = labels_of([2] * count, range(count), layouts=(reads_at(0),))

@@ -358,6 +358,6 @@ def test_on_a_cpu_the_thread_works_while_the_model_runs():
 def test_a_caller_that_followed_a_request_is_forgotten_with_it(streams):
     with _drain(8) as (_, drain, _):
         drain.follow(1)
-        assert drain._pace.rows_are_followed
+        assert drain._pace.is_followed
         drain.finish_request(1)
-        assert not drain._pace.rows_are_followed
+        assert not drain._pace.is_followed

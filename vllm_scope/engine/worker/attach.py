@@ -15,6 +15,7 @@ from vllm_scope.engine.core.scheduler import news_in
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import ModelRunner, SchedulerOutput, VllmConfig, Worker
 from vllm_scope.engine.worker.sums import SumsCalls
+from vllm_scope.engine.worker.waits import Waits
 from vllm_scope.engine.worker.worker import ScopeWorker
 from vllm_scope.errors import reason_of
 from vllm_scope.graph.tap import graphs
@@ -98,6 +99,7 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
     RayWorkerWrapper.execute_model_ray
     """
     execute_model = runner.execute_model
+    waits = Waits(scope)
 
     def execute(scheduler_output: SchedulerOutput, *args: object, **kwargs: object) -> object:
         if kwargs.get("dummy_run"):  # Model Runner V2 calls `execute_model` for dummy steps too
@@ -149,9 +151,10 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
     def sample(*args: object, **kwargs: object) -> object:
         try:
             output = sample_tokens(*args, **kwargs)
-        finally:
+        except BaseException:
             scope.end_launch()
-        return scope.with_endings(output)
+            raise
+        return waits.in_output(scope.with_endings(output))
 
     runner.execute_model, runner.sample_tokens = execute, sample
 

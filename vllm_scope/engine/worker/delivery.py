@@ -167,8 +167,9 @@ class WorkerDelivery:
             )
             self.watch.add_request(key, req_id, len(prompt_ids), asked, steering)
         elsewhere = any(to != MEMORY for to in asked.destinations)
-        if key != NOBODY and (elsewhere or recipient.follows):
-            self.drain.follow(key, asked.is_monitored_alone and not elsewhere)
+        follows = recipient.follows and not asked.is_monitored_alone
+        if key != NOBODY and (elsewhere or follows):
+            self.drain.follow(key)
         if elsewhere:
             self.router.add_request(
                 replace(
