@@ -58,8 +58,8 @@ def without_ticket(sampling_params: Any) -> Any:
     return params
 
 
-#: Types of values that nothing changes in place.
-_FIXED = {type(None), bool, int, float, str, bytes, translators.Decorators}
+#: Types of values that nothing changes in place. Enumerations are added as they come.
+_FIXED: set[type] = {type(None), bool, int, float, str, bytes, translators.Decorators}
 
 
 def dedicated(sampling_params: Params) -> Params:
@@ -75,7 +75,10 @@ def dedicated(sampling_params: Params) -> Params:
     fields: Any = made
     for name, value in zip(fields.__struct_fields__, astuple(fields), strict=True):
         kind = type(value)
-        if kind in _FIXED or isinstance(value, Enum):
+        if kind in _FIXED:
+            continue
+        if isinstance(value, Enum):
+            _FIXED.add(kind)
             continue
         if kind not in (dict, list, set):
             return sampling_params

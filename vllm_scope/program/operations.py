@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct
 
 from vllm_scope.program.layout import Layout
 from vllm_scope.request.actions.features import MAX_FEATURES
@@ -148,8 +149,7 @@ class Program:
         return {op.vector for _, ops in self.taps for op in ops if op.vector is not None}
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(Struct, frozen=True):
     """How many places a request takes in the device tables while it runs. A probe's weight counts
     as vectors, even if the weight has memory of its own.
 

@@ -112,8 +112,7 @@ class Drain:
         Raises:
             CapacityError: there is no room for them.
         """
-        with self._stream.entered():
-            self.filler.packer.hold(key, encodings, banks)
+        self.filler.packer.hold(key, encodings, banks)
 
     def warm(self, call: Callable[[], None]) -> None:
         """On a GPU, call a function on the drain's stream before the first step, so that the memory

@@ -72,7 +72,7 @@ class Filler:
         #: On a GPU, slots of the arena: how many were left to the drain thread, how many of these
         #: it has copied, and how many may wait for it.
         self._num_put_off, self._num_caught_up, self._most_put_off = 0, 0, arena.num_slots // 4
-        self.packer = Packer(dtype, device, widths, saes)
+        self.packer = Packer(dtype, device, widths, saes, self.stream.entered)
         with self.stream.entered():
             self.summing = Summing(dtype, device, widths, moments_bytes)
 

@@ -23,8 +23,9 @@ LINGER_S = 0.004
 LINGER_UNSEEN_S = 0.08
 #: How long the last rows of a request may wait.
 LINGER_AT_END_S = 0.002
-#: How long the thread waits for a launch to end before it looks all the same.
-MOST_LAUNCH_S = 0.05
+#: How long the thread waits for launches to end before it looks all the same: if some caller
+#: follows its request or a request has ended, and else.
+MOST_LAUNCH_S, MOST_UNSEEN_LAUNCH_S = 0.02, 0.1
 #: The thread owes REST times its working time as rest. If it owes more than MOST_OWED_S, it rests
 #: after each look, even if a request has ended, for LINGER_AT_END_S to MOST_REST_S. Its rest is not
 #: longer, because a worker that needs room in a ring waits for the thread. If it owes less, the end
@@ -95,8 +96,12 @@ class Pace:
     def await_launch(self) -> None:
         """Wait for the end of a launch, unless something waits for the thread (`hurry`). The launch
         may have begun after the call of `hurry`."""
-        if not self._now.is_set():
-            self._between_launches.wait(MOST_LAUNCH_S)
+        if self._now.is_set():
+            return
+        end = time.monotonic() + MOST_UNSEEN_LAUNCH_S
+        while not self._between_launches.wait(MOST_LAUNCH_S):
+            if self._followed or self._ended.is_set() or time.monotonic() > end:
+                return
 
     def wake(self) -> None:
         """Wake the thread if it sleeps. If it rests, its rest goes on."""

@@ -18,6 +18,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -36,6 +37,7 @@ from vllm_scope.request.sites import kind_of_point
 from vllm_scope.worker.device_sums import on_device
 from vllm_scope.worker.held_saes import NONE, PairMakers
 from vllm_scope.worker.probe_bank import Banks
+from vllm_scope.worker.side_stream import Entering
 from vllm_scope.worker.slot_views import WORDS, Grid, gathered
 
 logger = logging.getLogger("vllm.vllm_scope")
@@ -138,6 +140,7 @@ class Packer:
         dtype, device: the arena's dtype and device.
         widths: bytes of a raw row, by kind.
         saes: the SAEs that the worker holds, by name; and the lenses, by heads.LensKey.
+        entered: makes the context in which weights are loaded to the device.
         stacks: True if banks that are alike (`Banks.like`) are computed together. This takes fewer
             launches, but the last bit of a score may depend on other requests. None: True on a
             GPU, False on a CPU.
@@ -147,6 +150,7 @@ class Packer:
     device: torch.device
     widths: Widths
     saes: PairMakers = field(default_factory=lambda: NONE)
+    entered: Entering = nullcontext
     stacks: bool | None = None
     _plan: _Plan | None = None
     _sized: _Sized | None = None
@@ -156,7 +160,7 @@ class Packer:
     _probing: dict[int, Mapping[Bank, Sequence[Net]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._banks = Banks(self.device)
+        self._banks = Banks(self.device, self.entered)
         self._packing = threading.Lock()
         if self.stacks is None:
             self.stacks = self.device.type == "cuda"
@@ -194,8 +198,9 @@ class Packer:
                 "same k and seed, or send it again later."
             )
         try:
-            for encoding in large:
-                packing_of(encoding).codec.prepare(self.device)
+            with self.entered():
+                for encoding in large:
+                    packing_of(encoding).codec.prepare(self.device)
         except torch.OutOfMemoryError:
             raise CapacityError(
                 "the device has no room for rp8's projection; take a smaller k, or send it later."

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.heads import Bank
 from vllm_scope.request.nets import Net
+from vllm_scope.worker.side_stream import Entering
 
 #: Bytes of weights that no request holds and that are kept for the next request.
 IDLE_BYTES = 64 << 20
@@ -150,10 +152,14 @@ def _to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class Banks:
-    """The banks that running requests hold, and some of those that were released last."""
+    """The banks that running requests hold, and some of those that were released last.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Args:
+        entered: makes the context in which banks are loaded.
+    """
+
+    def __init__(self, device: torch.device, entered: Entering = nullcontext) -> None:
+        self._device, self._entered = device, entered
         #: Requests are added on the worker's thread and released on the drain thread.
         self._lock = threading.Lock()
         #: The bank that was released longest ago comes before those released later.
@@ -170,7 +176,8 @@ class Banks:
             try:
                 for bank, nets in banks.items():
                     if bank not in self._loaded:
-                        self._loaded[bank] = DeviceBank(nets, self._device)
+                        with self._entered():
+                            self._loaded[bank] = DeviceBank(nets, self._device)
             except torch.OutOfMemoryError:
                 self._drop_idle(0)
                 raise

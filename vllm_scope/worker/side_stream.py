@@ -13,6 +13,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+#: Makes a context in which work goes to a stream.
+Entering = Callable[[], AbstractContextManager[object]]
+
 
 class SideStream:
     """A stream beside the model's. It reads the rows that taps write on the model's stream.

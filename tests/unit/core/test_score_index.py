@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_scope.core.score_index import _BLOCK_BYTES, TURNS, ScoreIndex, ScoreKey
+from vllm_scope.core.score_index import _BLOCK_BYTES, ENDS_A_STEP, TURNS, ScoreIndex, ScoreKey
 from vllm_scope.request.remembered import Remembered
 
 SIZE, TOKEN_BYTES = 4, 16
@@ -66,6 +66,30 @@ def test_a_request_is_known_while_it_runs():
     index.finish_request("r", None)
     index.finish_request("r", None)
     assert (index.running, index.num_told("r")) == ([], None)
+
+
+def test_while_there_is_room_the_blocks_of_a_few_ended_requests_are_marked_a_step():
+    """To mark those of all requests that end together would delay their last outputs."""
+    index, chains = index_of(100), [chain(str(i), 2) for i in range(2 * ENDS_A_STEP + 1)]
+    for i, hashes in enumerate(chains):
+        index.begin(f"{i}", 0)
+        index.fill(f"{i}", hashes, 8, P, TOKEN_BYTES)
+    marked = []
+    index.num_known = lambda hashes, probes: marked.append(hashes)
+    for i in range(len(chains)):
+        index.finish_request(f"{i}", None)
+    assert marked == []
+    for count in (ENDS_A_STEP, 2 * ENDS_A_STEP, len(chains), len(chains)):
+        index.due()
+        assert marked == chains[:count]
+
+
+def test_once_room_is_short_the_blocks_of_all_ended_requests_are_marked():
+    """Else a chain's beginning would be forgotten before its end."""
+    index, hashes = index_of(12), chain("a", 6)
+    run(index, hashes, *range(1, 7))  # half of the room: these are not marked yet
+    run(index, chain("x", 12 - 3))
+    assert index.num_known(hashes, P) == 3
 
 
 def test_workers_are_told_once_what_was_used_longest_ago():

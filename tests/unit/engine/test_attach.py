@@ -110,10 +110,14 @@ def test_the_launch_ends_with_the_sampling_if_it_comes_later():
 
 
 class Output:
-    """A step's output, which is there once `get_output` returns."""
+    """A step's output, which is there once `get_output` returns, or before."""
 
-    def __init__(self, scope: Scope, error: Exception | None = None) -> None:
+    def __init__(
+        self, scope: Scope, error: Exception | None = None, ready: str | None = None
+    ) -> None:
         self.scope, self.error = scope, error
+        if ready is not None:
+            setattr(self, ready, SimpleNamespace(query=lambda: True))
 
     def get_output(self) -> str:
         self.scope.happened.append("wait")
@@ -144,6 +148,16 @@ def test_the_launch_ends_where_its_own_thread_waits_for_outputs():
     scope.reads = False  # no request is left
     second.get_output()
     assert scope.happened == ["end_launch", "wait"]
+
+
+@pytest.mark.parametrize("event", ["copy_event", "async_copy_ready_event"])
+def test_the_launch_goes_on_if_nobody_must_wait_for_the_output(event):
+    scope = Scope()
+    runner = _sampling(scope, Output(scope), Output(scope, ready=event))
+    runner.sample_tokens().get_output()
+    scope.happened.clear()
+    assert runner.sample_tokens().get_output() == "tokens"
+    assert scope.happened == ["wait"]
 
 
 def test_the_launch_ends_with_the_sampling_if_another_thread_waits_for_outputs():

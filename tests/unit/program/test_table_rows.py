@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tests.unit.programs import cost_of, on_the_device, programs_of
 from tests.unit.strategies import VOCAB, specs
@@ -125,7 +126,7 @@ def test_programs_made_at_once_are_those_built_one_by_one(
     if any(isinstance(edit, Replace) for edit in spec.edits):
         # A replacement's row counts also beside an equal vector of another edit.
         assert cost.vectors <= held.cost.vectors
-        cost = replace(cost, vectors=held.cost.vectors)
+        cost = structs.replace(cost, vectors=held.cost.vectors)
     assert held.cost == cost
     tables.release_set(held)
     tables._drop_idle_sets()

@@ -319,7 +319,8 @@ def test_an_event_that_the_watch_waits_for_is_not_used_again(streams):
 
 
 def test_something_that_waits_is_served_though_a_launch_begins_at_once(streams, monkeypatch):
-    monkeypatch.setattr(paces, "MOST_LAUNCH_S", PATIENCE_S)
+    for name in ("MOST_LAUNCH_S", "MOST_UNSEEN_LAUNCH_S"):
+        monkeypatch.setattr(paces, name, PATIENCE_S)
     monkeypatch.setattr(paces, "LINGER_UNSEEN_S", PATIENCE_S)
     with _drain(8) as (arena, drain, sink):
         _submit(arena, drain, 1, 0, 1)
@@ -332,9 +333,13 @@ def test_something_that_waits_is_served_though_a_launch_begins_at_once(streams, 
         drain.end_launch()
 
 
-@pytest.mark.parametrize("by", ["the-end", "something-that-waits", "its-length"])
+@pytest.mark.parametrize(
+    "by", ["the-end", "something-that-waits", "its-length", "a-follower", "the-end-of-a-request"]
+)
 def test_the_thread_begins_no_work_while_the_model_is_launched(streams, monkeypatch, by):
-    monkeypatch.setattr(paces, "MOST_LAUNCH_S", 0.1 if by == "its-length" else PATIENCE_S)
+    monkeypatch.setattr(paces, "MOST_LAUNCH_S", 0.01)
+    most_s = 0.1 if by == "its-length" else PATIENCE_S
+    monkeypatch.setattr(paces, "MOST_UNSEEN_LAUNCH_S", most_s)
     with _drain(8) as (arena, drain, sink):
         drain.begin_launch()
         _submit(arena, drain, 1, 0, 1)
@@ -344,7 +349,11 @@ def test_the_thread_begins_no_work_while_the_model_is_launched(streams, monkeypa
             drain.end_launch()
         elif by == "something-that-waits":
             drain.hurry()
-        until(lambda: sink.events == _rows(1, 0, 1), PATIENCE_S / 2)
+        elif by == "a-follower":
+            drain.follow(2)
+        elif by == "the-end-of-a-request":
+            drain.finish_request(3)
+        until(lambda: sink.events[:1] == _rows(1, 0, 1), PATIENCE_S / 2)
         drain.end_launch()
 
 

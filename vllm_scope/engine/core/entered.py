@@ -7,7 +7,7 @@ From:  entry.   To: scheduler, clearing, engine.worker.faults.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct
 
 from vllm_scope.core.sums_room import SumsRoom
 from vllm_scope.engine.beside import Beside
@@ -20,8 +20,7 @@ from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.ticket import Recipient
 
 
-@dataclass(frozen=True)
-class Entered:
+class Entered(Struct, frozen=True):
     """A request, as it was when it entered.
 
     Attributes:
@@ -47,7 +46,7 @@ class Entered:
     columns: tuple[bytes, ...] = ()
     unchecked: bool = False
     logged: LogRange = NO_LOG
-    reserve: Cost = field(default_factory=Cost)
+    reserve: Cost = Cost()
     sums: SumsRoom | None = None
 
     @property

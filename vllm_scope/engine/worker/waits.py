@@ -13,6 +13,7 @@ thread that waits for outputs; between two launches the launching thread waits f
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 
@@ -42,15 +43,15 @@ class Waits:
         if not self._here or not hasattr(output, "get_output"):
             self._scope.end_launch()
         if hasattr(output, "get_output"):
-            output.get_output = self._waiting(output.get_output)
+            output.get_output = self._waiting(output.get_output, _readiness(output))
         return output
 
-    def _waiting(self, get: Any) -> Any:
+    def _waiting(self, get: Callable[[], Any], is_ready: Callable[[], bool]) -> Callable[[], Any]:
         launcher = threading.get_ident()
 
         def get_output() -> Any:
             self._here = threading.get_ident() == launcher
-            if not self._here:
+            if not self._here or is_ready():
                 return get()
             self._scope.end_launch()
             try:
@@ -60,3 +61,17 @@ class Waits:
                     self._scope.begin_launch()
 
         return get_output
+
+
+def _readiness(output: Any) -> Callable[[], bool]:
+    """A function that returns True if nobody has to wait for the output. It returns False for an
+    output of an unknown kind.
+    vllm 0.32, v1/worker/gpu/async_utils.py, AsyncOutput; v1/worker/gpu_model_runner.py,
+    AsyncGPUModelRunnerOutput
+    """
+    for name in ("copy_event", "async_copy_ready_event"):
+        event = getattr(output, name, None)
+        if event is not None:
+            found: Callable[[], bool] = event.query
+            return found
+    return lambda: False
