@@ -24,7 +24,7 @@ LINGER_UNSEEN_S = 0.08
 #: How long the last rows of a request may wait.
 LINGER_AT_END_S = 0.002
 #: How long the thread waits for launches to end before it looks all the same: if some caller
-#: follows its request or a request has ended, and else.
+#: follows its request, a request has ended or much waits; and else.
 MOST_LAUNCH_S, MOST_UNSEEN_LAUNCH_S = 0.02, 0.1
 #: The thread owes REST times its working time as rest. If it owes more than MOST_OWED_S, it rests
 #: after each look, even if a request has ended, for LINGER_AT_END_S to MOST_REST_S. Its rest is not
@@ -100,7 +100,7 @@ class Pace:
             return
         end = time.monotonic() + MOST_UNSEEN_LAUNCH_S
         while not self._between_launches.wait(MOST_LAUNCH_S):
-            if self._followed or self._ended.is_set() or time.monotonic() > end:
+            if self._followed or self._soon.is_set() or time.monotonic() > end:
                 return
 
     def wake(self) -> None:

@@ -334,8 +334,12 @@ def test_something_that_waits_is_served_though_a_launch_begins_at_once(streams, 
 
 
 @pytest.mark.parametrize(
-    "by", ["the-end", "something-that-waits", "its-length", "a-follower", "the-end-of-a-request"]
-)
+    "by",
+    [
+        "the-end", "something-that-waits", "its-length", "a-follower", "the-end-of-a-request",
+        "much-that-waits",
+    ],
+)  # fmt: skip
 def test_the_thread_begins_no_work_while_the_model_is_launched(streams, monkeypatch, by):
     monkeypatch.setattr(paces, "MOST_LAUNCH_S", 0.01)
     most_s = 0.1 if by == "its-length" else PATIENCE_S
@@ -353,6 +357,8 @@ def test_the_thread_begins_no_work_while_the_model_is_launched(streams, monkeypa
             drain.follow(2)
         elif by == "the-end-of-a-request":
             drain.finish_request(3)
+        elif by == "much-that-waits":
+            _submit(arena, drain, 1, 1, 4)  # of 8 slots at most a quarter may wait
         until(lambda: sink.events[:1] == _rows(1, 0, 1), PATIENCE_S / 2)
         drain.end_launch()
 
