@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import queue
+import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -43,6 +44,8 @@ class Webhook(Background):
         )
         #: `tell` counts "dropped", the webhook's thread the other outcomes: no key has two writers.
         self._ended = dict.fromkeys(OUTCOMES, 0)
+        #: Held while a verdict that waited is counted as ended, so that none is counted twice.
+        self._ending = threading.Lock()
         self._said = False
 
     @staticmethod
@@ -55,7 +58,8 @@ class Webhook(Background):
     @property
     def outcomes(self) -> dict[str, int]:
         """Outcome (control.activity.OUTCOMES) -> the number of verdicts so far."""
-        return self._ended | {"waiting": self._waiting.unfinished_tasks}
+        with self._ending:
+            return self._ended | {"waiting": self._waiting.unfinished_tasks}
 
     def _count(self, outcome: str) -> None:
         self._ended[outcome] += 1
@@ -94,13 +98,15 @@ class Webhook(Background):
             body, ended = self._waiting.get()
             headers = {"Content-Type": "application/json"}
             request = urllib.request.Request(self.url, body, headers)
+            outcome = "sent"
             try:
-                with urllib.request.urlopen(request, timeout=TIMEOUT_S):
-                    self._count("sent")
+                urllib.request.urlopen(request, timeout=TIMEOUT_S).close()
             except Exception as error:
                 # urllib raises OSError, and HTTPException for malformed answers.
                 self._say(error)
-                self._count("failed")
-            self._waiting.task_done()
+                outcome = "failed"
+            with self._ending:
+                self._count(outcome)
+                self._waiting.task_done()
             if ended is not None:
                 ended()

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.unit.engine.test_connection import SITES
+from tests.unit.waiting import until
 from vllm_scope.core.registry import Registry
 from vllm_scope.engine import judge, monitors, webhook
 from vllm_scope.engine.frontend import translators
@@ -355,3 +356,20 @@ def test_lost_scores_are_the_operators_to_know(reason, told, monkeypatch):
     Judge((monitor,), None, None).told(SimpleNamespace(request_id="r"), ended)
     judge.backlog.work_off()
     assert counted == [("one", 0.5, False, told)]
+
+
+def test_a_verdict_that_ends_is_counted_once():
+    sums: list[int] = []
+    one = webhook.Webhook("http://127.0.0.1:1/nobody-listens")
+    reader = threading.Thread(target=lambda: sums.append(sum(one.outcomes.values())))
+    count = one._count
+
+    def counting(outcome: str) -> None:
+        count(outcome)
+        reader.start()
+        reader.join(0.2)  # the verdict is counted, and still among those that wait
+
+    one._count = counting
+    one.tell({})
+    until(lambda: bool(sums), 10)
+    assert sums == [1]
