@@ -154,8 +154,8 @@ class Road:
         from vllm_scope.engine.frontend import requests, translators
         from vllm_scope.engine.params import dedicated
 
-        concerning = translators.concerning(params, self.config)
-        params = dedicated(translators.translated(params, concerning, self.sites, {}))
+        applied = translators.applying(params, self.config)
+        params = dedicated(translators.translated(params, applied, self.sites, {}))
         assert not requests._unknown_modules(self.engine, params)
         return params.clone()
 

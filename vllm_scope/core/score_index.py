@@ -29,10 +29,13 @@ _BLOCK_BYTES = 512
 #: up to two steps ahead of the known tokens, so this is up to TURNS + 1 steps after the step that
 #: fills the block.
 TURNS = 8
-#: Of how many ended requests one step marks the blocks as used, while at most half of the room is
-#: taken. To mark the blocks of 128 requests when they end took 3 ms on such a host, for which their
-#: last outputs waited.
+#: A step marks the blocks of at least this many ended requests as used, and of one in TURNS of the
+#: requests that wait for it. To mark the blocks of 128 requests at their end took 3 ms on the host
+#: of an H100, and their last outputs waited.
 ENDS_A_STEP = 4
+#: If the scores of the blocks that are not marked yet take more than one part in WAITING of the
+#: room, all these blocks are marked at once.
+WAITING = 8
 #: (block hash, digest of the probes).
 ScoreKey = tuple[bytes, bytes]
 
@@ -52,9 +55,9 @@ class ScoreIndex:
         #: Running request -> how many of its first blocks came from the cache, or are blocks that
         #: workers were told to keep.
         self._told: dict[str, int] = {}
-        #: Running request that has filled blocks -> the hashes of its blocks, and the digest of
-        #: its probes.
-        self._chains: dict[str, tuple[Sequence[bytes], bytes]] = {}
+        #: Running request that has filled blocks -> the hashes of its blocks, the digest of its
+        #: probes, and the bytes of one block.
+        self._chains: dict[str, tuple[Sequence[bytes], bytes, int]] = {}
         #: Running request -> how many of its first tokens may lie in blocks that are kept.
         self._frozen: dict[str, int] = {}
         #: Running request -> how many steps later workers are told about its blocks of generated
@@ -64,8 +67,9 @@ class ScoreIndex:
         #: Ended request -> the blocks that workers were not told about while it ran, as `fill`
         #: returns them.
         self._ended: dict[str, tuple[int, list[bytes]]] = {}
-        #: The chains of ended requests whose blocks are not marked as used yet.
-        self._ended_chains: deque[tuple[Sequence[bytes], bytes]] = deque()
+        #: The chains of ended requests whose blocks are not marked as used yet, and their bytes.
+        self._ended_chains: deque[tuple[Sequence[bytes], bytes, int]] = deque()
+        self._ended_bytes = 0
         #: Number of steps so far; step -> requests to look at in that step; request -> the step in
         #: which `due` returns it.
         self._step = 0
@@ -90,7 +94,7 @@ class ScoreIndex:
         """The running requests about whose full blocks the workers are told with the coming step.
         Call it once a step, and then `look_again` for each request that it returned."""
         self._step += 1
-        self._use_ended(ENDS_A_STEP)
+        self._use_ended(max(ENDS_A_STEP, len(self._ended_chains) // TURNS))
         found = self._due.pop(self._step, {})
         return [r for r in found if self._due_at.get(r) == self._step]
 
@@ -154,11 +158,9 @@ class ScoreIndex:
         stop = min(num_tokens // self.block_size, len(hashes))
         if stop <= first:
             return None
-        self._told[request_id], self._chains[request_id] = stop, (hashes, probes)
         size = self.block_size * token_bytes + _BLOCK_BYTES
+        self._told[request_id], self._chains[request_id] = stop, (hashes, probes, size)
         found = list(hashes[first:stop])
-        if self._is_short(len(found) * size):
-            self._use_ended(len(self._ended_chains))  # before anything is forgotten
         for one in reversed(found):  # as in `num_known`
             self._forgotten += [key for key, _ in self._known.put((one, probes), True, size)]
         return first, found
@@ -181,6 +183,7 @@ class ScoreIndex:
         """Forget everything: the model's weights may have changed."""
         self._forgotten += [key for key, _ in self._known.clear()]
         self._ended_chains.clear()
+        self._ended_bytes = 0
         # The blocks of running requests are computed again.
         for request_id in self._told:
             self.begin(request_id, 0)
@@ -216,16 +219,16 @@ class ScoreIndex:
         self._frozen.pop(request_id, None)
         self._turns.pop(request_id, None)
         if request_id in self._chains:
-            self._ended_chains.append(self._chains.pop(request_id))
-            if self._is_short():
+            hashes, probes, size = self._chains.pop(request_id)
+            self._ended_chains.append((hashes, probes, len(hashes) * size))
+            self._ended_bytes += len(hashes) * size
+            if self._ended_bytes * WAITING > self._known.most_bytes:
                 self._use_ended(len(self._ended_chains))
-
-    def _is_short(self, more_bytes: int = 0) -> bool:
-        """True if more than half of the room for scores is taken, with `more_bytes`."""
-        return 2 * (self._known.num_bytes + more_bytes) > self._known.most_bytes
 
     def _use_ended(self, count: int) -> None:
         """Mark the blocks of some ended requests as used. A request fills its blocks from first to
         last, so the last one counts as used last. `num_known` reverses that."""
         for _ in range(min(count, len(self._ended_chains))):
-            self.num_known(*self._ended_chains.popleft())
+            hashes, probes, num_bytes = self._ended_chains.popleft()
+            self._ended_bytes -= num_bytes
+            self.num_known(hashes, probes)

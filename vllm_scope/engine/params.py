@@ -58,16 +58,17 @@ def without_ticket(sampling_params: Any) -> Any:
     return params
 
 
-#: Types of values that nothing changes in place. Enumerations are added as they come.
+#: Types of values that nothing changes in place. `dedicated` adds each type of enumeration that it
+#: meets.
 _FIXED: set[type] = {type(None), bool, int, float, str, bytes, translators.Decorators}
 
 
 def dedicated(sampling_params: Params) -> Params:
     """A copy of the parameters for one request alone, which vLLM need not copy again.
 
-    vLLM's own copy is deep: it takes 20 us, more than all else that a request costs here. This copy
-    has own lists, sets and dicts of plain values. Parameters with other values are returned as they
-    are, and vLLM copies them.
+    vLLM's own copy is deep and takes 20 us, a third of what a plain request costs the front-end.
+    This copy has its own lists, sets and dicts of plain values. Parameters with other values are
+    returned as they are, and vLLM copies them.
     """
     if sampling_params.skip_clone:
         return sampling_params
@@ -124,4 +125,4 @@ def params_of(
 
 def concerns(params: object, engine: Engine) -> bool:
     """True if the request has a spec, or keys of a translator."""
-    return asks(params) or bool(translators.concerning(params, engine.vllm_config))
+    return asks(params) or bool(translators.applying(params, engine.vllm_config))

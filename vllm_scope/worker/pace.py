@@ -23,9 +23,12 @@ LINGER_S = 0.004
 LINGER_UNSEEN_S = 0.08
 #: How long the last rows of a request may wait.
 LINGER_AT_END_S = 0.002
-#: How long the thread waits for launches to end before it looks all the same: if some caller
-#: follows its request, a request has ended or much waits; and else.
-MOST_LAUNCH_S, MOST_UNSEEN_LAUNCH_S = 0.02, 0.1
+#: The thread waits at most so long for a launch to end, if a caller follows its request, a request
+#: has ended, or many rows wait.
+MOST_LAUNCH_S = 0.02
+#: Otherwise it waits at most so long. Rows that no caller follows then wait up to LINGER_UNSEEN_S
+#: and MOST_UNSEEN_LAUNCH_S together.
+MOST_UNSEEN_LAUNCH_S = 0.1
 #: The thread owes REST times its working time as rest. If it owes more than MOST_OWED_S, it rests
 #: after each look, even if a request has ended, for LINGER_AT_END_S to MOST_REST_S. Its rest is not
 #: longer, because a worker that needs room in a ring waits for the thread. If it owes less, the end
@@ -47,7 +50,7 @@ class Pace:
         self._wake = threading.Event()
         #: Since the thread last looked: a request has ended; the thread should look soon, or now.
         self._ended, self._soon, self._now = (threading.Event() for _ in range(3))
-        #: Cleared while the worker's thread launches the model on a GPU.
+        #: Cleared from `begin_launch` to `end_launch`.
         self._between_launches = threading.Event()
         self._between_launches.set()
         #: Running requests whose callers read values of their own as they arrive.
@@ -85,13 +88,26 @@ class Pace:
 
     def begin_launch(self) -> None:
         """Keep the drain thread from beginning a look until `end_launch`. The worker's thread
-        launches the model in hundreds of operations. Each operation releases the GIL, and would
-        have to wait for the drain thread to get the GIL back."""
+        schedules and launches a step now, in hundreds of operations. Each operation releases the
+        GIL, and would have to wait for the drain thread to get the GIL back."""
         self._between_launches.clear()
 
-    def end_launch(self) -> None:
+    def end_launch(self, briefly: bool = False) -> None:
+        """Let the drain thread begin a look.
+
+        Args:
+            briefly: True if the next launch begins at once. The thread then begins a look only if
+                a caller follows its request, a request has ended, or many rows wait.
+        """
+        if briefly and not self._is_wanted:
+            return
         if not self._between_launches.is_set():
             self._between_launches.set()
+
+    @property
+    def _is_wanted(self) -> bool:
+        """True if a caller follows its request, a request has ended, or many rows wait."""
+        return bool(self._followed) or self._soon.is_set()
 
     def await_launch(self) -> None:
         """Wait for the end of a launch, unless something waits for the thread (`hurry`). The launch
@@ -100,7 +116,7 @@ class Pace:
             return
         end = time.monotonic() + MOST_UNSEEN_LAUNCH_S
         while not self._between_launches.wait(MOST_LAUNCH_S):
-            if self._followed or self._soon.is_set() or time.monotonic() > end:
+            if self._is_wanted or time.monotonic() > end:
                 return
 
     def wake(self) -> None:

@@ -2,7 +2,7 @@
 
 Owns:  SideStream.
 Runs:  on the worker's thread and on the drain thread.
-To:    filler, drain.
+To:    filler, drain, packer, probe_bank.
 """
 
 from __future__ import annotations

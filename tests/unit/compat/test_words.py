@@ -16,7 +16,7 @@ from vllm_scope.engine.frontend import translators
 from vllm_scope.engine.frontend.connection import Connection
 from vllm_scope.engine.frontend.translators import (
     Translation,
-    concerning,
+    applying,
     in_words,
     named,
     translated,
@@ -49,7 +49,7 @@ def sentence(extra, optimistic=False, max_tokens=3):
     connection = Connection(SITES, None, 1, 1.0, limits, {}, {})
     params = SimpleNamespace(extra_args=extra)
     try:
-        params = translated(params, concerning(params, CONFIG), SITES, {})
+        params = translated(params, applying(params, CONFIG), SITES, {})
     except SpecError as error:
         return str(error)
     try:
@@ -226,7 +226,7 @@ def test_probes_and_reads_are_counted_by_themselves():
     probe = Probe(V, bias=0.0, layer=1, name="p")
     own = scope(Read("embed"), probe, Add(V, layer=0))
     given = SimpleNamespace(extra_args=own | {"a": 1, "b": 2})
-    params = translated(given, concerning(given, CONFIG), SITES, {})
+    params = translated(given, applying(given, CONFIG), SITES, {})
     spec = Spec.from_json(params.extra_args["scope"])
     assert [len(some) for some in (spec.reads, spec.probes, spec.edits)] == [5, 1, 3]
     said = params.extra_args[translators.DECORATORS].paths

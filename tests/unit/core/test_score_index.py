@@ -68,9 +68,9 @@ def test_a_request_is_known_while_it_runs():
     assert (index.running, index.num_told("r")) == ([], None)
 
 
-def test_while_there_is_room_the_blocks_of_a_few_ended_requests_are_marked_a_step():
+def test_the_blocks_of_a_few_ended_requests_are_marked_a_step():
     """To mark those of all requests that end together would delay their last outputs."""
-    index, chains = index_of(100), [chain(str(i), 2) for i in range(2 * ENDS_A_STEP + 1)]
+    index, chains = index_of(999), [chain(str(i), 2) for i in range(2 * ENDS_A_STEP + 1)]
     for i, hashes in enumerate(chains):
         index.begin(f"{i}", 0)
         index.fill(f"{i}", hashes, 8, P, TOKEN_BYTES)
@@ -84,12 +84,36 @@ def test_while_there_is_room_the_blocks_of_a_few_ended_requests_are_marked_a_ste
         assert marked == chains[:count]
 
 
-def test_once_room_is_short_the_blocks_of_all_ended_requests_are_marked():
+def test_the_blocks_of_many_ended_requests_do_not_wait_long():
+    """In each step as many requests end."""
+    index, ends = index_of(99_999), 5 * ENDS_A_STEP
+    most = 0
+    for step in range(20 * TURNS):
+        for i in range(ends):
+            index.begin(f"{i}", 0)
+            index.fill(f"{i}", chain(f"{step}-{i}-", 2), 8, P, TOKEN_BYTES)
+            index.finish_request(f"{i}", None)
+        index.due()
+        most = max(most, len(index._ended_chains))
+    assert most <= (TURNS + 1) * ends
+
+
+@pytest.mark.parametrize("num_others", [1, 5])
+def test_the_blocks_that_wait_to_be_marked_take_a_part_of_the_room(num_others):
     """Else a chain's beginning would be forgotten before its end."""
     index, hashes = index_of(12), chain("a", 6)
-    run(index, hashes, *range(1, 7))  # half of the room: these are not marked yet
-    run(index, chain("x", 12 - 3))
-    assert index.num_known(hashes, P) == 3
+    run(index, hashes, *range(1, 7))
+    assert not index._ended_chains
+    run(index, chain("x", 6 + num_others))
+    assert index.num_known(hashes, P) == 6 - num_others
+
+
+def test_what_waits_to_be_marked_is_forgotten_with_everything():
+    index = index_of(99)
+    run(index, chain("a", 2))
+    assert index._ended_chains
+    index.clear()
+    assert (len(index._ended_chains), index._ended_bytes) == (0, 0)
 
 
 def test_workers_are_told_once_what_was_used_longest_ago():

@@ -27,7 +27,7 @@ READ = Read("resid_post", layers=[0])
         pytest.param(Spec(reads=(READ,)), False, set(), id="rows-at-the-end"),
     ],
 )
-def test_a_caller_that_reads_as_values_arrive_has_its_own_soon_and_monitors_later(
+def test_a_caller_that_reads_as_values_arrive_has_its_own_soon_but_not_those_of_monitors(
     spec, follows, soon
 ):
     with running_worker(SITES.boundaries, 64) as (worker, _):

@@ -14,11 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from tests.unit.engine.test_connection import SITES
 from tests.unit.waiting import until
 from vllm_scope.core.registry import Registry
 from vllm_scope.engine import judge, monitors, webhook
+from vllm_scope.engine.frontend import requests as entering
 from vllm_scope.engine.frontend import translators
 from vllm_scope.engine.frontend.connection import Connection, connections
 from vllm_scope.engine.http.calls import EngineCalls
@@ -310,27 +312,64 @@ def test_half_an_escalation_at_the_start_is_told_its_other_half(more, sentence):
     assert sentence in str(refused.value)
 
 
-def test_the_spec_that_requests_get_is_ready_when_monitors_are_set(monkeypatch):
+@pytest.fixture
+def monitored(monkeypatch):
+    """An engine with one monitor; no other translator is registered."""
     monkeypatch.setattr(monitors, "needs_connection", lambda engine: False)
-    monkeypatch.setattr(monitors.ahead, "send", lambda engine, some: None)
-    monkeypatch.setattr(translators, "_entries", {})  # no others
-    monkeypatch.setattr(translators, "_everywhere", ())
-    monkeypatch.setattr(translators, "_keys", frozenset())
+    for name in ("send", "send_soon"):
+        monkeypatch.setattr(monitors.ahead, name, lambda engine, some: None)
+    for name, empty in {"_entries": {}, "_everywhere": (), "_keys": frozenset()}.items():
+        monkeypatch.setattr(translators, name, empty)
     monitors.register()
     engine = engine_of(1)
     limits = Limits((16,), 0, 100, 100, 100, 100)
-    connection = Connection(SITES, None, 1, 1.0, limits, {}, {})
-    connections.put(engine.output_processor, connection)
+    connections.put(engine.output_processor, Connection(SITES, None, 1, 1.0, limits, {}, {}))
     monitors.set_on(engine, {"one": FLAG})
-    with monkeypatch.context() as patch:
-        for name in ("_parse", "resolve"):  # done already
-            patch.setattr(Spec, name, None)
-        given = SimpleNamespace(extra_args=None)
-        concerning = translators.concerning(given, engine.vllm_config)
-        params = translators.translated(given, concerning, SITES, {})
-        asked = connection.resolve(Spec.from_json(params.extra_args["scope"]))
-    assert [probe.name for probe in asked.probes] == ["monitor/one"]
+    yield engine
     monitors.set_on(engine, {})
+
+
+def test_the_spec_that_requests_get_is_ready_when_monitors_are_set(monitored, monkeypatch):
+    connection = connections.of(monitored.output_processor)
+    for name in ("_parse", "resolve"):  # done already
+        monkeypatch.setattr(Spec, name, None)
+    given = SimpleNamespace(extra_args=None)
+    applied = translators.applying(given, monitored.vllm_config)
+    params = translators.translated(given, applied, SITES, {})
+    asked = connection.resolve(Spec.from_json(params.extra_args["scope"]))
+    assert [probe.name for probe in asked.probes] == ["monitor/one"]
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("extra", [None, {"word": 1}], ids=["plain", "key-of-another-translator"])
+def test_monitors_apply_to_each_request_that_generates(extra, monitored):
+    translators.register("word", ["word"], lambda values, sites: translators.Translation())
+    given = SimpleNamespace(extra_args=extra)
+    applied = translators.applying(given, monitored.vllm_config)
+    params = translators.translated(given, applied, SITES, {})
+    asked = Spec.from_json(params.extra_args["scope"])
+    assert [probe.name for probe in asked.probes] == ["monitor/one"]
+    pooling = SimpleNamespace()  # vLLM's PoolingParams have no extra_args
+    assert not translators.applying(pooling, monitored.vllm_config)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_request_without_a_spec_of_its_own_gets_that_of_the_monitors(asynchronous, monitored):
+    given: list[SamplingParams] = []
+    params = SamplingParams(max_tokens=3)
+    args = monitored, "r", {"type": "token", "prompt_token_ids": [1, 2]}, params
+    connections.of(monitored.output_processor).generation = inbox().generation
+
+    async def add(engine, request_id, prompt, params):
+        given.append(params)
+
+    if asynchronous:
+        asyncio.run(entering._add_async(add, *args))
+    else:
+        entering._add_sync(lambda engine, name, prompt, params: given.append(params), *args)
+    asked = Spec.from_json(given[0].extra_args["scope"])
+    assert [probe.name for probe in asked.probes] == ["monitor/one"]
+    assert (given[0].skip_clone, params.extra_args) == (True, None)
 
 
 def test_a_monitor_that_lacks_its_weight_is_told_that_alone():

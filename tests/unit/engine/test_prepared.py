@@ -133,12 +133,12 @@ def test_vllm_does_not_look_through_what_a_translator_counts(monkeypatch):
     beside = translators.Uncounted(rows)
     params = SamplingParams(extra_args={"word": beside})
     config, sites = SimpleNamespace(additional_config={}), Sites(2, 4, "float32", (0,))
-    concerning = translators.concerning(params, config)
-    translated = translators.translated(params, concerning, sites, {})
+    applied = translators.applying(params, config)
+    translated = translators.translated(params, applied, sites, {})
     assert seen == [{"word": rows}]
     assert translated.extra_args is None
     plain = SamplingParams(extra_args={"other": 1})
-    assert translators.concerning(plain, config) == []
+    assert translators.applying(plain, config) == []
     assert translators.translated(plain, [], sites, {}) is plain
     assert not is_small({"word": translators.Uncounted([0] * (SMALL + 1))})
     assert "0" not in repr(beside), "a log does not show it"

@@ -310,6 +310,51 @@ def test_a_request_of_edits_alone_is_over_with_its_last_token(actions, sinks, wa
         assert result.status == ("incomplete" if waits else "complete")
 
 
+class Sync(Engine):
+    """LLMEngine, as far as adding a request goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine_core = SimpleNamespace()
+        self.given: list[SamplingParams] = []
+
+    def add_request(self, request_id, prompt, params):
+        self.given.append(params)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_vllm_need_not_copy_the_parameters_of_a_request_with_a_spec(asynchronous):
+    engine, params = Sync(), SamplingParams(max_tokens=3, extra_args=scope(Read("embed")))
+    prompt = {"type": "token", "prompt_token_ids": [1, 2]}
+    if asynchronous:
+
+        async def add(engine, request_id, prompt, params):
+            engine.given.append(params)
+
+        asyncio.run(frontend._add_async(add, engine, "one", prompt, params))
+    else:
+        frontend._add_sync(Sync.add_request, engine, "one", prompt, params)
+    (given,) = engine.given
+    assert given.skip_clone
+    assert given.extra_args == params.extra_args
+    assert not params.skip_clone
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_plain_parameters_are_passed_on_as_they_are(asynchronous):
+    engine, params = Sync(), SamplingParams(max_tokens=3)
+    prompt = {"type": "token", "prompt_token_ids": [1, 2]}
+    if asynchronous:
+
+        async def add(engine, request_id, prompt, params):
+            engine.given.append(params)
+
+        asyncio.run(frontend._add_async(add, engine, "one", prompt, params))
+    else:
+        frontend._add_sync(Sync.add_request, engine, "one", prompt, params)
+    assert engine.given[0] is params
+
+
 @pytest.mark.parametrize("given", [Read("embed"), [Read("embed")], "embed"])
 def test_arguments_that_are_no_mapping_are_refused_with_a_sentence(given):
     with pytest.raises(SpecError, match=r"extra_args is .*; it is a dict, as scope\(Read"):

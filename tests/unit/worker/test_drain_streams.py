@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -23,8 +25,11 @@ from tests.unit.worker.test_drain import (
     of_pairs,
     pairs_of,
 )
+from tests.unit.worker.test_packer import encoding
+from tests.unit.worker.test_probe_bank import linear
+from vllm_scope.codecs.packed import packing_of
 from vllm_scope.program.layout import Layout, Widths
-from vllm_scope.request.heads import Summed
+from vllm_scope.request.heads import Bank, Summed
 from vllm_scope.request.resolved import ResolvedMoments
 from vllm_scope.request.selectors import Word
 from vllm_scope.request.sites import Place
@@ -33,6 +38,7 @@ from vllm_scope.worker import arena as arenas
 from vllm_scope.worker import drain as drains
 from vllm_scope.worker import filler as fillers
 from vllm_scope.worker import pace as paces
+from vllm_scope.worker import probe_bank
 from vllm_scope.worker.arena import Arena, StreamFence
 from vllm_scope.worker.drain import Drain
 from vllm_scope.worker.side_stream import SideStream
@@ -361,6 +367,67 @@ def test_the_thread_begins_no_work_while_the_model_is_launched(streams, monkeypa
             _submit(arena, drain, 1, 1, 4)  # of 8 slots at most a quarter may wait
         until(lambda: sink.events[:1] == _rows(1, 0, 1), PATIENCE_S / 2)
         drain.end_launch()
+
+
+def test_a_caller_that_follows_its_request_waits_a_short_time_for_launches(streams, monkeypatch):
+    monkeypatch.setattr(paces, "MOST_LAUNCH_S", 0.01)
+    monkeypatch.setattr(paces, "MOST_UNSEEN_LAUNCH_S", PATIENCE_S)
+    with _drain(8) as (arena, drain, sink):
+        drain.follow(1)
+        _submit(arena, drain, 1, 0, 1)
+        until(lambda: len(sink.events) == 1, PATIENCE_S)  # the thread has seen the follower
+        time.sleep(0.05)
+        drain.begin_launch()
+        _submit(arena, drain, 1, 1, 1)
+        until(lambda: sink.events == _rows(1, 0, 2), PATIENCE_S / 2)
+        drain.end_launch()
+
+
+@pytest.mark.parametrize("by", ["nobody", "a-follower", "the-end-of-a-request"])
+def test_between_two_launches_without_a_wait_the_thread_begins_what_is_wanted(
+    streams, monkeypatch, by
+):
+    for name in ("MOST_LAUNCH_S", "MOST_UNSEEN_LAUNCH_S"):
+        monkeypatch.setattr(paces, name, PATIENCE_S)
+    with _drain(8) as (arena, drain, sink):
+        drain.begin_launch()
+        _submit(arena, drain, 1, 0, 1)
+        if by == "a-follower":
+            drain.follow(2)
+        elif by == "the-end-of-a-request":
+            drain.finish_request(3)
+        drain.end_launch(briefly=True)
+        if by == "nobody":
+            time.sleep(0.1)
+            assert not sink.events
+            drain.end_launch()
+        until(lambda: sink.events[:1] == _rows(1, 0, 1), PATIENCE_S / 2)
+
+
+@pytest.mark.parametrize("what", ["bank", "projection"])
+def test_weights_are_loaded_on_the_side_stream_and_only_once(streams, monkeypatch, what):
+    """To enter the stream takes as long as all else that a request needs there."""
+    on: list[object] = []
+    loaded = partial(probe_bank.DeviceBank, device=torch.device("cpu"))
+
+    def load(nets, device):
+        on.append(torch.cuda.current_stream())
+        return loaded(nets)
+
+    monkeypatch.setattr(probe_bank, "DeviceBank", load)
+    rp8 = encoding("rp8", torch.float32, k=3, seed=1)
+    codec = packing_of(rp8).codec
+    prepare = lambda self, device: on.append(torch.cuda.current_stream())  # noqa: E731
+    monkeypatch.setattr(type(codec), "prepare", prepare)
+    banks = {Bank.of([b"one"], 1): [linear(0, 4)]} if what == "bank" else {}
+    encodings = [] if what == "bank" else [rp8]
+    with _drain(8) as (_, drain, _):
+        drain.add_request(1, encodings, banks)
+        assert on == [drain.filler.stream._stream]
+        entered: list[object] = []
+        drain.filler.packer._banks._entered = lambda: entered.append(1) or nullcontext()
+        drain.add_request(2, [], banks)
+        assert entered == []
 
 
 def test_on_a_cpu_the_thread_works_while_the_model_runs():

@@ -45,7 +45,7 @@ class Alike:
         if connection is None or connection.reason is not None:
             return None
         no_keys = SimpleNamespace(extra_args=None)
-        return None if translators.concerning(no_keys, engine.vllm_config) else Alike(connection)
+        return None if translators.applying(no_keys, engine.vllm_config) else Alike(connection)
 
     def checked(
         self, kind: Hashable, actions: Sequence[Action], params: Any, ids: Sequence[int]

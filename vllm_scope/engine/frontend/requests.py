@@ -254,7 +254,7 @@ def _add_to_processor(
 
 def _translated(
     engine: Engine,
-    concerning: translators.Concerning,
+    applied: translators.Applying,
     args: tuple[object, ...],
     kwargs: dict[str, object],
 ) -> tuple[Any, tuple[object, ...], dict[str, object]]:
@@ -264,7 +264,7 @@ def _translated(
     with Refusing():
         if connection is None:
             raise SpecError(NO_TAPS)
-        params = translators.translated(given, concerning, connection.sites, connection.saes)
+        params = translators.translated(given, applied, connection.sites, connection.saes)
         if params is not given:
             functions.check(params, engine)
         if asks(params):
@@ -279,11 +279,11 @@ def _add_sync(original: Callable[..., T], self: LLMEngine, *args: object, **kwar
     params = params_of(args, kwargs, 2)
     ahead.send(self, monitors_of(self.vllm_config))
     asked = asks(params)
-    concerning = translators.concerning(params, self.vllm_config)
-    if asked or concerning:
+    applied = translators.applying(params, self.vllm_config)
+    if asked or applied:
         if needs_connection(self):
             connect_sync(self)
-        params, args, kwargs = _translated(self, concerning, args, kwargs)
+        params, args, kwargs = _translated(self, applied, args, kwargs)
         if _unknown_modules(self, params):
             connection = connections.of(self.output_processor)
             assert connection is not None
@@ -303,15 +303,15 @@ def _add_async(
     ahead.send_soon(self, monitors_of(self.vllm_config))
     given = params_of(args, kwargs, 2)
     asked = asks(given)
-    concerning = translators.concerning(given, self.vllm_config)
-    if not asked and not concerning:
+    applied = translators.applying(given, self.vllm_config)
+    if not asked and not applied:
         return original(self, *args, **kwargs)
 
     async def ask_first() -> T:
         if needs_connection(self):
             await connect_async(self)
         params, positional, named = await aside(
-            _translated, self, concerning, args, kwargs, if_large=given.extra_args
+            _translated, self, applied, args, kwargs, if_large=given.extra_args
         )
         extra = params.extra_args or {}
         large = () if is_known(extra.get("scope")) else extra

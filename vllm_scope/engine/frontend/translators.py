@@ -41,6 +41,7 @@ DECORATORS = "scope_decorators"
 Decorator = Callable[[RequestOutput, CompletionOutput], None]
 
 
+#: The paths of most translations.
 _NO_PATHS: Mapping[str, str] = {}
 
 
@@ -120,7 +121,7 @@ class _Entry:
 
 
 #: The translators that apply to a request, each with what its `everywhere` adds at the moment.
-Concerning = Sequence[tuple[_Entry, Mapping[str, object] | None]]
+Applying = Sequence[tuple[_Entry, Mapping[str, object] | None]]
 
 _entries: dict[str, _Entry] = {}
 _keys: frozenset[str] = frozenset()
@@ -144,8 +145,8 @@ def register(
     _everywhere = tuple(entry for entry in _entries.values() if entry.everywhere is not None)
 
 
-def concerning(params: object, vllm_config: VllmConfig) -> Concerning:
-    """What the translators have to say about a request; empty for most requests."""
+def applying(params: object, vllm_config: VllmConfig) -> Applying:
+    """The translators that apply to a request."""
     extra = getattr(params, "extra_args", None)
     if has_keys(extra):
         assert extra is not None
@@ -173,24 +174,22 @@ def keys() -> frozenset[str]:
     return _keys
 
 
-def translated(
-    params: Params, concerning: Concerning, sites: Sites, saes: Mapping[str, Sae]
-) -> Params:
+def translated(params: Params, applied: Applying, sites: Sites, saes: Mapping[str, Sae]) -> Params:
     """A copy of SamplingParams with a spec in place of the keys; the same object if no translator
     applies.
 
     Args:
-        concerning: as `concerning` returned it for these parameters.
+        applied: as `applying` returned it for these parameters.
         saes: the SAEs that the engine holds, by name.
 
     Raises:
         SpecError: the keys ask for something that is not possible.
     """
-    if not concerning:
+    if not applied:
         return params
     extra = dict(params.extra_args or {})
     translations: list[Translation] = []
-    for entry, of_all in concerning:
+    for entry, of_all in applied:
         values = {key: Uncounted.value_of(extra.pop(key)) for key in entry.keys if key in extra}
         translation = entry.translate(values | dict(of_all) if of_all else values, sites)
         if translation.check is not None:

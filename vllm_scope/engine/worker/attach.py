@@ -15,7 +15,7 @@ from vllm_scope.engine.core.scheduler import news_in
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import ModelRunner, SchedulerOutput, VllmConfig, Worker
 from vllm_scope.engine.worker.sums import SumsCalls
-from vllm_scope.engine.worker.waits import Waits
+from vllm_scope.engine.worker.waits import leave_the_wait
 from vllm_scope.engine.worker.worker import ScopeWorker
 from vllm_scope.errors import reason_of
 from vllm_scope.graph.tap import graphs
@@ -99,7 +99,6 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
     RayWorkerWrapper.execute_model_ray
     """
     execute_model = runner.execute_model
-    waits = Waits(scope)
 
     def execute(scheduler_output: SchedulerOutput, *args: object, **kwargs: object) -> object:
         if kwargs.get("dummy_run"):  # Model Runner V2 calls `execute_model` for dummy steps too
@@ -150,11 +149,14 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
 
     def sample(*args: object, **kwargs: object) -> object:
         try:
-            output = sample_tokens(*args, **kwargs)
+            output = scope.with_endings(sample_tokens(*args, **kwargs))
         except BaseException:
             scope.end_launch()
             raise
-        return waits.in_output(scope.with_endings(output))
+        if scope.waits_for_outputs:
+            return leave_the_wait(output, scope)
+        scope.end_launch()
+        return output
 
     runner.execute_model, runner.sample_tokens = execute, sample
 

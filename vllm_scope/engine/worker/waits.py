@@ -1,66 +1,59 @@
-"""When the thread that launches the model leaves the GIL to the drain thread.
+"""Lets the drain thread work while the thread that launches the model waits for an output.
 
-Owns:  Waits.
-Runs:  in the worker, where a step's output is made and where it is waited for.
-To:    pace (by ScopeWorker.begin_launch and end_launch).
+Owns:  `leave_the_wait`.
+Runs:  in the worker, on the thread that launches the model.
+From:  attach.   To: worker.pace, through a LaunchListener.
 
-With one GPU, EngineCore and the worker share a thread: it schedules a step, launches it, and waits
-for the output of the step before. Only in this wait is it idle. If the drain thread works at any
-other time, the next step is launched later by as much. A worker in a process of its own has another
-thread that waits for outputs; between two launches the launching thread waits for EngineCore.
+If EngineCore runs in the worker's process, one thread schedules a step, launches it, and waits for
+the output of the step before. The thread needs no GIL while it waits. If the drain thread works at
+any other time, the next step is launched later by as much. So a launch, in the sense of
+LaunchListener, lasts from the end of one wait to the beginning of the next one.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
 
-class Launching(Protocol):
-    """What is told when a launch begins and ends: a ScopeWorker."""
+class LaunchListener(Protocol):
+    """A ScopeWorker, which tells the drain thread."""
 
     def begin_launch(self) -> None: ...
-    def end_launch(self) -> None: ...
+    def end_launch(self, briefly: bool = False) -> None: ...
     def has_requests(self) -> bool: ...
 
 
-class Waits:
-    """Ends each launch where the launching thread begins to wait.
+def leave_the_wait(output: Any, listener: LaunchListener) -> Any:
+    """End the launch of a step where its output is waited for, and begin the next one after that.
+    If the step has no requests with taps, or its output is no asynchronous one, end the launch now.
 
     Args:
-        scope: told of it.
+        output: what `sample_tokens` returned.
+
+    Returns:
+        The output, whose `get_output` does so.
     """
-
-    def __init__(self, scope: Launching) -> None:
-        self._scope = scope
-        #: True if the thread that launches is the one that waits for outputs; found by the first.
-        self._here = False
-
-    def in_output(self, output: Any) -> Any:
-        """The output of a launch. The launch ends with it if another thread waits for it, or if it
-        is there already; else where this thread waits for it."""
-        if not self._here or not hasattr(output, "get_output"):
-            self._scope.end_launch()
-        if hasattr(output, "get_output"):
-            output.get_output = self._waiting(output.get_output, _readiness(output))
+    if not hasattr(output, "get_output") or not listener.has_requests():
+        listener.end_launch()
         return output
+    get, is_ready = output.get_output, _readiness(output)
 
-    def _waiting(self, get: Callable[[], Any], is_ready: Callable[[], bool]) -> Callable[[], Any]:
-        launcher = threading.get_ident()
+    def get_output() -> Any:
+        listener.end_launch(briefly=is_ready())
+        try:
+            return get()
+        finally:
+            # Else the output would refer to itself, and the tensors that it holds would live until
+            # garbage is collected.
+            vars(output).pop("get_output", None)
+            if listener.has_requests():
+                listener.begin_launch()
+            else:
+                listener.end_launch()
 
-        def get_output() -> Any:
-            self._here = threading.get_ident() == launcher
-            if not self._here or is_ready():
-                return get()
-            self._scope.end_launch()
-            try:
-                return get()
-            finally:
-                if self._scope.has_requests():
-                    self._scope.begin_launch()
-
-        return get_output
+    output.get_output = get_output
+    return output
 
 
 def _readiness(output: Any) -> Callable[[], bool]:
