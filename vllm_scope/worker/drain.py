@@ -288,18 +288,12 @@ class Drain:
 
     def begin_launch(self) -> None:
         """Call this before the model is launched. On a GPU the drain thread then begins no work
-        before `end_launch`, unless something waits for it or the launch takes long (pace)."""
+        before `end_launch`, unless something waits for it or the launch takes long."""
         if self._stream.is_cuda:
             self._pace.begin_launch()
 
-    def end_launch(self, briefly: bool = False) -> None:
-        """Let the drain thread begin work.
-
-        Args:
-            briefly: True if the next launch begins at once. The thread then begins only work for
-                which somebody waits.
-        """
-        self._pace.end_launch(briefly)
+    def end_launch(self) -> None:
+        self._pace.end_launch()
 
     def hurry(self) -> None:
         """Let the thread look now, without rest. Call this if something waits for the thread, or if

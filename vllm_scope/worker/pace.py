@@ -23,12 +23,8 @@ LINGER_S = 0.004
 LINGER_UNSEEN_S = 0.08
 #: How long the last rows of a request may wait.
 LINGER_AT_END_S = 0.002
-#: The thread waits at most so long for a launch to end, if a caller follows its request, a request
-#: has ended, or many rows wait.
-MOST_LAUNCH_S = 0.02
-#: Otherwise it waits at most so long. Rows that no caller follows then wait up to LINGER_UNSEEN_S
-#: and MOST_UNSEEN_LAUNCH_S together.
-MOST_UNSEEN_LAUNCH_S = 0.1
+#: How long the thread waits for a launch to end before it looks all the same.
+MOST_LAUNCH_S = 0.05
 #: The thread owes REST times its working time as rest. If it owes more than MOST_OWED_S, it rests
 #: after each look, even if a request has ended, for LINGER_AT_END_S to MOST_REST_S. Its rest is not
 #: longer, because a worker that needs room in a ring waits for the thread. If it owes less, the end
@@ -88,36 +84,19 @@ class Pace:
 
     def begin_launch(self) -> None:
         """Keep the drain thread from beginning a look until `end_launch`. The worker's thread
-        schedules and launches a step now, in hundreds of operations. Each operation releases the
-        GIL, and would have to wait for the drain thread to get the GIL back."""
+        launches the model in hundreds of operations. Each operation releases the GIL, and would
+        have to wait for the drain thread to get the GIL back."""
         self._between_launches.clear()
 
-    def end_launch(self, briefly: bool = False) -> None:
-        """Let the drain thread begin a look.
-
-        Args:
-            briefly: True if the next launch begins at once. The thread then begins a look only if
-                a caller follows its request, a request has ended, or many rows wait.
-        """
-        if briefly and not self._is_wanted:
-            return
+    def end_launch(self) -> None:
         if not self._between_launches.is_set():
             self._between_launches.set()
-
-    @property
-    def _is_wanted(self) -> bool:
-        """True if a caller follows its request, a request has ended, or many rows wait."""
-        return bool(self._followed) or self._soon.is_set()
 
     def await_launch(self) -> None:
         """Wait for the end of a launch, unless something waits for the thread (`hurry`). The launch
         may have begun after the call of `hurry`."""
-        if self._now.is_set():
-            return
-        end = time.monotonic() + MOST_UNSEEN_LAUNCH_S
-        while not self._between_launches.wait(MOST_LAUNCH_S):
-            if self._is_wanted or time.monotonic() > end:
-                return
+        if not self._now.is_set():
+            self._between_launches.wait(MOST_LAUNCH_S)
 
     def wake(self) -> None:
         """Wake the thread if it sleeps. If it rests, its rest goes on."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from types import SimpleNamespace
 
 import pytest
 
-from tests.collector import collector_off
 from vllm_scope.config import ScopeConfig
 from vllm_scope.core.news import Entrant, StepNews
 from vllm_scope.engine.worker import attach
-from vllm_scope.engine.worker.waits import leave_the_wait
 from vllm_scope.engine.worker.worker import ScopeWorker
 
 
@@ -62,18 +59,14 @@ class Scope:
 
     Attributes:
         reads: what `has_requests` returns.
-        waits_for_outputs: as ScopeWorker's.
     """
 
-    def __init__(self, reads: bool = True, waits: bool = False) -> None:
+    def __init__(self, reads: bool = True) -> None:
         self.happened: list[str] = []
-        self.reads, self.steps, self.waits_for_outputs = reads, self, waits
+        self.reads, self.steps = reads, self
 
     def __getattr__(self, name: str):
         return lambda *args: self.happened.append(name)
-
-    def end_launch(self, briefly: bool = False) -> None:
-        self.happened.append("end_launch briefly" if briefly else "end_launch")
 
     def has_requests(self) -> bool:
         return self.reads
@@ -113,116 +106,6 @@ def test_the_launch_ends_with_the_sampling_if_it_comes_later():
     assert scope.happened == ["begin_launch", "launch", "end"]
     assert runner.sample_tokens() == "tokens"
     assert scope.happened[3:] == ["sample", "end_launch"]
-
-
-class Output:
-    """A step's output, which is there once `get_output` returns, or before."""
-
-    def __init__(
-        self, scope: Scope, error: Exception | None = None, ready: str | None = None
-    ) -> None:
-        self.scope, self.error = scope, error
-        if ready is not None:
-            setattr(self, ready, SimpleNamespace(query=lambda: True))
-
-    def get_output(self) -> str:
-        self.scope.happened.append("wait")
-        if self.error is not None:
-            raise self.error
-        return "tokens"
-
-
-def _sampling(scope: Scope, *outputs: object) -> SimpleNamespace:
-    """A runner whose `sample_tokens` returns the outputs one after another."""
-    left = iter(outputs)
-    runner = SimpleNamespace(execute_model=lambda _: None, sample_tokens=lambda: next(left))
-    attach._attach_steps(runner, scope)
-    return runner
-
-
-def test_the_launch_ends_where_its_own_thread_waits_for_the_output():
-    scope = Scope(waits=True)
-    output = _sampling(scope, Output(scope)).sample_tokens()
-    assert scope.happened == []
-    assert output.get_output() == "tokens"
-    assert scope.happened == ["end_launch", "wait", "begin_launch"]
-
-
-def test_the_launch_ends_with_the_wait_of_the_last_request():
-    scope = Scope(waits=True)
-    output = _sampling(scope, Output(scope)).sample_tokens()
-    scope.reads = False  # it has failed
-    output.get_output()
-    assert scope.happened == ["end_launch", "wait", "end_launch"]
-
-
-@pytest.mark.parametrize("event", ["copy_event", "async_copy_ready_event"])
-def test_the_launch_ends_briefly_if_nobody_must_wait_for_the_output(event):
-    scope = Scope(waits=True)
-    output = _sampling(scope, Output(scope, ready=event)).sample_tokens()
-    assert output.get_output() == "tokens"
-    assert scope.happened == ["end_launch briefly", "wait", "begin_launch"]
-
-
-@pytest.mark.parametrize(
-    ("waits", "reads", "is_output"),
-    [
-        pytest.param(False, True, True, id="another-thread-or-process-waits"),
-        pytest.param(True, False, True, id="plain-requests"),
-        pytest.param(True, True, False, id="nothing-sampled"),
-    ],
-)
-def test_else_the_launch_ends_with_the_sampling(waits, reads, is_output):
-    scope = Scope(reads, waits)
-    output = Output(scope) if is_output else None
-    assert _sampling(scope, output).sample_tokens() is output
-    assert scope.happened == ["end_launch"]
-    if output is not None:
-        assert "get_output" not in vars(output)
-
-
-def test_an_output_that_came_is_freed_without_the_garbage_collector():
-    """It holds tensors of the device."""
-    scope = Scope(waits=True)
-    with collector_off():
-        output = leave_the_wait(Output(scope), scope)
-        output.get_output()
-        gone = weakref.ref(output)
-        del output
-        assert gone() is None
-
-
-def test_verdicts_are_waited_for_before_the_next_launch_begins():
-    scope = Scope(waits=True)
-
-    def with_endings(output: Output) -> Output:
-        make = output.get_output
-        output.get_output = lambda: (make(), scope.happened.append("judge"))
-        return output
-
-    scope.with_endings = with_endings
-    _sampling(scope, Output(scope)).sample_tokens().get_output()
-    assert scope.happened == ["end_launch", "wait", "judge", "begin_launch"]
-
-
-def test_the_wait_ends_with_an_error_of_the_device():
-    scope = Scope(waits=True)
-    output = _sampling(scope, Output(scope, ValueError("no device"))).sample_tokens()
-    with pytest.raises(ValueError, match="no device"):
-        output.get_output()
-    assert scope.happened == ["end_launch", "wait", "begin_launch"]
-
-
-def test_the_launch_ends_with_an_error_of_the_endings():
-    scope = Scope(waits=True)
-
-    def with_endings(output: object) -> object:
-        raise ValueError("no verdict")
-
-    scope.with_endings = with_endings
-    with pytest.raises(ValueError, match="no verdict"):
-        _sampling(scope, Output(scope)).sample_tokens()
-    assert scope.happened == ["end_launch"]
 
 
 def test_the_launch_ends_with_the_model_if_nothing_is_sampled_later():

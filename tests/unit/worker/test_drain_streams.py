@@ -325,8 +325,7 @@ def test_an_event_that_the_watch_waits_for_is_not_used_again(streams):
 
 
 def test_something_that_waits_is_served_though_a_launch_begins_at_once(streams, monkeypatch):
-    for name in ("MOST_LAUNCH_S", "MOST_UNSEEN_LAUNCH_S"):
-        monkeypatch.setattr(paces, name, PATIENCE_S)
+    monkeypatch.setattr(paces, "MOST_LAUNCH_S", PATIENCE_S)
     monkeypatch.setattr(paces, "LINGER_UNSEEN_S", PATIENCE_S)
     with _drain(8) as (arena, drain, sink):
         _submit(arena, drain, 1, 0, 1)
@@ -339,17 +338,9 @@ def test_something_that_waits_is_served_though_a_launch_begins_at_once(streams, 
         drain.end_launch()
 
 
-@pytest.mark.parametrize(
-    "by",
-    [
-        "the-end", "something-that-waits", "its-length", "a-follower", "the-end-of-a-request",
-        "much-that-waits",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("by", ["the-end", "something-that-waits", "its-length"])
 def test_the_thread_begins_no_work_while_the_model_is_launched(streams, monkeypatch, by):
-    monkeypatch.setattr(paces, "MOST_LAUNCH_S", 0.01)
-    most_s = 0.1 if by == "its-length" else PATIENCE_S
-    monkeypatch.setattr(paces, "MOST_UNSEEN_LAUNCH_S", most_s)
+    monkeypatch.setattr(paces, "MOST_LAUNCH_S", 0.1 if by == "its-length" else PATIENCE_S)
     with _drain(8) as (arena, drain, sink):
         drain.begin_launch()
         _submit(arena, drain, 1, 0, 1)
@@ -359,49 +350,8 @@ def test_the_thread_begins_no_work_while_the_model_is_launched(streams, monkeypa
             drain.end_launch()
         elif by == "something-that-waits":
             drain.hurry()
-        elif by == "a-follower":
-            drain.follow(2)
-        elif by == "the-end-of-a-request":
-            drain.finish_request(3)
-        elif by == "much-that-waits":
-            _submit(arena, drain, 1, 1, 4)  # of 8 slots at most a quarter may wait
-        until(lambda: sink.events[:1] == _rows(1, 0, 1), PATIENCE_S / 2)
+        until(lambda: sink.events == _rows(1, 0, 1), PATIENCE_S / 2)
         drain.end_launch()
-
-
-def test_a_caller_that_follows_its_request_waits_a_short_time_for_launches(streams, monkeypatch):
-    monkeypatch.setattr(paces, "MOST_LAUNCH_S", 0.01)
-    monkeypatch.setattr(paces, "MOST_UNSEEN_LAUNCH_S", PATIENCE_S)
-    with _drain(8) as (arena, drain, sink):
-        drain.follow(1)
-        _submit(arena, drain, 1, 0, 1)
-        until(lambda: len(sink.events) == 1, PATIENCE_S)  # the thread has seen the follower
-        time.sleep(0.05)
-        drain.begin_launch()
-        _submit(arena, drain, 1, 1, 1)
-        until(lambda: sink.events == _rows(1, 0, 2), PATIENCE_S / 2)
-        drain.end_launch()
-
-
-@pytest.mark.parametrize("by", ["nobody", "a-follower", "the-end-of-a-request"])
-def test_between_two_launches_without_a_wait_the_thread_begins_what_is_wanted(
-    streams, monkeypatch, by
-):
-    for name in ("MOST_LAUNCH_S", "MOST_UNSEEN_LAUNCH_S"):
-        monkeypatch.setattr(paces, name, PATIENCE_S)
-    with _drain(8) as (arena, drain, sink):
-        drain.begin_launch()
-        _submit(arena, drain, 1, 0, 1)
-        if by == "a-follower":
-            drain.follow(2)
-        elif by == "the-end-of-a-request":
-            drain.finish_request(3)
-        drain.end_launch(briefly=True)
-        if by == "nobody":
-            time.sleep(0.1)
-            assert not sink.events
-            drain.end_launch()
-        until(lambda: sink.events[:1] == _rows(1, 0, 1), PATIENCE_S / 2)
 
 
 @pytest.mark.parametrize("what", ["bank", "projection"])

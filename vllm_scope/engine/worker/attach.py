@@ -15,7 +15,6 @@ from vllm_scope.engine.core.scheduler import news_in
 from vllm_scope.engine.seams import config_of
 from vllm_scope.engine.vllm_types import ModelRunner, SchedulerOutput, VllmConfig, Worker
 from vllm_scope.engine.worker.sums import SumsCalls
-from vllm_scope.engine.worker.waits import leave_the_wait
 from vllm_scope.engine.worker.worker import ScopeWorker
 from vllm_scope.errors import reason_of
 from vllm_scope.graph.tap import graphs
@@ -149,14 +148,10 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
 
     def sample(*args: object, **kwargs: object) -> object:
         try:
-            output = scope.with_endings(sample_tokens(*args, **kwargs))
-        except BaseException:
+            output = sample_tokens(*args, **kwargs)
+        finally:
             scope.end_launch()
-            raise
-        if scope.waits_for_outputs:
-            return leave_the_wait(output, scope)
-        scope.end_launch()
-        return output
+        return scope.with_endings(output)
 
     runner.execute_model, runner.sample_tokens = execute, sample
 

@@ -28,7 +28,7 @@ from vllm_scope.core.registry import Registry
 from vllm_scope.core.score_index import ScoreKey
 from vllm_scope.engine.core.verdicts import with_lost, with_verdicts
 from vllm_scope.engine.functions import StepFunctions
-from vllm_scope.engine.model import global_reads, sites_of, worker_is_here
+from vllm_scope.engine.model import global_reads, sites_of
 from vllm_scope.engine.monitors import check as check_monitors
 from vllm_scope.engine.monitors import configured
 from vllm_scope.engine.vllm_types import ModelRunner, NewRequestData, Worker
@@ -89,7 +89,6 @@ class ScopeWorker:
         self._vllm_config = worker.vllm_config
         self.config = config
         self.reason: str | None = None
-        self.waits_for_outputs = False
         self.lens: OwnLens | None = None
         self.runner_version = "unknown"
         self.here: tuple[int, ...] = ()
@@ -114,7 +113,6 @@ class ScopeWorker:
         """Install taps on the loaded model. If the model cannot be tapped, set `reason`."""
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-        self.waits_for_outputs = worker_is_here(self._vllm_config)
         self.stage = get_pp_group().rank_in_group
         self.num_stages = get_pp_group().world_size
         self.drains = get_tp_group().rank_in_group == 0
@@ -485,10 +483,9 @@ class ScopeWorker:
         if self._delivery is not None:
             self._delivery.drain.begin_launch()
 
-    def end_launch(self, briefly: bool = False) -> None:
-        """Call this when the launch has ended; see Drain.end_launch."""
+    def end_launch(self) -> None:
         if self._delivery is not None:
-            self._delivery.drain.end_launch(briefly)
+            self._delivery.drain.end_launch()
 
     def deliver_soon(self) -> None:
         """Have the kept scores of new requests' prompts delivered. Called once the forward of these
