@@ -322,19 +322,24 @@ class Sync(Engine):
         self.given.append(params)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_vllm_need_not_copy_the_parameters_of_a_request_with_a_spec(asynchronous):
-    engine, params = Sync(), SamplingParams(max_tokens=3, extra_args=scope(Read("embed")))
-    prompt = {"type": "token", "prompt_token_ids": [1, 2]}
+def _given(params: SamplingParams, asynchronous: bool) -> SamplingParams:
+    """What vLLM is given for a request with these parameters."""
+    engine, prompt = Sync(), {"type": "token", "prompt_token_ids": [1, 2]}
+
+    async def add(engine, request_id, prompt, params):
+        engine.given.append(params)
+
     if asynchronous:
-
-        async def add(engine, request_id, prompt, params):
-            engine.given.append(params)
-
         asyncio.run(frontend._add_async(add, engine, "one", prompt, params))
     else:
         frontend._add_sync(Sync.add_request, engine, "one", prompt, params)
-    (given,) = engine.given
+    return engine.given[0]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_vllm_need_not_copy_the_parameters_of_a_request_with_a_spec(asynchronous):
+    params = SamplingParams(max_tokens=3, extra_args=scope(Read("embed")))
+    given = _given(params, asynchronous)
     assert given.skip_clone
     assert given.extra_args == params.extra_args
     assert not params.skip_clone
@@ -342,17 +347,8 @@ def test_vllm_need_not_copy_the_parameters_of_a_request_with_a_spec(asynchronous
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_plain_parameters_are_passed_on_as_they_are(asynchronous):
-    engine, params = Sync(), SamplingParams(max_tokens=3)
-    prompt = {"type": "token", "prompt_token_ids": [1, 2]}
-    if asynchronous:
-
-        async def add(engine, request_id, prompt, params):
-            engine.given.append(params)
-
-        asyncio.run(frontend._add_async(add, engine, "one", prompt, params))
-    else:
-        frontend._add_sync(Sync.add_request, engine, "one", prompt, params)
-    assert engine.given[0] is params
+    params = SamplingParams(max_tokens=3)
+    assert _given(params, asynchronous) is params
 
 
 @pytest.mark.parametrize("given", [Read("embed"), [Read("embed")], "embed"])
