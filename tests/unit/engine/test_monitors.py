@@ -331,14 +331,14 @@ def monitored(monkeypatch):
 
 def test_the_spec_that_requests_get_is_ready_when_monitors_are_set(monitored, monkeypatch):
     connection = connections.of(monitored.output_processor)
-    for name in ("_parse", "resolve"):  # done already
-        monkeypatch.setattr(Spec, name, None)
-    given = SimpleNamespace(extra_args=None)
-    applied = translators.applying(given, monitored.vllm_config)
-    params = translators.translated(given, applied, SITES, {})
-    asked = connection.resolve(Spec.from_json(params.extra_args["scope"]))
+    with monkeypatch.context() as patch:
+        for name in ("_parse", "resolve"):  # done already
+            patch.setattr(Spec, name, None)
+        given = SimpleNamespace(extra_args=None)
+        applied = translators.applying(given, monitored.vllm_config)
+        params = translators.translated(given, applied, SITES, {})
+        asked = connection.resolve(Spec.from_json(params.extra_args["scope"]))
     assert [probe.name for probe in asked.probes] == ["monitor/one"]
-    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("extra", [None, {"word": 1}], ids=["plain", "key-of-another-translator"])
