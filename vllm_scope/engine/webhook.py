@@ -44,7 +44,8 @@ class Webhook(Background):
         )
         #: `tell` counts "dropped", the webhook's thread the other outcomes: no key has two writers.
         self._ended = dict.fromkeys(OUTCOMES, 0)
-        #: Held while a verdict that waited is counted as ended, so that none is counted twice.
+        #: Held while a verdict moves from those that wait to those that have ended, so that it is
+        #: counted once.
         self._ending = threading.Lock()
         self._said = False
 

@@ -85,7 +85,7 @@ def test_the_blocks_of_a_few_ended_requests_are_marked_a_step():
 
 
 def test_the_blocks_of_many_ended_requests_do_not_wait_long():
-    """In each step as many requests end."""
+    """In each step more than ENDS_A_STEP requests end."""
     index, ends = index_of(99_999), 5 * ENDS_A_STEP
     most = 0
     for step in range(20 * TURNS):

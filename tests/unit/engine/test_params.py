@@ -1,4 +1,5 @@
-"""A request's own copy of SamplingParams: vLLM takes it as it is, the caller's stay the same."""
+"""The copy of SamplingParams that belongs to one request: vLLM need not copy it deeply again, and
+the caller's parameters do not change."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ def test_a_request_of_edits_alone_is_over_with_its_last_token(actions, sinks, wa
 
 
 class Sync(Engine):
-    """LLMEngine, as far as adding a request goes."""
+    """Stands for LLMEngine; it can only be given requests."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -356,7 +356,7 @@ def test_the_thread_begins_no_work_while_the_model_is_launched(streams, monkeypa
 
 @pytest.mark.parametrize("what", ["bank", "projection"])
 def test_weights_are_loaded_on_the_side_stream_and_only_once(streams, monkeypatch, what):
-    """To enter the stream takes as long as all else that a request needs there."""
+    """When each request entered the stream, adding a request took twice as long."""
     on: list[object] = []
     loaded = partial(probe_bank.DeviceBank, device=torch.device("cpu"))
 

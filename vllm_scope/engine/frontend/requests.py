@@ -39,14 +39,7 @@ from vllm_scope.engine.frontend.prepared import (
 )  # fmt: skip
 from vllm_scope.engine.frontend.running import Running, runs
 from vllm_scope.engine.monitors import monitors_of
-from vllm_scope.engine.params import (
-    TICKET,
-    asks,
-    dedicated,
-    names_module,
-    params_of,
-    with_ticket,
-)
+from vllm_scope.engine.params import TICKET, asks, dedicated, names_module, params_of, with_ticket
 from vllm_scope.engine.refusals import Refusing, named
 from vllm_scope.engine.vllm_types import (
     AsyncLLM,

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 from msgspec import Struct
 
 from vllm_scope.engine.functions import FUNCTIONS, Functions, keep
+from vllm_scope.engine.refusals import NO_PATHS
 from vllm_scope.engine.vllm_types import CompletionOutput, RequestOutput, SamplingParams, VllmConfig
 from vllm_scope.errors import ScopeError, SpecError
 from vllm_scope.request.actions import Action
@@ -39,10 +40,6 @@ DECORATORS = "scope_decorators"
 #: Called with (output, completion) after each new snapshot, `completion.scope`. Runs on the event
 #: loop, so it must be quick.
 Decorator = Callable[[RequestOutput, CompletionOutput], None]
-
-
-#: The paths of most translations.
-_NO_PATHS: Mapping[str, str] = {}
 
 
 class Translation(Struct, frozen=True):
@@ -63,7 +60,7 @@ class Translation(Struct, frozen=True):
     actions: tuple[Action, ...] = ()
     decorate: Decorator | None = None
     functions: Functions | None = None
-    paths: Mapping[str, str] = _NO_PATHS
+    paths: Mapping[str, str] = NO_PATHS
     check: Callable[[Mapping[str, Sae]], None] | None = None
 
 
@@ -75,7 +72,7 @@ class Decorators(Struct, frozen=True):
     """
 
     each: tuple[Decorator, ...] = ()
-    paths: Mapping[str, str] = _NO_PATHS
+    paths: Mapping[str, str] = NO_PATHS
 
     def __iter__(self) -> Iterator[Decorator]:
         return iter(self.each)
@@ -146,21 +143,15 @@ def register(
 
 
 def applying(params: object, vllm_config: VllmConfig) -> Applying:
-    """The translators that apply to a request."""
-    extra = getattr(params, "extra_args", None)
-    if has_keys(extra):
-        assert extra is not None
-        each = [(entry, entry.of_all(vllm_config)) for entry in _entries.values()]
-        return [
-            (entry, of_all) for entry, of_all in each
-            if of_all is not None or not entry.keys.isdisjoint(extra)
-        ]  # fmt: skip
+    """The translators that apply to a request; none for most requests."""
     if not hasattr(params, "extra_args"):
         return []
+    extra = params.extra_args or {}
+    some = _entries.values() if has_keys(extra) else _everywhere
     found = []
-    for entry in _everywhere:
+    for entry in some:
         of_all = entry.of_all(vllm_config)
-        if of_all is not None:
+        if of_all is not None or not entry.keys.isdisjoint(extra):
             found.append((entry, of_all))
     return found
 
