@@ -1,6 +1,6 @@
-"""The strongest features of rows, from the largest feature of each group, in two launches.
+"""The strongest features of rows, from the largest feature of each group, in one launch.
 
-Owns:  `put_pairs` and `fits`, with two Triton kernels.
+Owns:  `put_pairs` and `fits`, with a Triton kernel.
 Runs:  as worker.held_saes, on GPUs.
 From:  maxima (the largest of each group).   To: the pairs that request.heads.Strongest describes.
 
@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: At most MOST features of a row, and at most MOST_GROUPS groups: one Triton program sorts them in
-#: its registers. For up to LEAST features, the features of LEAST groups are sorted, else of MOST
-#: groups. So there are two variants of each kernel.
+#: At most MOST features of a row, and at most MOST_GROUPS groups: one Triton program holds them in
+#: its registers. For up to LEAST features, the features of LEAST groups are compared, else of MOST
+#: groups. So there are two variants of the kernel.
 LEAST, MOST, MOST_GROUPS = 32, 64, 4096
+NUM_WARPS = 4
 #: Smaller than the `_key` of every number.
 _LEAST = tl.constexpr(-(2**63))
 
@@ -44,15 +45,11 @@ def put_pairs(
         return
     width = products.shape[1]
     some = LEAST if count <= LEAST else MOST
-    best = torch.empty((num_rows, some), dtype=torch.int32, device=largest.device)
-    _groups[num_rows,](
-        largest, best, num_groups, max(some, triton.next_power_of_2(num_groups)), some,
-        num_warps=8,
-    )  # fmt: skip
-    _pairs[num_rows,](
-        products, bias, bias if threshold is None else threshold, best, packed,
-        packed.stride(0), width, count, first_value, some, width // num_groups,
-        threshold is not None, num_warps=8,
+    _kernel[num_rows,](
+        largest, products, bias, bias if threshold is None else threshold, packed,
+        packed.stride(0), num_groups, width, count, first_value,
+        max(some, triton.next_power_of_2(num_groups)), some, width // num_groups,
+        threshold is not None, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
@@ -65,36 +62,32 @@ def _key(value, index):  # type: ignore[no-untyped-def]
     return (order.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["num_groups"])
-def _groups(  # type: ignore[no-untyped-def]
-    largest, best, num_groups, size: tl.constexpr, count: tl.constexpr
+@triton.jit
+def _index(key):  # type: ignore[no-untyped-def]
+    """The index in a `_key`, int32."""
+    return 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["stride", "num_groups", "count", "first_value"])
+def _kernel(  # type: ignore[no-untyped-def]
+    largest, products, bias, threshold, packed, stride, num_groups, width, count, first_value,
+    size: tl.constexpr, some: tl.constexpr, group: tl.constexpr, thresholds: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, size)
     there = at < num_groups
     key = _key(tl.load(largest + row * num_groups + at, there, 0.0), at)
-    key = tl.sort(tl.where(there, key, _LEAST), descending=True)
-    index = 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32)
-    tl.store(best + row * count + at, index, at < count)
-
-
-@triton.jit(do_not_specialize=["stride", "count", "first_value"])
-def _pairs(  # type: ignore[no-untyped-def]
-    products, bias, threshold, best, packed, stride, width, count, first_value,
-    num_groups: tl.constexpr, group: tl.constexpr, thresholds: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    groups = tl.load(best + row * num_groups + tl.arange(0, num_groups))
-    at = tl.reshape(groups[:, None] * group + tl.arange(0, group)[None, :], num_groups * group)
-    # If the SAE has fewer groups than num_groups, the other indices are out of range.
+    groups = _index(tl.topk(tl.where(there, key, _LEAST), some))
+    at = tl.reshape(groups[:, None] * group + tl.arange(0, group)[None, :], some * group)
+    # If the SAE has fewer groups than `some`, the other indices are out of range.
     there = (at >= 0) & (at < width)
     feature = tl.load(products + row * width + at, there, 0.0) + tl.load(bias + at, there, 0.0)
     if thresholds:
         feature = tl.where(feature <= tl.load(threshold + at, there, 0.0), 0.0, feature)
-    key = tl.sort(tl.where(there, _key(feature, at), _LEAST), descending=True)
+    key = tl.topk(tl.where(there, _key(feature, at), _LEAST), some)
     order = (key >> 32).to(tl.int32)
     bits = tl.where(order <= 0, 0, order)  # the bits of a value that is not negative
-    place = tl.arange(0, num_groups * group)
+    place = tl.arange(0, some)
     into = packed + row * stride + place
-    tl.store(into, 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32), place < count)
+    tl.store(into, _index(key), place < count)
     tl.store(into + first_value, bits, place < count)
