@@ -142,15 +142,15 @@ class Deliverer:
         if not steps:
             return
         labels = [true_labels(step) for step in steps]
-        if self._store:
-            for one, step in zip(labels, steps, strict=True):
-                self._store.collect(one, step.lease, step.boundary)
-        first = steps[0]
+        whole, first = labels[0], steps[0]
         lease = first.lease
         if len(steps) > 1:
+            whole = joined(labels)
             lease = JoinedLease([step.lease for step in steps], self._ring)
+        if self._store:
+            sizes = [len(one.keys) for one in labels]
+            self._store.collect(whole, lease, first.boundary, sizes)
         if lease.start < lease.stop:  # else all rows went into sums
-            whole = labels[0] if len(steps) == 1 else joined(labels)
             self._sink.write(RowBatch(whole, lease, self._widths, first.boundary))
 
     def _write_all_stored(self, items: Sequence[Stored]) -> None:

@@ -78,7 +78,7 @@ class _Run:
 
 class _Singles:
     """A ring of single tokens: the scores of each request's last positions, from steps with one
-    token of each request."""
+    token of the request."""
 
     def __init__(self, span: int, token_bytes: int) -> None:
         self._span = span
@@ -86,9 +86,16 @@ class _Singles:
         self.positions = np.full((0, span), -1, np.int64)
         self.steps = np.zeros((0, span), np.int64)
         self.values = np.zeros((0, span, token_bytes), np.uint8)
+        self._row_of: dict[int, int] = {}
         self._free: list[int] = []
+        #: The keys of `_row_of`, ascending, and their rows; None if a request has come or gone.
+        self._sorted: tuple[Ints, Ints] | None = None
 
-    def take(self) -> int:
+    def __bool__(self) -> bool:
+        return bool(self._row_of)
+
+    def take(self, key: int) -> int:
+        """A row for a request."""
         if not self._free:
             old = len(self.positions)
             new = max(16, 2 * old)
@@ -98,16 +105,40 @@ class _Singles:
             positions[:old], values[:old] = self.positions, self.values
             self.positions, self.values = positions, values
             self._free = list(range(new - 1, old - 1, -1))
-        row = self._free.pop()
+        row = self._row_of[key] = self._free.pop()
         self.positions[row] = -1
+        self._sorted = None
         return row
 
-    def give_back(self, row: int) -> None:
-        self._free.append(row)
+    def give_back(self, key: int) -> None:
+        self._free.append(self._row_of.pop(key))
+        self._sorted = None
 
-    def put(self, step: int, rows: Ints, positions: Ints, data: Bytes) -> None:
+    def rows_of(self, keys: NDArray[np.int64]) -> Ints:
+        """The row of each key's request, [n]; -1 for a request without a row."""
+        if self._sorted is None:
+            known = np.fromiter(self._row_of, np.int64, len(self._row_of))
+            order = np.argsort(known)
+            rows = np.fromiter(self._row_of.values(), np.int64, len(known))
+            self._sorted = known[order], rows[order]
+        known, rows = self._sorted
+        at = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+        found: Ints = np.where(known[at] == keys, rows[at], -1)
+        return found
+
+    def put(self, steps: Ints, rows: Ints, positions: Ints, data: Bytes) -> None:
+        """Keep tokens, [n] each; each is its request's only one in its step. Of several tokens at
+        one place, the last one stays."""
         at = positions % self._span
-        self.positions[rows, at], self.steps[rows, at] = positions, step
+        if steps[0] < steps[-1] and (np.bincount(rows * self._span + at) > 1).any():
+            # An assignment to repeated places has no defined order.
+            for _, some in by_key(steps):
+                self._put(steps[some], rows[some], positions[some], at[some], data[some])
+        else:
+            self._put(steps, rows, positions, at, data)
+
+    def _put(self, steps: Ints, rows: Ints, positions: Ints, at: Ints, data: Bytes) -> None:
+        self.positions[rows, at], self.steps[rows, at] = positions, steps
         self.values[rows, at] = data
 
 
@@ -143,8 +174,6 @@ class ScoreStore:
         self._singles: dict[Layout, _Singles] = {}
         self._step = 0
         self._missing: list[ScoreKey] = []
-        #: The last step of single tokens: its ring, its keys, and their requests' rows in the ring.
-        self._last: tuple[_Singles, NDArray[np.int64], Ints] | None = None
 
     def __bool__(self) -> bool:
         """True if some request's scores are collected."""
@@ -159,53 +188,54 @@ class ScoreStore:
             steps = TURNS + MOST_STEPS_KEPT + 2
             span = _BLOCKS_BACK * block_size + steps * self._step_tokens
             singles = self._singles[layout] = _Singles(span, size)
-        self._requests[key] = _Collected(layout, singles, singles.take())
-        self._last = None
+        self._requests[key] = _Collected(layout, singles, singles.take(key))
 
     def end(self, key: int) -> None:
         collected = self._requests.pop(key, None)
         if collected is None:
             return
-        collected.singles.give_back(collected.row)
-        self._last = None
-        if not any(one.layout == collected.layout for one in self._requests.values()):
+        collected.singles.give_back(key)
+        if not collected.singles:
             del self._singles[collected.layout]
 
-    def collect(self, labels: Labels, lease: Lease, boundary: int | None) -> None:
-        """Take the scores of a step, or of one tap of a step."""
-        self._step += 1
+    def collect(
+        self, labels: Labels, lease: Lease, boundary: int | None, sizes: Sequence[int] = ()
+    ) -> None:
+        """Take the scores of a step, of one tap of a step, or of several steps.
+
+        Args:
+            sizes: the number of tokens of each step, if there are several.
+        """
+        sizes = sizes or (len(labels.keys),)
+        numbers = self._step + 1 + np.repeat(np.arange(len(sizes)), sizes)
+        self._step += len(sizes)
         for layout, tokens, data in by_layout(
             labels.layouts, labels.layout_of, boundary, self._widths, lease.slots
         ):
             singles = self._singles.get(layout)
             if singles is None:
                 continue
-            keys, positions = labels.keys[tokens], labels.positions[tokens]
-            rows = self._rows_of(keys, singles) if boundary is None else None
-            if rows is not None:
-                singles.put(self._step, rows, positions, data)
-                continue
-            slots = None if boundary is None else self._slots_at(layout, boundary)
-            for key, some in by_key(keys):
-                collected = self._requests.get(key)
-                if collected is not None and collected.layout == layout:
-                    part = data[some] if slots is None else data[some][:, : len(slots)]
-                    run = _Run(self._step, positions[some].copy(), part.copy(), slots)
-                    collected.runs.append(run)
-
-    def _rows_of(self, keys: NDArray[np.int64], singles: _Singles) -> Ints | None:
-        """The row in the ring `singles` of each key's request; None if some request has several
-        tokens, or belongs to another ring."""
-        last = self._last
-        if last is not None and last[0] is singles and np.array_equal(last[1], keys):
-            return last[2]
-        known = (self._requests.get(key) for key in keys.tolist())
-        here = [one.row for one in known if one is not None and one.singles is singles]
-        if len(here) < len(keys) or len(set(keys.tolist())) < len(keys):
-            return None
-        rows = np.array(here, np.int64)
-        self._last = (singles, keys.copy(), rows)
-        return rows
+            keys, positions, steps = labels.keys[tokens], labels.positions[tokens], numbers[tokens]
+            rows = singles.rows_of(keys)
+            known, slots = rows >= 0, None
+            #: A number for each request in each step.
+            places = (steps - steps[0]) * (rows.max() + 2) + rows + 1
+            if boundary is None:
+                alone = known & (np.bincount(places)[places] == 1)
+                if alone.all():
+                    singles.put(steps, rows, positions, data)
+                    continue
+                if alone.any():
+                    singles.put(steps[alone], rows[alone], positions[alone], data[alone])
+                known &= ~alone
+            else:
+                slots = self._slots_at(layout, boundary)
+                data = data[:, : len(slots)]
+            several = np.flatnonzero(known)
+            for _, some in by_key(places[several]) if len(several) else ():
+                at = several[some]
+                run = _Run(int(steps[at[0]]), positions[at], data[at], slots)
+                self._requests[int(keys[at[0]])].runs.append(run)
 
     def _slots_at(self, layout: Layout, boundary: int) -> Ints:
         """The indices of one tap's bytes among a token's bytes."""

@@ -10,7 +10,6 @@ features, the one with the lowest index. A feature that is NaN counts as larger 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

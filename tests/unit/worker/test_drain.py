@@ -332,7 +332,8 @@ class Store:
     def __init__(self) -> None:
         self.told: list[tuple[str, int]] = []
 
-    def collect(self, labels, lease, boundary) -> None:
+    def collect(self, labels, lease, boundary, sizes) -> None:
+        assert sum(sizes) == len(labels.keys)
         self.told += [("collect", p) for p in labels.positions.tolist()]
 
     def keep(self, filled) -> None:

@@ -276,7 +276,7 @@ class Store:
     def __init__(self) -> None:
         self.ended: list[int] = []
 
-    def collect(self, labels, lease, boundary) -> None:
+    def collect(self, labels, lease, boundary, sizes) -> None:
         pass
 
     def end(self, key: int) -> None:

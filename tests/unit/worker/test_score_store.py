@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.delivered import labels_of
+from vllm_scope.batch.labels import Labels
 from vllm_scope.core.score_index import TURNS
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, boundaries_of, slots_of_row
 from vllm_scope.request.heads import Bank
 from vllm_scope.request.sites import boundary_of_point, point_of
 from vllm_scope.transport.ring import Lease
+from vllm_scope.worker.drain_items import joined
 from vllm_scope.worker.score_store import MOST_STEPS_KEPT, Filled, ScoreStore
 
 WIDTHS = Widths((64,))
@@ -54,11 +56,13 @@ class Worker:
 
     Attributes:
         last: the bytes of each token as they came last, [slots of a token, SLOT_BYTES].
+        joins: how many steps come at once.
     """
 
-    def __init__(self, *keys: int, layout: Layout = WIDE) -> None:
-        self.store, self.last = ScoreStore(WIDTHS), dict[Token, np.ndarray]()
+    def __init__(self, *keys: int, layout: Layout = WIDE, joins: int = 1) -> None:
+        self.store, self.last, self.joins = ScoreStore(WIDTHS), dict[Token, np.ndarray](), joins
         self._random = np.random.default_rng(0)
+        self._waiting: list[tuple[Labels, np.ndarray]] = []
         for key in keys:
             self.store.begin(key, layout, SIZE)
 
@@ -79,12 +83,36 @@ class Worker:
             parts = [np.pad(part, ((0, max(0, room - len(part))), (0, 0))) for part in parts]
             slots = np.concatenate(parts)
             if tap not in lost:
-                self.store.collect(labels, lease_of(slots), tap)
-            slots[:] = 0  # the ring's memory is used again
+                self._collect(labels, slots, tap)
         self.last |= data
+
+    def _collect(self, labels: Labels, slots: np.ndarray, tap: int | None) -> None:
+        if tap is None:
+            if self._waiting and self._waiting[-1][0].layouts != labels.layouts:
+                self.collect()
+            self._waiting.append((labels, slots))
+            if len(self._waiting) == self.joins:
+                self.collect()
+            return
+        self.collect()
+        self.store.collect(labels, lease_of(slots), tap)
+        slots[:] = 0  # the ring's memory is used again
+
+    def collect(self) -> None:
+        """Let the store take the steps that wait."""
+        if not self._waiting:
+            return
+        every, parts = zip(*self._waiting, strict=True)
+        self._waiting.clear()
+        slots = np.concatenate(parts)
+        self.store.collect(
+            joined(every), lease_of(slots), None, [len(labels.keys) for labels in every]
+        )
+        slots[:] = 0
 
     def keep(self, key: int, first: int = 0, count: int = 1, probes: bytes = P) -> list[bytes]:
         hashes = [b"%d:%d" % (key, i) for i in range(first, first + count)]
+        self.collect()
         self.store.keep([Filled(key, first, hashes, probes)])
         return hashes
 
@@ -126,8 +154,9 @@ def tokens(key: int, *positions: int, layout: Layout = WIDE) -> list[Token]:
         pytest.param([[0, 2, 1, 3, 4, 5, 6, 7]], id="in-another-order"),
     ],
 )
-def test_blocks_have_the_last_bytes_of_their_tokens(steps, by_tap):
-    worker = Worker(1)
+@pytest.mark.parametrize("joins", [1, 3, 60])
+def test_blocks_have_the_last_bytes_of_their_tokens(steps, by_tap, joins):
+    worker = Worker(1, joins=joins)
     for positions in steps:
         worker.step(*tokens(1, *positions), by_tap=by_tap)
     hashes = worker.keep(1, 0, 2)
@@ -243,8 +272,9 @@ def test_many_requests_come_and_go_with_rows_of_their_own():
         worker.check(key, *worker.keep(key, 0, 2))
 
 
-def test_a_long_request_takes_no_more_memory_than_a_short_one():
-    worker = Worker(1)
+@pytest.mark.parametrize("joins", [1, SIZE, 100])
+def test_a_long_request_takes_no_more_memory_than_a_short_one(joins):
+    worker = Worker(1, joins=joins)
     for position in range(100 * SIZE):
         worker.step(Token(1, position))
         if position % SIZE == SIZE - 1:
@@ -259,6 +289,14 @@ def test_a_long_request_takes_no_more_memory_than_a_short_one():
     assert not collected.runs
 
 
+def test_single_tokens_beside_a_prompt_take_no_memory_of_their_own():
+    worker = Worker(1, 2, joins=2)
+    for position in range(20 * SIZE):
+        worker.step(*tokens(1, position), *tokens(2, *range(2 * position, 2 * position + 2)))
+    worker.collect()
+    assert [len(each.runs) for each in worker.store._requests.values()] == [0, 20 * SIZE]
+
+
 @st.composite
 def forwards(draw: st.DrawFn) -> list[tuple[dict[int, tuple[int, int]], bool, str]]:
     """Of each: key -> how many positions it goes back and how many tokens it computes; whether it
@@ -271,10 +309,10 @@ def forwards(draw: st.DrawFn) -> list[tuple[dict[int, tuple[int, int]], bool, st
     return draw(st.lists(st.tuples(some, st.booleans(), lost), min_size=1, max_size=30))
 
 
-@given(forwards(), st.integers(0, 2))
-def test_whatever_is_computed_in_whatever_order_a_block_is_right_or_missing(steps, late):
+@given(forwards(), st.integers(0, 2), st.sampled_from([1, 2, 5, 16]))
+def test_whatever_is_computed_in_whatever_order_a_block_is_right_or_missing(steps, late, joins):
     """Requests 0 to 2 are collected, and 2 has a layout of its own."""
-    worker = Worker(0, 1)
+    worker = Worker(1, 0, joins=joins)
     worker.store.begin(2, NARROW, SIZE)
     ends, named, lost_tokens = [0] * 4, [0] * 4, set[Token]()
     history: list[list[int]] = []  # of `ends`, as blocks are named `late` steps later
