@@ -5,9 +5,11 @@ Two servers are alive, one with the plugin and one without, and take turns of ha
 minute, so that a machine whose speed drifts slows both. In a turn requests come at random
 times (a Poisson process, whatever is still unanswered), the same times and prompts on
 both: 65 % of them plain; 30 % read, score, edit by a module's name, stream, fetch files or
-leave in the middle; 5 % are hostile (benchmarks/hostile.py), and are refused. On the server
-without the plugin they do the same without their scopes, and the hostile ones send the same
-bytes. Latencies are of plain requests alone.
+leave in the middle; 5 % are hostile (benchmarks/hostile.py), and are refused. Half of the
+prompts begin with text that the prefix cache holds. Two monitors score every request, and
+their weights change twice a turn. On the server without the plugin the requests do the same
+without their scopes, and the hostile ones send the same bytes. Latencies are of plain
+requests alone.
 
     make soak                                      # 30 minutes
     python -m benchmarks.soak --minutes 2 --turn 15
@@ -48,6 +50,8 @@ KINDS = {
 MOST_GROWTH = 0.02
 SAMPLE_S = 2.0
 MODEL_LENGTH = 512
+#: Tokens of a KV block, and of what half of the prompts begin with.
+BLOCK, BEGINNING = 32, 96
 
 
 @dataclass
@@ -83,6 +87,7 @@ class Requests:
         weight = np.linspace(-1, 1, config["hidden_size"], dtype=np.float32)
         read, probe = Read("resid_post", layers=[middle]), Probe(weight, layer=middle, name="p")
         self._module = save({f"direction.{middle}": weight})
+        self._weight, self._middle = weight, middle
         self._actions: dict[str, list[Any]] = {
             "read": [read, Read("embed")], "file": [read], "probe": [probe],
             "edit": [Add("soak", scale=0.5, tokens="generated"), probe], "stream": [probe],
@@ -192,8 +197,9 @@ class Requests:
         else:
             task.cancel()
 
-    async def register(self, count: int) -> None:
-        """A module whose name is used, and others that come and go."""
+    async def change(self, count: int) -> None:
+        """Register a module whose name is used, and others that come and go; and give monitors
+        other weights."""
         if not self._side.plugin:
             return
         headers = {"X-Scope-Admin-Key": ADMIN_KEY}
@@ -205,7 +211,18 @@ class Requests:
             async with self._session.request(method, url, data=data, headers=headers) as response:
                 if response.status not in (200, 204) and count:
                     self._side.lost.append(f"{method} {name}: {response.status}")
-        self._side.seen["registrations"] += 1
+        weight = (self._weight * (1 + count % 3)).tolist()
+        body = {"weight": weight, "layers": [self._middle], "threshold": 1e9}
+        monitors = {
+            "largest": body | {"aggregate": "max"},
+            "recent": body | {"layers": [0], "aggregate": {"ema": 0.9}},
+        }
+        async with self._session.put(
+            "/v1/scope/monitors", json={"monitors": monitors}, headers=headers
+        ) as response:
+            if response.status != 200:
+                self._side.lost.append(f"monitors: {response.status}")
+        self._side.seen["changes"] += 1
 
     async def at_rest(self) -> dict[str, int]:
         """What the server holds once all have gone."""
@@ -222,6 +239,7 @@ async def turn(side: Side, config: dict[str, Any], seconds: float, rate: float, 
     rng = np.random.default_rng(seed)
     side.latencies.append([])
     weights = np.array(list(KINDS.values())) / sum(KINDS.values())
+    beginnings = np.random.default_rng(0).integers(5, config["vocab_size"], (4, BEGINNING))
     headers = {"Authorization": f"Bearer {API_KEY}"}
     timeout, connector = aiohttp.ClientTimeout(total=300), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(
@@ -232,17 +250,19 @@ async def turn(side: Side, config: dict[str, Any], seconds: float, rate: float, 
         read_bufsize=1 << 24,
     ) as session:
         requests = Requests(side, session, config)
-        await requests.register(2 * seed)
+        await requests.change(2 * seed)
         tasks = []
         at = begun = time.perf_counter()
         while at - begun < seconds:
             at += rng.exponential(1 / rate)
             kind = str(rng.choice(list(KINDS), p=weights))
             prompt = rng.integers(5, config["vocab_size"], rng.integers(8, 64)).tolist()
+            if rng.random() < 0.5:
+                prompt = [*rng.choice(beginnings).tolist(), *prompt]
             generate = int(rng.integers(8, 33))
             await asyncio.sleep(max(0.0, at - time.perf_counter()))
             tasks.append(asyncio.ensure_future(requests.one(kind, prompt, generate)))
-        await requests.register(2 * seed + 1)
+        await requests.change(2 * seed + 1)
         await asyncio.gather(*tasks)
 
 
@@ -353,6 +373,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model, options = Path(args.model), ["--max-model-len", str(MODEL_LENGTH)]
+        options += ["--block-size", str(BLOCK)]
         if args.shape:
             model = make_shape(args.shape, Path(folder))
             make_tokenizer(model)
