@@ -54,7 +54,7 @@ class Filled(NamedTuple):
 
 @dataclass(frozen=True)
 class _Run:
-    """Several tokens of one step.
+    """Tokens of one request, from one step or from one tap of a step.
 
     Attributes:
         step: the number of the step. If a position was computed twice, the later step has its true
@@ -130,12 +130,11 @@ class _Singles:
         """Keep tokens, [n] each; each is its request's only one in its step. Of several tokens at
         one place, the last one stays."""
         at = positions % self._span
-        if steps[0] < steps[-1] and (np.bincount(rows * self._span + at) > 1).any():
-            # An assignment to repeated places has no defined order.
+        self._put(steps, rows, positions, at, data)
+        if (self.steps[rows, at] != steps).any():
+            # Several tokens have one place. An assignment to repeated places has no defined order.
             for _, some in by_key(steps):
                 self._put(steps[some], rows[some], positions[some], at[some], data[some])
-        else:
-            self._put(steps, rows, positions, at, data)
 
     def _put(self, steps: Ints, rows: Ints, positions: Ints, at: Ints, data: Bytes) -> None:
         self.positions[rows, at], self.steps[rows, at] = positions, steps
@@ -180,7 +179,8 @@ class ScoreStore:
         return bool(self._requests)
 
     def begin(self, key: int, layout: Layout, block_size: int) -> None:
-        """Collect the scores of a request, all of whose tokens have this layout."""
+        """Collect the scores of a request that is not collected yet. All its tokens have this
+        layout."""
         self._block_size = block_size
         singles = self._singles.get(layout)
         if singles is None:
@@ -204,6 +204,7 @@ class ScoreStore:
         """Take the scores of a step, of one tap of a step, or of several steps.
 
         Args:
+            boundary: None if there are several steps.
             sizes: the number of tokens of each step, if there are several.
         """
         sizes = sizes or (len(labels.keys),)
@@ -213,26 +214,26 @@ class ScoreStore:
             labels.layouts, labels.layout_of, boundary, self._widths, lease.slots
         ):
             singles = self._singles.get(layout)
-            if singles is None:
+            if not singles:
                 continue
             keys, positions, steps = labels.keys[tokens], labels.positions[tokens], numbers[tokens]
             rows = singles.rows_of(keys)
-            known, slots = rows >= 0, None
-            #: A number for each request in each step.
-            places = (steps - steps[0]) * (rows.max() + 2) + rows + 1
+            in_runs, slots = rows >= 0, None
+            #: Equal for the tokens of one request in one step; unknown requests count as one.
+            groups = (steps - steps[0]) * (rows.max() + 2) + rows + 1
             if boundary is None:
-                alone = known & (np.bincount(places)[places] == 1)
+                alone = in_runs & (np.bincount(groups)[groups] == 1)
                 if alone.all():
                     singles.put(steps, rows, positions, data)
                     continue
                 if alone.any():
                     singles.put(steps[alone], rows[alone], positions[alone], data[alone])
-                known &= ~alone
+                in_runs &= ~alone
             else:
                 slots = self._slots_at(layout, boundary)
                 data = data[:, : len(slots)]
-            several = np.flatnonzero(known)
-            for _, some in by_key(places[several]) if len(several) else ():
+            several = np.flatnonzero(in_runs)
+            for _, some in by_key(groups[several]) if len(several) else ():
                 at = several[some]
                 run = _Run(int(steps[at[0]]), positions[at], data[at], slots)
                 self._requests[int(keys[at[0]])].runs.append(run)

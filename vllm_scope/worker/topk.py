@@ -20,7 +20,7 @@ from torch import Tensor
 LEAST, MOST, MOST_GROUPS = 32, 64, 4096
 NUM_WARPS = 4
 #: Smaller than the `_key` of every number.
-_LEAST = tl.constexpr(-(2**63))
+_NO_KEY = tl.constexpr(-(2**63))
 
 
 def fits(num_groups: int, count: int) -> bool:
@@ -76,14 +76,14 @@ def _kernel(  # type: ignore[no-untyped-def]
     at = tl.arange(0, size)
     there = at < num_groups
     key = _key(tl.load(largest + row * num_groups + at, there, 0.0), at)
-    groups = _index(tl.topk(tl.where(there, key, _LEAST), some))
+    groups = _index(tl.topk(tl.where(there, key, _NO_KEY), some))
     at = tl.reshape(groups[:, None] * group + tl.arange(0, group)[None, :], some * group)
-    # If the SAE has fewer groups than `some`, the other indices are out of range.
+    # If the SAE has fewer groups than `some`, the other indices wrap to negative numbers.
     there = (at >= 0) & (at < width)
     feature = tl.load(products + row * width + at, there, 0.0) + tl.load(bias + at, there, 0.0)
     if thresholds:
         feature = tl.where(feature <= tl.load(threshold + at, there, 0.0), 0.0, feature)
-    key = tl.topk(tl.where(there, _key(feature, at), _LEAST), some)
+    key = tl.topk(tl.where(there, _key(feature, at), _NO_KEY), some)
     order = (key >> 32).to(tl.int32)
     bits = tl.where(order <= 0, 0, order)  # the bits of a value that is not negative
     place = tl.arange(0, some)

@@ -327,14 +327,19 @@ def test_steps_that_wait_together_come_joined():
 
 
 class Store:
-    """Notes what a ScoreStore is told: positions that were collected, and what is kept."""
+    """Notes what a ScoreStore is told: positions that were collected, and what is kept.
+
+    Attributes:
+        rows: (the sizes of the steps that came at once, their tap or None, their rows).
+    """
 
     def __init__(self) -> None:
         self.told: list[tuple[str, int]] = []
+        self.rows: list[tuple[list[int], int | None, list[tuple]]] = []
 
     def collect(self, labels, lease, boundary, sizes) -> None:
-        assert sum(sizes) == len(labels.keys)
         self.told += [("collect", p) for p in labels.positions.tolist()]
+        self.rows.append((sizes, boundary, rows_in(labels, lease.slots, boundary)))
 
     def keep(self, filled) -> None:
         self.told += [("keep", one.first) for one in filled]
@@ -361,6 +366,27 @@ def test_scores_are_kept_after_their_steps_and_soon_and_do_not_part_joined_steps
             kept = store.told.index(("keep", step))
             before = [p for what, p in store.told[:kept] if what == "collect" and p != 99]
             assert step < len(before) <= step + MOST_STEPS_KEPT
+
+
+def test_joined_steps_come_to_the_store_with_their_sizes_rows_and_true_positions():
+    store: Any = Store()
+    with _drain(400, 400, store=store) as (arena, drain, sink):
+        sink.gate.clear()
+        _submit(arena, drain, 9, 99, 1)  # the thread waits here
+        until(lambda: not drain._items, PATIENCE_S)
+        _submit(arena, drain, 1, 0, 2)
+        region = arena.acquire(3)
+        arena.view(region)[:] = torch.arange(3.0)[:, None]
+        labels = labels_of([1] * 3, [2, 3, 4], layouts=(reads_at(0),))
+        drain.submit(region, labels, None, torch.tensor([12, 13, 14]))
+        _submit(arena, drain, 1, 5, 4)
+        _submit(arena, drain, 1, 9, 1, boundary=0)
+        sink.gate.set()
+    moved = [(1, 12 + i, 0, float(i)) for i in range(3)]
+    assert store.rows[1:] == [
+        ([2, 3, 4], None, [*_rows(1, 0, 2), *moved, *_rows(1, 5, 4)]),
+        ([1], 0, _rows(1, 9, 1)),
+    ]
 
 
 def test_close_delivers_what_waits_and_closes_the_sink_once():

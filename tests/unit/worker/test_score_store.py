@@ -18,6 +18,7 @@ from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, boundaries_of,
 from vllm_scope.request.heads import Bank
 from vllm_scope.request.sites import boundary_of_point, point_of
 from vllm_scope.transport.ring import Lease
+from vllm_scope.worker import score_store
 from vllm_scope.worker.drain_items import joined
 from vllm_scope.worker.score_store import MOST_STEPS_KEPT, Filled, ScoreStore
 
@@ -152,6 +153,7 @@ def tokens(key: int, *positions: int, layout: Layout = WIDE) -> list[Token]:
         pytest.param([range(8), range(2, 6)], id="some-again"),
         pytest.param([range(8), range(2, 12)], id="some-again-and-more"),
         pytest.param([[0, 2, 1, 3, 4, 5, 6, 7]], id="in-another-order"),
+        pytest.param([[0], range(7), [7]], id="one-then-more"),
     ],
 )
 @pytest.mark.parametrize("joins", [1, 3, 60])
@@ -295,6 +297,46 @@ def test_single_tokens_beside_a_prompt_take_no_memory_of_their_own():
         worker.step(*tokens(1, position), *tokens(2, *range(2 * position, 2 * position + 2)))
     worker.collect()
     assert [len(each.runs) for each in worker.store._requests.values()] == [0, 20 * SIZE]
+
+
+def test_an_unknown_request_takes_nothing_from_the_step_before():
+    worker = Worker(1, joins=2)
+    worker.step(Token(1, 0))
+    worker.step(Token(9, 0), Token(1, 1))
+    assert not worker.store._requests[1].runs
+
+
+def test_tokens_of_a_request_that_has_ended_take_nothing_from_the_others():
+    worker = Worker(1, 2)
+    worker.step(*tokens(1, 0, 1), *tokens(2, 0))
+    worker.store.end(1)
+    worker.step(*tokens(1, 2, 3), *tokens(2, 1))
+    worker.step(*tokens(2, 2, 3))
+    worker.check(2, *worker.keep(2))
+
+
+def test_each_layout_of_joined_steps_has_its_own_steps():
+    worker = Worker(1, joins=2)
+    worker.store.begin(2, NARROW, SIZE)
+    worker.step(*tokens(1, *range(9)), *tokens(2, *range(4), layout=NARROW))
+    worker.step(*tokens(1, 9), *tokens(2, 0, layout=NARROW))
+    worker.check(2, *worker.keep(2), layout=NARROW)
+
+
+def test_a_layout_that_nobody_collects_takes_nothing_from_the_next_one():
+    worker = Worker(1)
+    worker.step(Token(9, 0, NARROW), *tokens(1, *range(SIZE)))
+    worker.check(1, *worker.keep(1))
+
+
+def test_a_request_for_which_there_is_no_memory_takes_nothing_from_the_others(monkeypatch):
+    worker = Worker(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(score_store._Singles, "take", lambda *args: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            worker.store.begin(2, NARROW, SIZE)
+    worker.step(*tokens(2, *range(SIZE), layout=NARROW), *tokens(1, *range(SIZE)))
+    worker.check(1, *worker.keep(1))
 
 
 @st.composite
