@@ -18,6 +18,8 @@ from torch import Tensor
 #: its registers. For up to LEAST features, the features of LEAST groups are compared, else of MOST
 #: groups. So there are two variants of the kernel.
 LEAST, MOST, MOST_GROUPS = 32, 64, 4096
+#: For 768 rows and 65,536 features, 32 features take 93 us with 2 warps and 107 us with 4; 64
+#: features take 232 and 198 us (H100).
 NUM_WARPS = 4
 #: Smaller than the `_key` of every number.
 _NO_KEY = tl.constexpr(-(2**63))
