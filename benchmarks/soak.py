@@ -50,7 +50,7 @@ KINDS = {
 MOST_GROWTH = 0.02
 SAMPLE_S = 2.0
 MODEL_LENGTH = 512
-#: Tokens of a KV block, and of what half of the prompts begin with.
+#: Tokens of a KV block, and of the text with which half of the prompts begin.
 BLOCK, BEGINNING = 32, 96
 
 
@@ -198,7 +198,7 @@ class Requests:
             task.cancel()
 
     async def change(self, count: int) -> None:
-        """Register a module whose name is used, and others that come and go; and give monitors
+        """Register a module whose name is used, and others that come and go. Give the monitors
         other weights."""
         if not self._side.plugin:
             return
@@ -372,8 +372,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model, options = Path(args.model), ["--max-model-len", str(MODEL_LENGTH)]
-        options += ["--block-size", str(BLOCK)]
+        model = Path(args.model)
+        options = ["--max-model-len", str(MODEL_LENGTH), "--block-size", str(BLOCK)]
         if args.shape:
             model = make_shape(args.shape, Path(folder))
             make_tokenizer(model)

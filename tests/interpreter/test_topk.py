@@ -10,6 +10,11 @@ from vllm_scope.worker.maxima import maxima
 from vllm_scope.worker.topk import MOST, MOST_GROUPS, fits, put_pairs
 
 
+def features_of(products, bias, threshold):
+    features = products + bias
+    return features if threshold is None else features.masked_fill(features <= threshold, 0)
+
+
 @pytest.mark.parametrize(("num_groups", "count"), [(40, 17), (5, 3)])
 @pytest.mark.parametrize("thresholds", [True, False])
 def test_the_strongest_of_each_row(thresholds, num_groups, count):
@@ -26,9 +31,7 @@ def test_the_strongest_of_each_row(thresholds, num_groups, count):
     into, first = packed[:, 1:], count + 1
     indices, values = into[:, :count], into[:, first:].view(torch.float32)
     put_pairs(maxima(products, bias, given, GROUP), products, bias, given, count, into, first)
-    features = products + bias
-    if thresholds:
-        features = features.masked_fill(features <= threshold, 0)
+    features = features_of(products, bias, given)
     expected = features.topk(count).values.relu()
     found = values[:, :count]
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
@@ -63,9 +66,7 @@ def test_as_many_as_a_program_holds_one_in_each_group(thresholds):
     given = threshold if thresholds else None
     packed = torch.full((2, 2 * count), -7, dtype=torch.int32)
     put_pairs(maxima(products, bias, given, GROUP), products, bias, given, count, packed, count)
-    features = products + bias
-    if thresholds:
-        features = features.masked_fill(features <= threshold, 0)
+    features = features_of(products, bias, given)
     order = torch.sort(features, dim=1, descending=True, stable=True).indices[:, :count]
     assert torch.equal(packed[:, :count].long(), order)
     values = packed[:, count:].view(torch.float32)

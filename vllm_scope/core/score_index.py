@@ -68,9 +68,10 @@ class ScoreIndex:
         #: Ended request -> the blocks that workers were not told about while it ran, as `fill`
         #: returns them.
         self._ended: dict[str, tuple[int, list[bytes]]] = {}
-        #: For each ended request whose blocks are not marked as used yet: as in `_chains`, but with
-        #: the bytes of all its blocks. And the sum of these bytes.
+        #: For each ended request whose blocks are not marked as used yet: its entry of `_chains`,
+        #: but with the bytes of all its blocks.
         self._ended_chains: deque[tuple[Sequence[bytes], bytes, int]] = deque()
+        #: The sum of the bytes in `_ended_chains`.
         self._ended_bytes = 0
         #: Number of steps so far; step -> requests to look at in that step; request -> the step in
         #: which `due` returns it.

@@ -127,12 +127,16 @@ class _Singles:
         return found
 
     def put(self, steps: Ints, rows: Ints, positions: Ints, data: Bytes) -> None:
-        """Keep tokens, [n] each; each is its request's only one in its step. Of several tokens at
-        one place, the last one stays."""
+        """Keep tokens. If several tokens have the same place, the last one stays.
+
+        Args:
+            steps, rows, positions, data: of each token, [n]. A request has at most one token in a
+                step.
+        """
         at = positions % self._span
         self._put(steps, rows, positions, at, data)
         if (self.steps[rows, at] != steps).any():
-            # Several tokens have one place. An assignment to repeated places has no defined order.
+            # Several tokens have the same place. numpy does not define which of them is kept.
             for _, some in by_key(steps):
                 self._put(steps[some], rows[some], positions[some], at[some], data[some])
 
@@ -199,15 +203,14 @@ class ScoreStore:
             del self._singles[collected.layout]
 
     def collect(
-        self, labels: Labels, lease: Lease, boundary: int | None, sizes: Sequence[int] = ()
+        self, labels: Labels, lease: Lease, boundary: int | None, sizes: Sequence[int]
     ) -> None:
-        """Take the scores of a step, of one tap of a step, or of several steps.
+        """Take the scores of several steps, of one step, or of one tap of a step.
 
         Args:
-            boundary: None if there are several steps.
-            sizes: the number of tokens of each step, if there are several.
+            boundary: of the tap; None for whole steps.
+            sizes: the number of tokens of each step.
         """
-        sizes = sizes or (len(labels.keys),)
         numbers = self._step + 1 + np.repeat(np.arange(len(sizes)), sizes)
         self._step += len(sizes)
         for layout, tokens, data in by_layout(
@@ -218,8 +221,10 @@ class ScoreStore:
                 continue
             keys, positions, steps = labels.keys[tokens], labels.positions[tokens], numbers[tokens]
             rows = singles.rows_of(keys)
-            in_runs, slots = rows >= 0, None
-            #: Equal for the tokens of one request in one step; unknown requests count as one.
+            in_runs = rows >= 0
+            slots = None
+            # Tokens of one request in one step have the same number here, which no other tokens
+            # have. All unknown requests count as one request.
             groups = (steps - steps[0]) * (rows.max() + 2) + rows + 1
             if boundary is None:
                 alone = in_runs & (np.bincount(groups)[groups] == 1)

@@ -101,12 +101,13 @@ def _submit(
     count: int,
     boundary: int | None = None,
     boundaries: tuple[int, ...] = (0,),
+    positions: torch.Tensor | None = None,
 ) -> None:
     found = _rows(key, first, count, boundaries if boundary is None else (boundary,))
     region = arena.acquire(len(found))
     arena.view(region)[:] = torch.tensor([value for *_, value in found])[:, None]
     labels = labels_of([key] * count, range(first, first + count), layouts=(reads_at(*boundaries),))
-    drain.submit(region, labels, boundary)
+    drain.submit(region, labels, boundary, positions)
 
 
 def _rows(key: int, first: int, count: int, boundaries: tuple[int, ...] = (0,)) -> list[tuple]:
@@ -327,7 +328,7 @@ def test_steps_that_wait_together_come_joined():
 
 
 class Store:
-    """Notes what a ScoreStore is told: positions that were collected, and what is kept.
+    """Stands for a ScoreStore. It records the positions that it collects, and the blocks to keep.
 
     Attributes:
         rows: (the sizes of the steps that came at once, their tap or None, their rows).
@@ -375,14 +376,11 @@ def test_joined_steps_come_to_the_store_with_their_sizes_rows_and_true_positions
         _submit(arena, drain, 9, 99, 1)  # the thread waits here
         until(lambda: not drain._items, PATIENCE_S)
         _submit(arena, drain, 1, 0, 2)
-        region = arena.acquire(3)
-        arena.view(region)[:] = torch.arange(3.0)[:, None]
-        labels = labels_of([1] * 3, [2, 3, 4], layouts=(reads_at(0),))
-        drain.submit(region, labels, None, torch.tensor([12, 13, 14]))
+        _submit(arena, drain, 1, 2, 3, positions=torch.tensor([12, 13, 14]))
         _submit(arena, drain, 1, 5, 4)
         _submit(arena, drain, 1, 9, 1, boundary=0)
         sink.gate.set()
-    moved = [(1, 12 + i, 0, float(i)) for i in range(3)]
+    moved = [(key, p + 10, b, value) for key, p, b, value in _rows(1, 2, 3)]
     assert store.rows[1:] == [
         ([2, 3, 4], None, [*_rows(1, 0, 2), *moved, *_rows(1, 5, 4)]),
         ([1], 0, _rows(1, 9, 1)),

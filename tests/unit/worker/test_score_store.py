@@ -96,7 +96,7 @@ class Worker:
                 self.collect()
             return
         self.collect()
-        self.store.collect(labels, lease_of(slots), tap)
+        self.store.collect(labels, lease_of(slots), tap, [len(labels.keys)])
         slots[:] = 0  # the ring's memory is used again
 
     def collect(self) -> None:
@@ -440,7 +440,7 @@ def test_a_block_is_whole_also_if_it_is_kept_some_steps_later(size, step_tokens)
         keys, positions = [1] * count, range(first, first + count)
         labels = labels_of(keys, positions, [0] * count, (NARROW,))
         slots = np.full((count * num_slots, SLOT_BYTES), first % 256, np.uint8)
-        store.collect(labels, lease_of(slots), None)
+        store.collect(labels, lease_of(slots), None, [count])
 
     for position in range(size):
         step(position, 1)
