@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 
+from vllm_scope.core.score_index import ScoreKey
 from vllm_scope.program.layout import Widths
 from vllm_scope.sinks import BatchSink, RowBatch
 from vllm_scope.transport.ring import HostRing, JoinedLease
 from vllm_scope.worker.drain_items import (
+    Collect,
     Finish,
+    Forget,
     Item,
     Keep,
     Rows,
@@ -36,6 +39,33 @@ from vllm_scope.worker.score_store import MOST_STEPS_KEPT, Filled, ScoreStore
 logger = logging.getLogger("vllm.vllm_scope")
 
 
+@dataclass
+class _Waiting:
+    """Steps that will be written together, and what is done after them, in this order: scores of
+    some blocks are kept, those of others are forgotten, and requests end."""
+
+    steps: list[Rows] = field(default_factory=list)
+    kept: list[Filled] = field(default_factory=list)
+    forgotten: set[ScoreKey] = field(default_factory=set)
+    ended: list[Finish] = field(default_factory=list)
+
+    def may_take(self, step: Rows) -> bool:
+        """True if the step may be written together with those that wait."""
+        late = bool(self.kept) and len(self.steps) >= MOST_STEPS_KEPT
+        return not self.steps or (not late and may_join(self.steps, step))
+
+    def add(self, item: Keep | Forget | Finish) -> None:
+        if isinstance(item, Finish):
+            self.ended.append(item)
+        elif isinstance(item, Forget):
+            self.forgotten.update(item.keys)
+        else:
+            self.kept += item.filled
+            if self.forgotten:
+                again = ((h, one.probes) for one in item.filled for h in one.hashes)
+                self.forgotten.difference_update(again)
+
+
 class Deliverer:
     """Gives rows, scores and ends of requests to a sink, and scores to keep to the store."""
 
@@ -47,48 +77,53 @@ class Deliverer:
         self._widths, self._store = widths, store
 
     def deliver(self, items: Sequence[Item]) -> None:
-        """Do the items in order: write rows and scores, keep scores, end requests, make calls."""
-        steps: list[Rows] = []
+        """Do the items: write rows and scores, keep and forget scores, end requests, make calls.
+
+        Steps are written together as far as possible. What follows a step here may be done after
+        later steps too, except that a call, or scores from the store, may need all items before
+        them.
+        """
+        waiting = _Waiting()
         stored: list[Stored] = []
-        kept: list[Filled] = []
-        for kind, same in groupby(items, type):
-            some = list(same)
-            if kind is Keep:  # done later, so that steps before and after it may be joined
-                kept += [one for item in some if isinstance(item, Keep) for one in item.filled]
-                continue
-            # Before any other work, the steps so far are written and their scores are kept.
-            if kind is not Rows:
-                self._write_and_keep(steps, kept)
-                steps, kept = [], []
+        for item in items:
             # A call does not change scores in the ring: Stored items around it may be one batch.
-            if stored and kind in (Rows, Finish):
+            if stored and isinstance(item, Rows | Finish):
                 self._write_all_stored(stored)
                 stored = []
-            if kind is Finish:
-                self._end([item for item in some if isinstance(item, Finish)])
-                continue
-            for item in some:
+            if isinstance(item, Rows):
+                if not waiting.may_take(item):
+                    self._do(waiting)
+                    waiting = _Waiting()
+                waiting.steps.append(item)
+            elif isinstance(item, Collect):
+                if self._store is not None:
+                    begin = partial(self._store.begin, item.key, item.layout, item.block_size)
+                    self._guard(begin)
+            elif isinstance(item, Keep | Forget | Finish):
+                waiting.add(item)
+            else:
+                self._do(waiting)
+                waiting = _Waiting()
                 if isinstance(item, Stored):
                     # Now: a later call may make the store forget these scores.
                     self._guard(partial(self._fill_stored, item))
                     stored.append(item)
-                elif isinstance(item, Rows):
-                    late = bool(kept) and len(steps) >= MOST_STEPS_KEPT
-                    if steps and (late or not may_join(steps, item)):
-                        self._write_and_keep(steps, kept)
-                        steps, kept = [], []
-                    steps.append(item)
-                elif not isinstance(item, Finish | Keep):  # a call
+                else:  # a call
                     self._guard(item)
-        self._write_and_keep(steps, kept)
+        self._do(waiting)
         if stored:
             self._write_all_stored(stored)
 
-    def _write_and_keep(self, steps: list[Rows], kept: Sequence[Filled]) -> None:
-        if steps:
-            self._guard(partial(self.write, steps))
-        if kept and self._store is not None:
-            self._guard(partial(self._store.keep, kept))
+    def _do(self, waiting: _Waiting) -> None:
+        if waiting.steps:
+            self._guard(partial(self.write, waiting.steps))
+        if self._store is not None:
+            if waiting.kept:
+                self._guard(partial(self._store.keep, waiting.kept))
+            if waiting.forgotten:
+                self._guard(partial(self._store.forget, waiting.forgotten))
+        if waiting.ended:
+            self._end(waiting.ended)
 
     def _end(self, items: Sequence[Finish]) -> None:
         """End requests whose rows were written."""

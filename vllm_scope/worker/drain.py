@@ -23,7 +23,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from vllm_scope.batch.labels import Labels
-from vllm_scope.program.layout import SLOT_BYTES, Widths
+from vllm_scope.core.score_index import ScoreKey
+from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.request.heads import Bank, Encoding
 from vllm_scope.request.nets import Net
 from vllm_scope.request.resolved import ResolvedMoments
@@ -31,7 +32,16 @@ from vllm_scope.sinks import BatchSink
 from vllm_scope.transport.ring import HostRing, Lease
 from vllm_scope.worker.arena import Arena, Region
 from vllm_scope.worker.deliverer import Deliverer
-from vllm_scope.worker.drain_items import Finish, Item, Keep, Rows, Stored, true_labels
+from vllm_scope.worker.drain_items import (
+    Collect,
+    Finish,
+    Forget,
+    Item,
+    Keep,
+    Rows,
+    Stored,
+    true_labels,
+)
 from vllm_scope.worker.filler import Filler
 from vllm_scope.worker.held_saes import NONE, PairMakers
 from vllm_scope.worker.pace import Pace
@@ -82,7 +92,7 @@ class Drain:
     ) -> None:
         self._widths, self._watch, self._store = widths, watch, store
         self._ring, self._sink = ring, sink
-        self.filler = Filler(arena, ring, widths, self._forget, saes, moments_bytes, joins)
+        self.filler = Filler(arena, ring, widths, self._end_scores, saes, moments_bytes, joins)
         self._summing, self._stream = self.filler.summing, self.filler.stream
         self._deliverer = Deliverer(self.filler, ring, sink, widths, store)
         self._pace = Pace()
@@ -259,11 +269,20 @@ class Drain:
             self._pace.soon()
         self._pace.wake()
 
+    def collect(self, key: int, layout: Layout, block_size: int) -> None:
+        """Let the store collect a request's scores, from the rows that are submitted from now on.
+        All tokens of the request have this layout."""
+        self._items.append(Collect(key, layout, block_size))
+
     def keep(self, filled: Sequence[Filled]) -> None:
         """Let the store keep these blocks' scores, from the rows that were submitted so far."""
         self._put(Keep(filled))
 
-    def _forget(self, keys: Collection[int]) -> None:
+    def forget(self, keys: Sequence[ScoreKey]) -> None:
+        """Let the store forget the scores of these blocks."""
+        self._put(Forget(keys))
+
+    def _end_scores(self, keys: Collection[int]) -> None:
         """Keep no more scores of these requests."""
         if self._store is None:
             return
@@ -275,16 +294,9 @@ class Drain:
 
     # The thread
 
-    def later(self, call: Callable[[], None], wake: bool = True) -> None:
-        """Call a function on the drain thread, after the rows that were submitted so far.
-
-        Args:
-            wake: False if the call may wait for the next rows.
-        """
-        if wake:
-            self._put(call)
-        else:
-            self._items.append(call)
+    def later(self, call: Callable[[], None]) -> None:
+        """Call a function on the drain thread, after the rows that were submitted so far."""
+        self._put(call)
 
     def begin_launch(self) -> None:
         """Call this before the model is launched. On a GPU the drain thread then begins no work

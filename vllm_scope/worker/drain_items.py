@@ -1,6 +1,7 @@
 """The items that wait for the drain thread, and which steps are copied or delivered together.
 
-Owns:  Rows, Finish, Stored, Keep (the items), and `may_join`, `adjacent`, `joined`.
+Owns:  the items (Rows, Finish, Stored, Collect, Keep, Forget), and `may_join`, `adjacent`,
+       `joined`.
 Runs:  on the drain thread; `true_labels` also on the threads of the watch.
 To:    drain, filler, deliverer.
 """
@@ -18,7 +19,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from vllm_scope.batch.labels import Labels
-from vllm_scope.program.layout import SLOT_BYTES
+from vllm_scope.core.score_index import ScoreKey
+from vllm_scope.program.layout import SLOT_BYTES, Layout
 from vllm_scope.transport.ring import Lease
 from vllm_scope.worker.arena import Region
 from vllm_scope.worker.score_store import Filled
@@ -88,14 +90,30 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class Collect:
+    """A request whose scores the store should collect. The scores are of steps after this item."""
+
+    key: int
+    layout: Layout
+    block_size: int
+
+
+@dataclass(frozen=True)
 class Keep:
     """Blocks whose scores the store should keep. The scores are of steps before this item."""
 
     filled: Sequence[Filled]
 
 
-#: An item of work for the drain thread, which does the items in order. A function is called.
-Item = Rows | Finish | Stored | Keep | Callable[[], None]
+@dataclass(frozen=True)
+class Forget:
+    """Blocks whose scores the store should forget, if it has kept them before this item."""
+
+    keys: Sequence[ScoreKey]
+
+
+#: An item of work for the drain thread. A function is called after all items before it are done.
+Item = Rows | Finish | Stored | Collect | Keep | Forget | Callable[[], None]
 
 
 def may_join(steps: Sequence[Rows], item: Rows) -> bool:

@@ -328,14 +328,14 @@ def test_steps_that_wait_together_come_joined():
 
 
 class Store:
-    """Stands for a ScoreStore. It records the positions that it collects, and the blocks to keep.
+    """Stands for a ScoreStore. It records the positions that it collects, and what it is told.
 
     Attributes:
         rows: (the sizes of the steps that came at once, their tap or None, their rows).
     """
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, int]] = []
+        self.told: list[tuple[str, Any]] = []
         self.rows: list[tuple[list[int], int | None, list[tuple]]] = []
 
     def collect(self, labels, lease, boundary, sizes) -> None:
@@ -344,6 +344,12 @@ class Store:
 
     def keep(self, filled) -> None:
         self.told += [("keep", one.first) for one in filled]
+
+    def begin(self, key: int, layout, block_size: int) -> None:
+        self.told.append(("begin", key))
+
+    def forget(self, keys) -> None:
+        self.told.append(("forget", sorted(keys)))
 
     def end(self, key: int) -> None:
         self.told.append(("end", key))
@@ -367,6 +373,60 @@ def test_scores_are_kept_after_their_steps_and_soon_and_do_not_part_joined_steps
             kept = store.told.index(("keep", step))
             before = [p for what, p in store.told[:kept] if what == "collect" and p != 99]
             assert step < len(before) <= step + MOST_STEPS_KEPT
+
+
+def test_requests_that_come_and_go_and_blocks_that_are_forgotten_do_not_part_joined_steps():
+    store: Any = Store()
+    with _drain(400, 400, store=store) as (arena, drain, sink):
+        sink.gate.clear()
+        _submit(arena, drain, 9, 99, 1)  # the thread waits here
+        until(lambda: not drain._items, PATIENCE_S)
+        store.told.clear()
+        for step in range(6):
+            _submit(arena, drain, 1, step, 1)
+            drain.keep([Filled(1, step, [b"new%d" % step], b"probes")])
+            drain.forget([(b"old%d" % step, b"probes")])
+            drain.finish_request(10 + step)
+            drain.collect(20 + step, reads_at(0), 4)
+        sink.gate.set()
+        until(lambda: (15, None) in sink.events, PATIENCE_S)
+    assert sink.num_batches == 2
+    assert sink.events[1:] == [*_rows(1, 0, 6), *((10 + step, None) for step in range(6))]
+    forgotten = [(b"old%d" % step, b"probes") for step in range(6)]
+    # The scores of a request that comes are in later steps.
+    assert store.told[:6] == [("begin", 20 + step) for step in range(6)]
+    assert store.told[6:] == [
+        *(("collect", step) for step in range(6)),
+        *(("keep", step) for step in range(6)),
+        ("forget", forgotten),
+        *(("end", 10 + step) for step in range(6)),
+    ]
+
+
+def test_a_block_that_is_kept_again_stays_and_stored_scores_come_after_what_was_told_before():
+    store: Any = Store()
+    with _drain(400, 400, store=store) as (arena, drain, sink):
+        sink.gate.clear()
+        _submit(arena, drain, 9, 99, 1)  # the thread waits here
+        until(lambda: not drain._items, PATIENCE_S)
+        store.told.clear()
+        a, b = (b"a", b"probes"), (b"b", b"probes")
+        drain.forget([a, b])
+        drain.keep([Filled(1, 0, [b"a"], b"probes"), Filled(1, 1, [b"b"], b"other")])
+        told: list[Any] = []
+
+        def write(lease) -> bool:
+            told.extend(store.told)
+            return bool(lease.slots.fill_(0).numel())
+
+        drain.submit_stored(labels_of([2], [0], layouts=(reads_at(0),)), write)
+        drain.forget([a])
+        drain.finish_request(2)
+        sink.gate.set()
+        until(lambda: (2, None) in sink.events, PATIENCE_S)
+    assert told == [("keep", 0), ("keep", 1), ("forget", [b])]
+    assert store.told[3:] == [("forget", [a]), ("end", 2)]
+    assert sink.events[-2:] == [(2, 0, 0, 0.0), (2, None)]
 
 
 def test_joined_steps_come_to_the_store_with_their_sizes_rows_and_true_positions():
@@ -548,7 +608,7 @@ def test_kept_scores_wait_for_the_launch_of_their_step():
         drain.defers = True  # as on a GPU
         until(lambda: drain._pace.sleeping, PATIENCE_S)
         labels = labels_of([2], [0], layouts=(reads_at(0),))
-        drain.later(lambda: None, wake=False)
+        drain.collect(2, reads_at(0), 4)
         drain.submit_stored(labels, lambda lease: bool(lease.slots.fill_(0).numel()))
         time.sleep(0.05)
         assert drain._pace.sleeping

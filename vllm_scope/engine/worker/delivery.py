@@ -24,7 +24,6 @@ from vllm_scope.batch.labels import Labels
 from vllm_scope.config import ScopeConfig
 from vllm_scope.control.running import Policies
 from vllm_scope.core.news import Entrant
-from vllm_scope.core.score_index import ScoreKey
 from vllm_scope.engine.worker.sizes import Sizes
 from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths
 from vllm_scope.request.actions import MEMORY
@@ -186,7 +185,7 @@ class WorkerDelivery:
         Args:
             layout: the layout of all tokens of the request at this stage.
         """
-        self.drain.later(partial(self.store.begin, key, layout, entrant.block_size), wake=False)
+        self.drain.collect(key, layout, entrant.block_size)
         if not entrant.cached:
             return
         block_slots = layout.slots(self.widths) * entrant.block_size
@@ -200,9 +199,6 @@ class WorkerDelivery:
                 np.zeros(len(rows), np.int32), (layout,), rows,
             )  # fmt: skip
             self.drain.submit_stored(labels, partial(self.store.fill, some, entrant.scores))
-
-    def forget_scores(self, keys: Sequence[ScoreKey]) -> None:
-        self.drain.later(partial(self.store.forget, keys))
 
     def finish_request(self, key: int, error: str | None, ended: Ended | None) -> None:
         """Send the end of a request after its rows."""

@@ -510,7 +510,7 @@ class ScopeWorker:
     def forget_scores(self, keys: Sequence[ScoreKey]) -> None:
         """Drop scores that EngineCore has forgotten."""
         if self._delivery is not None:
-            self._delivery.forget_scores(keys)
+            self._delivery.drain.forget(keys)
 
     def with_endings(self, output: object) -> object:
         """A step's output, with what EngineCore must know: edits whose rows are not finite,
