@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from vllm_scope.graph.tap.definition import CHECKED, NUM_COLUMNS
+from vllm_scope.graph.tap.definition import CHECKED, NUM_COLUMNS, NUM_TOKEN_COLUMNS
 from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
 from vllm_scope.program.operations import (
     ADVANCING,
@@ -228,18 +228,25 @@ def random_tap(
 
     places_of = rng.sample(range(num_rows + PADDING), num_rows + PADDING)
     stride = 1 if tap_by_tap else token_slots
-    tokens = torch.zeros((num_rows + PADDING, 4), dtype=torch.int32)
+    walks, log, positions = _walks(rng, num_rows + PADDING)
+    tokens = torch.zeros((num_rows + PADDING, NUM_TOKEN_COLUMNS), dtype=torch.int32)
     tokens[:, 0] = torch.tensor(rng.choices(range(-1, num_programs), k=num_rows + PADDING))
     tokens[num_rows:, 0] = num_programs - 1
     tokens[:, 1] = torch.tensor(places_of) * stride + (0 if tap_by_tap else 1)
     tokens[:, 3] = torch.arange(num_rows + PADDING) + 1
+    if not tap_by_tap:
+        # Some rows were told their slots at an earlier position.
+        since = torch.tensor(rng.choices(range(4), k=num_rows + PADDING))
+        strides = torch.tensor(rng.choices((0, 1, 7), k=num_rows + PADDING))
+        tokens[:, 1] -= since * strides
+        tokens[:, 4], tokens[:, 5] = positions - since, strides
     num_slots = (num_rows + PADDING) * (tap_slots if tap_by_tap else token_slots) + 2
     arena = torch.full((num_slots, SLOT_BYTES // 4), POISON, dtype=torch.int32).view(dtype)
     return Tap(
         hidden_size, stream(), stream() if with_residual else None, arena, tokens, programs,
         ops, vectors, torch.tensor([tap, acts, 7, 7], dtype=torch.int32),
         torch.zeros(6, dtype=torch.int64),
-        torch.zeros(0), _registers(rng, num_rows + PADDING), *_walks(rng, num_rows + PADDING),
+        torch.zeros(0), _registers(rng, num_rows + PADDING), walks, log, positions,
         1 if tap_by_tap else 0, tap_slots if tap_by_tap else 0,
     ).with_faults(torch.zeros(num_rows + PADDING + 2, dtype=torch.int32))  # fmt: skip
 
@@ -320,7 +327,8 @@ def outcome(tap: Tap) -> Outcome:
     dtype, registers = tap.hidden.dtype, tap.registers.clone()
     number, acts = tap.tap[:2].tolist()
     for row in range(tap.hidden.shape[0]) if acts else ():
-        program, slot, _, owner = tap.tokens[row].tolist()
+        program, slot, _, owner, since, stride = tap.tokens[row, :6].tolist()
+        slot += stride * (int(tap.positions[row]) - since)
         if program < 0:
             continue
         at = int(tap.programs[program, number])

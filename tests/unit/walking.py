@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from vllm_scope.graph.tap.definition import NUM_COLUMNS
+from vllm_scope.graph.tap.definition import NUM_COLUMNS, NUM_TOKEN_COLUMNS
 from vllm_scope.graph.tap.states import NUM_WALK_COLUMNS
 from vllm_scope.program.operations import OP_EMA, OP_HYSTERESIS, OP_PID, REGISTERS, STATE_NUMBERS
 
@@ -46,7 +46,8 @@ def advanced(
     positions = torch.zeros(rows, dtype=torch.int64, device=device)
     addresses = [tensor.data_ptr() for tensor in (registers, walks, log, positions)]
     tables = [
-        torch.zeros((rows, 4), dtype=torch.int32), torch.zeros((1, 1), dtype=torch.int32), ops,
+        torch.zeros((rows, NUM_TOKEN_COLUMNS), dtype=torch.int32),
+        torch.zeros((1, 1), dtype=torch.int32), ops,
         torch.zeros((1, 8)), torch.tensor([0, 1, 0, 0], dtype=torch.int32),
         torch.tensor([0, 0, *addresses]),
     ]  # fmt: skip

@@ -47,7 +47,9 @@ class StreamFence:
         if self._enqueued is not None and not self._enqueued.is_set():
             self._hurry()
             self._enqueued.wait()
-        self._event.wait()
+        # Usually the copy is done. To ask takes a fifth of the time of a wait that is enqueued.
+        if not self._event.query():
+            self._event.wait()
 
 
 def _nothing() -> None:

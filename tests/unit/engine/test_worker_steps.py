@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -215,7 +216,8 @@ def test_a_request_that_cannot_be_planned_is_answered_and_the_others_are_served(
         ]
         add(worker, *(r.sent() for r in requests))
         step = Step([(r, 0, 2) for r in requests], [0, 0])
-        worker.steps.begin(step.batch(), torch.tensor([0, 1, 0, 1]))
+        positions = torch.tensor([0, 1, 0, 1])  # read during the forward
+        worker.steps.begin(step.batch(), positions)
         run_taps(worker, step, 5, random.Random(0))
         worker.steps.end()
         worker.finish_requests(["r0", "r1"])
@@ -233,7 +235,8 @@ def test_server_edits_reach_plain_requests_and_deliver_nothing():
         sent.recipient = None
         add(worker, sent)
         step = Step([(request, 0, 2)], [0])
-        worker.steps.begin(step.batch(), torch.tensor([0, 1]))
+        positions = torch.tensor([0, 1])  # read during the forward
+        worker.steps.begin(step.batch(), positions)
         run_taps(worker, step, 5, random.Random(0))
         worker.steps.end()
         worker.finish_requests(["a"])
@@ -249,7 +252,8 @@ def test_a_request_that_awaits_nothing_is_edited_and_tells_nothing():
         sent.recipient = Recipient(0, "f", awaits=False)
         add(worker, sent, other.sent())
         step = Step([(request, 0, 2), (other, 0, 2)], [0, 0])
-        worker.steps.begin(step.batch(), torch.tensor([0, 1, 0, 1]))
+        positions = torch.tensor([0, 1, 0, 1])  # read during the forward
+        worker.steps.begin(step.batch(), positions)
         assert worker.steps._step.rows.tolist() == [0, 1, 2, 3]
         assert (worker.steps._step.owners > 0).all()  # its faults are told
         worker.steps.end()
@@ -284,14 +288,46 @@ def test_edits_alone_upload_once_while_the_batch_stays_the_same():
         uploads = []
         for position in range(2, 8):
             step = Step([(request, position, 1)], [0])
-            worker.steps.begin(step.batch(), torch.tensor([position]))
+            positions = torch.tensor([position])  # read during the forward
+            worker.steps.begin(step.batch(), positions)
             run_taps(worker, step, position, random.Random(0))
             worker.steps.end()
             uploads.append(worker._tables.num_uploads)
         assert len(set(uploads[1:])) == 1
         worker.steps.clear()  # a dummy forward comes between
-        worker.steps.begin(Step([(request, 8, 1)], [0]).batch(), torch.tensor([8]))
+        positions = torch.tensor([8])  # read during the forward
+        worker.steps.begin(Step([(request, 8, 1)], [0]).batch(), positions)
         assert worker._tables.num_uploads == uploads[-1] + 1
+
+
+@pytest.mark.parametrize("num_slots", [50, 21])
+def test_reads_upload_once_while_the_batch_stays_the_same_and_the_ring_does_not_begin_anew(
+    num_slots,
+):
+    count = 30
+    requests = [Request(f"r{i}", 10 + i, Spec((Read("embed"),)), 2, [1] * 40) for i in range(3)]
+    with running_worker(EVERYWHERE, num_slots) as (worker, sink):
+        add(worker, *(request.sent() for request in requests))
+        firsts, uploads = [], []
+        for number in range(count):
+            step = Step([(r, 2 + 5 * i + number, 1) for i, r in enumerate(requests)], [0] * 3)
+            positions = torch.tensor([p for _, p in step.rows()])
+            worker.steps.begin(step.batch(), positions)
+            firsts.append(worker.steps._region.start)
+            run_taps(worker, step, number, random.Random(0))
+            worker.steps.end()
+            uploads.append(worker._tables.num_uploads)
+        worker.finish_requests([request.req_id for request in requests])
+    began_anew = [later < earlier for earlier, later in pairwise(firsts)]
+    assert any(began_anew)
+    assert [later - earlier for earlier, later in pairwise(uploads)] == began_anew
+    found = [row for rows in sink.found.values() for row in rows]
+    expected = [
+        [request.key, 2 + 5 * i + number, 0, number]
+        for i, request in enumerate(requests)
+        for number in range(count)
+    ]
+    assert sorted(found) == sorted(expected)
 
 
 def _edited() -> Sent:
@@ -403,7 +439,8 @@ def test_a_fault_in_planning_fails_only_the_requests_of_that_step(monkeypatch, c
         assert told.scope_faults["r"] == told_why
         assert "planning" in caplog.text
         step = Step([(waiting, 0, 2)], [0])
-        worker.steps.begin(step.batch(), torch.tensor([0, 1]))
+        positions = torch.tensor([0, 1])  # read during the forward
+        worker.steps.begin(step.batch(), positions)
         run_taps(worker, step, 5, random.Random(0))
         worker.steps.end()
         worker.finish_requests(["later"])
@@ -450,7 +487,8 @@ def test_a_forward_that_raises_delivers_nothing():
 
         class Runner:
             def execute_model(self, scheduler_output):
-                worker.steps.begin(step.batch(), torch.tensor([0, 1]))
+                positions = torch.tensor([0, 1])  # read during the forward
+                worker.steps.begin(step.batch(), positions)
                 raise MemoryError("in the middle of the forward")
 
             def sample_tokens(self, output):

@@ -114,7 +114,7 @@ def _run(
         tokens = [[0, 4 * row, 0, 0] for row in range(len(hidden))]
     arena = torch.full((num_slots, 4), POISON, dtype=torch.int32).view(hidden.dtype)
     tap_rows(
-        hidden, residual, arena, torch.tensor(tokens, dtype=torch.int32),
+        hidden, residual, arena, torch.tensor([[*row, 0, 0, 0, 0] for row in tokens]).int(),
         torch.tensor([[0 if ops else -1]], dtype=torch.int32), table,
         torch.tensor(vectors or [[0.0] * hidden.shape[1]], dtype=torch.float32),
         torch.tensor([0, 1, 0, 0], dtype=torch.int32),

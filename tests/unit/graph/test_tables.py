@@ -16,7 +16,9 @@ from vllm_scope.graph.tap.definition import (
     NUMBER_A,
     OWNER,
     PROGRAM,
+    SINCE,
     SLOT,
+    STRIDE,
     TO_HOST,
     VECTOR,
     WORD,
@@ -494,6 +496,50 @@ def test_a_step_with_the_same_array_of_ids_gets_its_own_slots():
             assert tables.tokens[rows, SLOT].tolist() == [first, first + 1, first + 2]
             assert tables.tokens[rows, TO_HOST].tolist() == [to_host] * 3
             assert (tables.tokens[:, PROGRAM] >= 0).sum() == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["nothing", "ids", "slot", "host-memory", "no-stride", "cleared", "another-step", "programs"],
+)
+def test_a_table_is_right_for_the_next_step_if_each_row_is_one_position_further(change):
+    tables, rows, ids = _tables(), np.array([2, 3]), np.array([1, 0], np.int32)
+    given = {"since": np.array([7, 90]), "stride": 0 if change == "no-stride" else 4}
+    tables.load_step(rows, ids, rows, np.array([20, 21]), **given)
+    assert tables.tokens[rows, SINCE].tolist() == [7, 90]
+    if change != "no-stride":
+        assert tables.tokens[rows, STRIDE].tolist() == [4, 4]
+        assert tables.move_on(ids, 24, False)
+        assert tables.move_on(ids, 28, False)
+    uploads = tables.num_uploads
+    if change == "cleared":
+        tables.clear_step()
+    elif change == "another-step":
+        tables.load_step(rows, ids.copy(), rows, np.array([28, 29]), **given)
+    elif change == "programs":  # the device does not have them all
+        tables.program_id(_adds(1.0), hold=True)
+    else:
+        assert tables.num_uploads == uploads
+    again = ids.copy() if change == "ids" else ids
+    slot = 28 if change == "slot" else 32
+    assert tables.move_on(again, slot, change == "host-memory") == (change == "nothing")
+
+
+def test_a_step_without_a_stride_takes_back_that_of_the_step_before_it():
+    tables, rows, ids = _tables(), np.array([2, 3]), np.array([1, 0], np.int32)
+    for stride in (4, 0, 9):
+        tables.load_step(rows, ids, rows, rows, since=rows, stride=stride)
+        assert tables.tokens[rows, STRIDE].tolist() == [stride, stride]
+
+
+def test_taps_read_positions_only_if_they_are_int64_in_a_row():
+    tables = _tables()
+    positions = torch.arange(8)
+    assert tables.point_at(positions)
+    assert tables.host[5] == positions.data_ptr()
+    for other in (positions.int(), positions[1::2]):
+        assert not tables.point_at(other)
+    assert tables.host[5] == positions.data_ptr()
 
 
 def test_a_step_says_at_which_taps_some_row_does_anything():

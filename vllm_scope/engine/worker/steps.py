@@ -113,13 +113,21 @@ class Steps:
                 self._tables.load_step(plan.rows, plan.program_ids, plan.owners, plan.offsets)
             return
         first = self._take_room(plan)
+        in_ring = self._lease is not None
+        since, stride = None, 0
         if first is None:
             # Drained tap by tap: a token's slot is its index among the tokens that deliver.
             slots: NDArray[np.int64] = np.cumsum(plan.delivers) - plan.delivers
         else:
+            if not plan.optimistic and self._tables.point_at(positions):
+                # Usually the next step has the same rows, one position and `num_slots` further.
+                if self._tables.move_on(plan.program_ids, first, in_ring):
+                    return
+                since, stride = plan.positions, plan.num_slots
             slots = first + plan.offsets
-        in_ring = self._lease is not None
-        self._tables.load_step(plan.rows, plan.program_ids, plan.owners, slots, in_ring)
+        self._tables.load_step(
+            plan.rows, plan.program_ids, plan.owners, slots, in_ring, since, stride
+        )
 
     def _take_room(self, plan: StepPlan) -> int | None:
         """The step's first slot, in the ring (`_lease`) or the arena (`_region`); None if it must

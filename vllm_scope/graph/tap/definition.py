@@ -42,8 +42,10 @@ from vllm_scope.program.operations import (
     NUMBER_E,
 ) = range(12)  # fmt: skip
 NUM_COLUMNS = 12
-#: Columns of the token table.
-PROGRAM, SLOT, TO_HOST, OWNER = range(4)
+#: Columns of the token table. A row has 32 bytes, so that all rows have one alignment for the
+#: kernel; two columns are empty.
+PROGRAM, SLOT, TO_HOST, OWNER, SINCE, STRIDE = range(6)
+NUM_TOKEN_COLUMNS = 8
 #: Columns of the table of taps. A row has 16 bytes, so that all rows have one alignment for the
 #: kernel; two columns are empty.
 NUMBER, ACTS = range(2)
@@ -96,8 +98,10 @@ def tap_rows(
         hidden: [num_rows, hidden_size], model dtype. Edited rows are written.
         residual: like `hidden`; None if the model has added it already.
         arena: [num_slots, elements of a slot], model dtype. Written in place.
-        tokens: [max_rows, 4] int32: program (-1 for none), slot, 1 if the token's slots are
-            in host memory, owner. Rows from num_rows on are not read.
+        tokens: [max_rows, 8] int32: program (-1 for none), slot, 1 if the token's slots are
+            in host memory, owner, since, stride; two numbers that are not used. The token's first
+            slot is `slot` at the position `since`, and `stride` slots further at each later
+            position. If `stride` is 0, it is `slot`. Rows from num_rows on are not read.
         programs: [num_programs, num_taps] int32: index of the first op, -1 for none.
         ops: [num_ops, NUM_COLUMNS] int32: see the columns above. Numbers are float32 bits.
         vectors: [num_vectors, hidden_size or more] float32.
@@ -106,7 +110,7 @@ def tap_rows(
         host: [6] int64, addresses. In host memory: the slots (only the kernel writes there); the
             faults, int32 by owner, or 0 if nobody reads faults. On the rows' device: the
             registers, float32 [max_rows, REGISTERS]; the walks, int32 [max_rows, 8]; the log of
-            states, float32 (see states); the rows' positions, int64.
+            states, float32 (see states); the rows' positions, int64, read if a row has a stride.
         slot_base: first slot of this tap if the step is drained tap by tap, else 0.
         slots_per_token: slots of each token at this tap if the step is drained tap by tap
             (`tokens` then has the token's number instead of its slot), else 0.
@@ -130,6 +134,7 @@ def tap_rows(
     words, numbers = arena.view(torch.int32).view(-1).numpy(), ops.numpy()
     registers = states.array_at(ctypes.c_float, int(host[2]), (len(tokens), REGISTERS))
     vectors = vectors[:, : hidden.shape[1]]
+    first = _first_slots(table, host, slot_base, slots_per_token)
     while len(live := np.flatnonzero(at >= 0)):
         told = numbers[at[live]]
         for code in set(told[:, CODE].tolist()):
@@ -138,8 +143,7 @@ def tap_rows(
             # Usually all rows have the same operation; a slice copies no row.
             some = slice(None) if len(here) == len(rows) else torch.from_numpy(here)
             column = WORD_IN_TAP if slots_per_token else WORD
-            start = _first_slots(table[rows[here], SLOT], slot_base, slots_per_token)
-            start = start * WORDS_PER_SLOT + op[:, column]
+            start = first[rows[here]] * WORDS_PER_SLOT + op[:, column]
             if code in SETTERS:
                 values, score = _condition(code, x[some], op, vectors)
                 if code != OP_FEATURE and (kept := op[:, SOURCE] >= 0).any():
@@ -210,9 +214,17 @@ def _report(host: Tensor, owners: NDArray[np.int32], fault: int) -> None:
         ctypes.c_int32.from_address(int(host[1]) + 4 * owner).value = fault
 
 
-def _first_slots(slots: NDArray[np.int32], base: int, per_token: int) -> NDArray[np.int64]:
-    first = slots.astype(np.int64)
-    return base + first * per_token if per_token else first
+def _first_slots(
+    table: NDArray[np.int32], host: Tensor, base: int, per_token: int
+) -> NDArray[np.int64]:
+    """The first slot of each row of the token table."""
+    first = table[:, SLOT].astype(np.int64)
+    if per_token:
+        return base + first * per_token
+    if (moves := (table[:, PROGRAM] >= 0) & (table[:, STRIDE] > 0)).any():
+        positions = states.array_at(ctypes.c_int64, int(host[5]), (len(table), 1))[:, 0]
+        first[moves] += (positions[moves] - table[moves, SINCE]) * table[moves, STRIDE]
+    return first
 
 
 def _tell(

@@ -41,6 +41,7 @@ OP_PID = tl.constexpr(17)
 STATE_NUMBERS = tl.constexpr(3)
 REGISTERS = tl.constexpr(32)
 COLUMNS = tl.constexpr(12)
+TOKEN_COLUMNS = tl.constexpr(8)
 CHECKED = tl.constexpr(1 << 30)
 
 
@@ -108,7 +109,8 @@ def _tap_kernel(
     row = tl.program_id(0).to(tl.int64)
     # The three loads do not wait for each other. Without `acts`, each row with a program would look
     # it up at every tap.
-    program = tl.load(tokens_ptr + row * 4)
+    token = tokens_ptr + row * TOKEN_COLUMNS
+    program = tl.load(token)
     tap = tl.load(tap_ptr)
     acts = tl.load(tap_ptr + 1)
     if (program < 0) | (acts == 0):
@@ -124,13 +126,17 @@ def _tap_kernel(
     x = tl.load(hidden, keep, 0.0).to(tl.float32)
     if HAS_RESIDUAL:
         x += tl.load(residual, keep, 0.0).to(tl.float32)
-    slot = tl.load(tokens_ptr + row * 4 + 1).to(tl.int64)
+    slot = tl.load(token + 1).to(tl.int64)
+    stride = tl.load(token + 5).to(tl.int64)
+    positions = tl.load(host_ptr + 5).to(tl.pointer_type(tl.int64))
+    since = tl.load(token + 4).to(tl.int64)
+    slot += (tl.load(positions + row, stride > 0, 0) - since) * stride
     offset_column = 1
     if slots_per_token > 0:
         slot = slot_base + slot * slots_per_token
         offset_column = 2
     base = arena_ptr
-    if tl.load(tokens_ptr + row * 4 + 2) == 1:
+    if tl.load(token + 2) == 1:
         base = tl.load(host_ptr).to(tl.pointer_type(dtype))
     words = base.to(tl.pointer_type(tl.float32), bitcast=True) + slot * 4
     edited = 0
@@ -160,17 +166,17 @@ def _tap_kernel(
             walk = tl.load(host_ptr + 3).to(tl.pointer_type(tl.int32)) + row * 8
             position = tl.load(tl.load(host_ptr + 5).to(tl.pointer_type(tl.int64)) + row)
             begin = tl.load(walk + 3)
-            token = position.to(tl.int32) - begin
-            if token >= 0:
+            at_token = position.to(tl.int32) - begin
+            if at_token >= 0:
                 last = tl.load(walk + 2) - 1
                 width = tl.load(walk + 1)
                 first = (tl.load(walk) + register).to(tl.int64)
                 log = tl.load(host_ptr + 4).to(tl.pointer_type(tl.float32))
-                record = log + (first + tl.minimum(token, last) * width) * STATE_NUMBERS
+                record = log + (first + tl.minimum(at_token, last) * width) * STATE_NUMBERS
                 # The step begins where the accepted tokens end.
-                known = tl.maximum(tl.load(walk + 4) - begin, token - tl.load(walk + 5))
+                known = tl.maximum(tl.load(walk + 4) - begin, at_token - tl.load(walk + 5))
                 known = tl.maximum(known, 0)
-                fresh = token - known
+                fresh = at_token - known
                 if fresh < 0:
                     value = tl.load(record)
                 else:
@@ -288,7 +294,7 @@ def _tap_kernel(
         # The faults are in host memory: to report one costs a write across PCIe.
         faults = tl.load(host_ptr + 1)
         if faults != 0:
-            owner = tl.load(tokens_ptr + row * 4 + 3)
+            owner = tl.load(token + 3)
             tl.store(faults.to(tl.pointer_type(tl.int32)) + owner, fault)
 
 

@@ -19,10 +19,13 @@ from vllm_scope.errors import ScopeError
 from vllm_scope.graph.tap.definition import (
     ACTS,
     NUM_TAP_COLUMNS,
+    NUM_TOKEN_COLUMNS,
     NUMBER,
     OWNER,
     PROGRAM,
+    SINCE,
     SLOT,
+    STRIDE,
     TO_HOST,
 )
 from vllm_scope.graph.tap.program_tables import FREE_PROGRAMS, HELD_PROGRAMS, ProgramTables
@@ -44,7 +47,7 @@ class Tables(ProgramTables):
     """Persistent device tables: the program tables, and what each row of a step does.
 
     Attributes:
-        tokens: [max_rows, 4] int32: program, slot, 1 for host memory, owner.
+        tokens: [max_rows, 8] int32: definition's columns, what each row of the step does.
         taps: [num_taps, 4] int32: the tap's number; 1, or 0 if no row does anything at the tap in
             this step; two numbers that are not used. A tap gets a view of its row.
         registers: [max_rows, REGISTERS] float32: values of conditions in one forward.
@@ -78,7 +81,7 @@ class Tables(ProgramTables):
         def table(shape: tuple[int, ...], fill: int) -> Tensor:
             return torch.full(shape, fill, dtype=torch.int32, device=device)
 
-        self.tokens = table((max_rows, 4), NO_PROGRAM)
+        self.tokens = table((max_rows, NUM_TOKEN_COLUMNS), NO_PROGRAM)
         self.taps = table((num_taps, NUM_TAP_COLUMNS), 1)
         self.taps[:, NUMBER] = torch.arange(num_taps)
         pinned = device.type == "cuda"
@@ -95,11 +98,14 @@ class Tables(ProgramTables):
         self._staging, self._walk_staging = Staging(self.tokens), Staging(self.walks)
         self._tap_staging = Staging(self.taps)
         self._rows_written = 0
-        #: What `load_walks` loaded last: the walks, and the address of the rows' positions.
+        #: The walks that `load_walks` loaded last, and the address of the rows' positions.
         self._walks: NDArray[np.int32] | None = None
         self._positions = 0
         #: The program ids of the last `load_step`; None after `clear_step`.
         self._loaded: NDArray[np.int32] | None = None
+        #: Whether its slots are in host memory, how much further they are in each later step, and
+        #: the first slot of the coming step.
+        self._to_host, self._stride, self._next_slot = False, 0, 0
         #: [num_taps], the ACTS column of `taps`.
         self._acts = np.ones(num_taps, bool)
 
@@ -110,6 +116,8 @@ class Tables(ProgramTables):
         owners: NDArray[np.int32],
         slots: NDArray[np.int64],
         to_host: bool = False,
+        since: NDArray[np.int64] | None = None,
+        stride: int = 0,
     ) -> None:
         """Give each of these rows of the next forward its program, and all other rows none.
 
@@ -120,6 +128,8 @@ class Tables(ProgramTables):
             program_ids, owners: the program and the owner of each row; owner 0 for none.
             slots: the first slot of each row's token.
             to_host: True if the slots are in host memory, not in the arena.
+            since, stride: the position of each row, and how many slots further its token is at each
+                later position (`move_on`). 0: this is not known.
         """
         if self._is_stale:
             self._flush()
@@ -129,15 +139,55 @@ class Tables(ProgramTables):
             buffer.array[rows, PROGRAM] = program_ids
             buffer.array[rows, TO_HOST] = to_host
             buffer.array[rows, OWNER] = owners
+            buffer.array[rows, STRIDE] = stride
             buffer.holds, buffer.to_host, buffer.rows = program_ids, to_host, _as_slice(rows)
-            buffer.num_rows = int(rows[-1]) + 1
+            buffer.num_rows, buffer.stride = int(rows[-1]) + 1, stride
+        elif buffer.stride != stride:
+            buffer.array[buffer.rows, STRIDE] = buffer.stride = stride
         buffer.array[buffer.rows, SLOT] = slots
+        if since is not None:
+            buffer.array[buffer.rows, SINCE] = since
         self._staging.upload(buffer, max(buffer.num_rows, self._rows_written))
         self._rows_written = buffer.num_rows
         if self._loaded is not program_ids:
             self._load_acts(program_ids)
-        self._loaded = program_ids
+        self._loaded, self._to_host, self._stride = program_ids, to_host, stride
+        self._next_slot = int(slots[0]) + stride
         self.num_uploads += 1
+
+    def move_on(self, program_ids: NDArray[np.int32], slot: int, to_host: bool) -> bool:
+        """True if the table is right for the next forward without `load_step`: each row of the last
+        forward is there again, one position later.
+
+        Args:
+            program_ids: as in `load_step`; the same array in each such step.
+            slot: the first slot of the first row's token.
+        """
+        if (
+            self._loaded is not program_ids
+            or not self._stride
+            or slot != self._next_slot
+            or to_host != self._to_host
+            or self._is_stale
+        ):
+            return False
+        self._next_slot += self._stride
+        return True
+
+    def point_at(self, positions: Tensor) -> bool:
+        """Have taps read the rows' positions from this tensor. Returns False if they cannot.
+
+        Args:
+            positions: [num_rows or more], device: the true positions by batch row. Taps need int64
+                in a row. The memory is read during the forward.
+        """
+        if positions.data_ptr() == self._positions:
+            return True
+        if positions.dtype != torch.int64 or not positions.is_contiguous():
+            return False
+        self._positions = positions.data_ptr()
+        self.host[5] = self._positions
+        return True
 
     def load_walks(
         self, rows: NDArray[np.int64], walks: NDArray[np.int32], positions: Tensor
@@ -148,14 +198,13 @@ class Tables(ProgramTables):
         Args:
             rows: indices of the rows, ascending.
             walks: [num_rows, 8], the walk of each of these rows.
-            positions: [num_rows or more] int64, device: the true positions by batch row. Its
-                memory is read during the forward.
+            positions: as in `point_at`.
+
+        Raises:
+            ScopeError: taps cannot read these positions.
         """
-        if positions.data_ptr() != self._positions:
-            if positions.dtype != torch.int64 or not positions.is_contiguous():
-                raise ScopeError(f"positions are {positions.dtype}; states need int64 in a row.")
-            self._positions = positions.data_ptr()
-            self.host[5] = self._positions
+        if not self.point_at(positions):
+            raise ScopeError(f"positions are {positions.dtype}; states need int64 in a row.")
         if self._walks is walks:
             return
         self._walks = walks
