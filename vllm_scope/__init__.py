@@ -120,7 +120,9 @@ def _engine_of(llm: LLM, other: str) -> LLMEngine:
         other: the call to make instead with an AsyncLLM, for the error's text.
     """
     if not hasattr(llm, "llm_engine"):
-        raise SpecError(f"the engine is {shown(llm)}; it is a vllm.LLM. With an AsyncLLM: {other}.")
+        raise SpecError(
+            f"the engine is {shown(llm)}; it must be a vllm.LLM. With an AsyncLLM: {other}."
+        )
     engine: LLMEngine = llm.llm_engine
     return engine
 

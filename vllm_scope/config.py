@@ -189,7 +189,7 @@ class ScopeConfig(BaseModel):
         """The options of the dict. Raises ConfigError, which names the option, what came and what
         is allowed."""
         if not isinstance(body, Mapping):
-            raise ConfigError(f"additional_config['scope'] is {body!r}; it is an object.")
+            raise ConfigError(f"additional_config['scope'] is {body!r}; it must be an object.")
         return checked(ScopeConfig, body, f"additional_config['{KEY}'].", unsaid=("graph_key",))
 
     def check_files(self) -> None:

@@ -284,7 +284,7 @@ def test_persistent_hooks_are_every_requests(llm):
 
 
 def test_persistent_hooks_are_refused_where_none_run(llm, monkeypatch):
-    with pytest.raises(SpecError, match="it is a list of Hook"):
+    with pytest.raises(SpecError, match="it must be a list of Hook"):
         llm.register_hooks([print])
     monkeypatch.setattr(llm.llm_engine.vllm_config.model_config, "enforce_eager", False)
     with pytest.raises(SpecError, match="costs every request its graphs"):

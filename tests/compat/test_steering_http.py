@@ -485,7 +485,7 @@ BAD = {
     ),
     "clamp-too-strong": (
         {"steering_clamps": {"post_block": {1: [{"vector": V, "max": 0, "strength": 2}]}}},
-        r"\[0\]\.strength is 2; it is from 0 to 1",
+        r"\[0\]\.strength is 2; it must be from 0 to 1",
     ),
     "gate-before-its-probe": (
         {"steering": [probed(

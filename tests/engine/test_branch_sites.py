@@ -115,7 +115,7 @@ def test_the_cache_has_transformer_lens_names_and_their_sum(llm):
     assert row_error(parts.sum(0)[0], cache["resid_post", -1][0]) <= 1e-5
     assert row_error(cache.decompose_resid(2).sum(0)[0], cache["resid_pre", 2][0]) <= 1e-5
     assert torch.equal(cache.decompose_resid(2, "mlp", incl_embeds=False), parts[[2, 4]])
-    with pytest.raises(SpecError, match="mode is 'heads'; it is one of all, attn, mlp"):
+    with pytest.raises(SpecError, match="mode is 'heads'; it must be one of all, attn, mlp"):
         cache.decompose_resid(1, "heads")
     with pytest.raises(SpecError, match="nothing is added before layer 0"):
         cache.decompose_resid(0, incl_embeds=False)

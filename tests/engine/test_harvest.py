@@ -122,7 +122,7 @@ def test_what_cannot_be_harvested_is_refused_with_a_sentence(llm, tmp_path):
     read = Read("resid_post", layer=1)
     with pytest.raises(SpecError, match="layer"):
         harvest(Read("resid_post", layer=99))
-    with pytest.raises(ConfigError, match="context is 128; it is 1 to 127"):
+    with pytest.raises(ConfigError, match="context is 128; it must be 1 to 127"):
         harvest(read, context=128)
     with pytest.raises(SpecError, match="the model is an LLM, and there are options dtype"):
         harvest(read, engine={"dtype": "float32"})

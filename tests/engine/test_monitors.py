@@ -144,7 +144,7 @@ def test_weights_travel_once_and_are_freed_when_the_monitor_is_unset(llm, monkey
         ({"a": FLAG | {"weight": "module"}}, "names a module"),
         ({"a": FLAG | {"file": "/etc/passwd"}}, "monitors that the engine starts with"),
         ({"a": FLAG | {"url": "http://x"}}, "'url'. Only monitors that the engine starts"),
-        ({"a": 3}, "monitors['a'] is 3; it is an object"),
+        ({"a": 3}, "monitors['a'] is 3; it must be an object"),
         ([], "it is an object: name to monitor"),
         ({str(i): FLAG for i in range(65)}, "there are 65 monitors; at most 64"),
     ],

@@ -346,7 +346,8 @@ def test_answers_without_a_place_for_a_scope_say_so(path, body, stream, server):
         pytest.param({"vllm_xargs": {"scope": 5}}, "it is a JSON string", id="a-number"),
         pytest.param(
             {"vllm_xargs": {"scope": {"reads": [{"site": "embed"}]}}},
-            "vllm_xargs['scope'] is {'reads': [{'site': 'embed'}]}; it is a string", id="an-object",
+            "vllm_xargs['scope'] is {'reads': [{'site': 'embed'}]}; it must be a "
+                "string", id="an-object",
         ),
         pytest.param(scope(Read("embed")), "stands in 'vllm_xargs'", id="beside-vllm_xargs"),
         pytest.param(

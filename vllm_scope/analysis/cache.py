@@ -218,7 +218,7 @@ class ActivationCache(Mapping[str, Tensor]):
         """
         sites = {"all": ("attn_out", "mlp_out"), "attn": ("attn_out",), "mlp": ("mlp_out",)}
         if mode not in sites:
-            raise SpecError(f"mode is {shown(mode)}; it is one of {', '.join(sites)}.")
+            raise SpecError(f"mode is {shown(mode)}; it must be one of {', '.join(sites)}.")
         labels: dict[str, tuple[str, int]] = {"embed": ("embed", 0)} if incl_embeds else {}
         for each in range(self._up_to(layer)):
             labels |= {f"{each}_{site}": (site, each) for site in sites[mode]}
@@ -236,7 +236,7 @@ class ActivationCache(Mapping[str, Tensor]):
         if layer is None or layer == -1:
             return self._layers("all layers")
         if layer < 0:
-            raise SpecError(f"layer is {layer}; it is a number of layers, None or -1 for all.")
+            raise SpecError(f"layer is {layer}; it must be a number of layers, None or -1 for all.")
         return layer
 
     def _layers(self, what: str) -> int:

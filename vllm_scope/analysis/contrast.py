@@ -118,7 +118,7 @@ def _module(
     for side, given in (("positives", positives), ("negatives", negatives)):
         if not isinstance(given, Mapping):
             raise SpecError(
-                f"{side} is {shown(given)}; it is a dict from (site, layer) to rows, such as "
+                f"{side} is {shown(given)}; it must be a dict from (site, layer) to rows, such as "
                 "pooled_rows(results)."
             )
     if set(positives) != set(negatives):

@@ -89,7 +89,7 @@ class Lens:
             )
         eps = body[name]
         if isinstance(eps, bool) or not isinstance(eps, int | float):
-            raise SpecError(f"{name} is {shown(eps)}; it is a number.")
+            raise SpecError(f"{name} is {shown(eps)}; it must be a number.")
         cap = next((name for name in _CAPS if body.get(name) is not None), None)
         soft_cap = _above_zero(body[cap], cap) if cap is not None else None
         return Lens(
@@ -99,7 +99,7 @@ class Lens:
 
     def __post_init__(self) -> None:
         if self.norm not in ("rms", "layer"):
-            raise SpecError(f"norm is {self.norm!r}; it is 'rms' or 'layer'.")
+            raise SpecError(f"norm is {self.norm!r}; it must be 'rms' or 'layer'.")
         vocab_size, size = self.unembedding.shape
         expected = {"norm_weight": size, "norm_bias": size, "unembedding_bias": vocab_size}
         for name, length in expected.items():
@@ -155,7 +155,7 @@ def _logit_scale(config: Mapping[str, object]) -> float:
 
 def _above_zero(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise SpecError(f"{name} is {shown(value)}; it is a number above 0.")
+        raise SpecError(f"{name} is {shown(value)}; it must be a number above 0.")
     return float(value)
 
 

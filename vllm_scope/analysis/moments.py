@@ -140,7 +140,7 @@ def ridge_probe(
     stream = as_stream(stream_of(stream))
     checked_pooling(pooling)
     if not (math.isfinite(alpha) and alpha >= 0):
-        raise SpecError(f"alpha is {alpha!r}; it is a finite number, 0 or above.")
+        raise SpecError(f"alpha is {alpha!r}; it must be a finite number, 0 or above.")
     if targets is None:
         one = sums_at(found, stream)
         if one.xy is None:
@@ -171,7 +171,7 @@ def _targets(targets: object, found: Found, stream: SiteLayer) -> dict[str, floa
     """
     if not isinstance(targets, Mapping):
         raise SpecError(
-            f"targets is {shown(targets)}; it is a dict from a label to its number, such as "
+            f"targets is {shown(targets)}; it must be a dict from a label to its number, such as "
             "{'good': 1.0, 'bad': -1.0}."
         )
     numbers = {
@@ -214,7 +214,7 @@ def lda_probe(
             (if there are fewer rows than a row has numbers, shrinkage must be above 0).
     """
     if not 0 <= shrinkage <= 1:
-        raise SpecError(f"shrinkage is {shrinkage!r}; it is a number from 0 to 1.")
+        raise SpecError(f"shrinkage is {shrinkage!r}; it must be a number from 0 to 1.")
     stream = as_stream(stream_of(stream))
     checked_pooling(pooling)
     up, down = (
@@ -305,7 +305,7 @@ def whitening(sums: Sums, floor: float = 1e-6) -> Whitening:
         SpecError: the floor is out of range, all rows are the same, or the sums have no covariance.
     """
     if not 0 < floor <= 1:
-        raise SpecError(f"floor is {floor!r}; it is a number above 0, at most 1.")
+        raise SpecError(f"floor is {floor!r}; it must be a number above 0, at most 1.")
     values, vectors = np.linalg.eigh(_scatter(sums) / sums.count)
     if values[-1] <= 0:
         raise SpecError("the rows are all the same; they cannot be whitened.")

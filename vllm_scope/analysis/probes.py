@@ -243,7 +243,7 @@ def train_probe(
     rows, stream = as_rows(rows), as_stream(stream_of(stream))
     checked_pooling(pooling)
     if rows.dim() != 2:
-        raise SpecError(f"rows have shape {list(rows.shape)}; they are [n, hidden_size].")
+        raise SpecError(f"rows have shape {list(rows.shape)}; they must be [n, hidden_size].")
     truth = _checked_labels(rows, labels)
     if not rows.isfinite().all():
         raise SpecError("rows have NaN or Inf; leave those rows out.")
@@ -294,8 +294,8 @@ def checked_pooling(pooling: object) -> None:
     """Raises SpecError unless `pooling` is None, a word of `tokens`, or "mean"."""
     if pooling is not None and pooling not in (*WORDS, "mean"):
         raise SpecError(
-            f"pooling is {shown(pooling)}; it is one of {', '.join(WORDS)}, or 'mean' for rows "
-            "that are not of a single token, or None if it is not known."
+            f"pooling is {shown(pooling)}; it must be one of {', '.join(WORDS)}, or 'mean' for "
+            "rows that are not of a single token, or None if it is not known."
         )
 
 

@@ -70,7 +70,7 @@ def pooled_rows(
             has no rows at a stream.
     """
     if pooling not in ("last", "mean"):
-        raise SpecError(f"pooling is {pooling!r}; it is 'last' or 'mean'.")
+        raise SpecError(f"pooling is {pooling!r}; it must be 'last' or 'mean'.")
     results = _checked_all(results)
     wanted = results[0].keys() if streams is None else _checked_streams(streams)
     pooled = {}
@@ -160,7 +160,7 @@ def as_rows(rows: object, what: str = "rows") -> Tensor:
         )
     if not isinstance(rows, Tensor):
         raise SpecError(
-            f"{what} is {shown(rows)}; it is a tensor or a numpy array of numbers, such as "
+            f"{what} is {shown(rows)}; it must be a tensor or a numpy array of numbers, such as "
             "pooled_rows(results)[stream]."
         )
     return rows
@@ -174,7 +174,9 @@ def stream_of(stream: object, where: str = "stream") -> SiteLayer:
     """
     pair = tuple(stream) if isinstance(stream, list | tuple) else ()
     if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], int | np.integer):
-        raise SpecError(f"{where} is {shown(stream)}; it is (site, layer), as ('resid_post', 5).")
+        raise SpecError(
+            f"{where} is {shown(stream)}; it must be (site, layer), as ('resid_post', 5)."
+        )
     return pair[0], int(pair[1])
 
 
@@ -182,7 +184,7 @@ def _checked_streams(streams: Iterable[SiteLayer]) -> list[SiteLayer]:
     found = [streams] if isinstance(streams, str) else list(streams)
     if len(found) == 2 and isinstance(found[0], str):  # one stream in place of a list
         raise SpecError(
-            f"streams is {shown(streams)}; it is a list of streams: [{shown(tuple(found))}]."
+            f"streams is {shown(streams)}; it must be a list of streams: [{shown(tuple(found))}]."
         )
     return [stream_of(one, f"streams[{i}]") for i, one in enumerate(found)]
 
@@ -196,7 +198,7 @@ def _checked_all(results: Iterable[Result]) -> list[Result]:
         raise SpecError("results is one result; give a list of them: [result].")
     if not isinstance(results, Iterable):
         raise SpecError(
-            f"results is {shown(results)}; it is a list of results, such as "
+            f"results is {shown(results)}; it must be a list of results, such as "
             "[out.scope for out in outputs]."
         )
     found = list(results)

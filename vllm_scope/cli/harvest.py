@@ -37,7 +37,7 @@ def _json(text: str, option: str, words: str) -> Any:
         return json.loads(text)
     except ValueError:
         raise ScopeError(
-            f"{option} is {shown(text)}; it is {words} JSON as in docs/harvest.md."
+            f"{option} is {shown(text)}; it must be {words} JSON as in docs/harvest.md."
         ) from None
 
 
@@ -59,7 +59,9 @@ def harvest(
         reads = reads_of(sites, layers, tokens, codec)
         more = {} if further is None else _json(further, "--engine", "an object,")
         if not isinstance(more, dict):
-            raise ScopeError(f"--engine is {shown(further)}; it is an object of LLM's arguments.")
+            raise ScopeError(
+                f"--engine is {shown(further)}; it must be an object of LLM's arguments."
+            )
         found = run(dataset, *reads, engine=engine | more, **options)
     except ScopeError as error:
         Console(stderr=True, soft_wrap=True).print(Text(str(error)))

@@ -85,7 +85,7 @@ def _paths(option: str, text: str | None) -> dict[str, str]:
     for name, _, path in pairs:
         if not (name.strip() and path):
             raise typer.BadParameter(
-                f"{option} has {name!r}; it is NAME=PATH, or several with commas between them."
+                f"{option} has {name!r}; it must be NAME=PATH, or several with commas between them."
             )
     return {name.strip(): path for name, _, path in pairs}
 

@@ -31,7 +31,7 @@ _TIMEOUT_S = 30.0
 _BARS = " ▁▂▃▄▅▆▇█"
 #: On a console of this width or more, a bar covers two ranges of scores, else four.
 _WIDE = 100
-#: Most verdicts that are listed, for all monitors together.
+#: The largest number of verdicts that are listed, for all monitors together.
 _MOST_VERDICTS = 5
 
 

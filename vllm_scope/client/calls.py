@@ -138,7 +138,8 @@ class Calls(Generic[StreamT]):
         """
         if not isinstance(prompt, str | list | tuple):
             raise SpecError(
-                f"the prompt is {shown(prompt)}; it is a text or token ids, or a list of these."
+                f"the prompt is {shown(prompt)}; it must be a text or token ids, or a list of "
+                "these."
             )
         return self._answered(prompt, actions, fields)
 

@@ -94,8 +94,8 @@ class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
         self._model, self._admin_key, self._binary = model, admin_key, binary
         if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
             raise SpecError(
-                f"base_url is {shown(base_url)}; it is a URL with http:// or https://, such as "
-                "http://localhost:8000."
+                f"base_url is {shown(base_url)}; it must be a URL with http:// or https://, such "
+                "as http://localhost:8000."
             )
         self._url = base_url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -105,7 +105,7 @@ class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
             )
         except httpx.InvalidURL as error:
             raise SpecError(
-                f"base_url is {shown(base_url)}; it is a URL such as http://localhost:8000 "
+                f"base_url is {shown(base_url)}; it must be a URL such as http://localhost:8000 "
                 f"({error})."
             ) from None
 

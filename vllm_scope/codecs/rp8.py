@@ -18,10 +18,11 @@ from vllm_scope.codecs.base import KeepsK, RowPart
 from vllm_scope.codecs.scaled import dequantise, quantise, quantised_parts
 
 DEFAULT_K = 512
-#: Most elements of a projection, also of a projection that a file names. Making one takes at most
-#: 0.2 s and 32 MiB.
+#: The largest number of elements of a projection, also of a projection that a file names. Making
+#: one takes at most 0.2 s and 32 MiB.
 MAX_PROJECTION = 1 << 23
-#: Most projections that a process keeps, for its requests (packer) and for its files (writer).
+#: The largest number of projections that a process keeps, for its requests (packer) and for its
+#: files (writer).
 MOST_KEPT = 16
 
 

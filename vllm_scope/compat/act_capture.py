@@ -95,13 +95,13 @@ class Settings:
 def _word(environment: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
     value = environment.get(name, allowed[0])
     if value not in allowed:
-        raise ConfigError(f"{name} is {shown(value)}; it is one of {', '.join(allowed)}.")
+        raise ConfigError(f"{name} is {shown(value)}; it must be one of {', '.join(allowed)}.")
     return value
 
 
 def _number(value: str, name: str) -> int:
     if not value.isdecimal():
-        raise ConfigError(f"{name} is {shown(value)}; it is a whole number.")
+        raise ConfigError(f"{name} is {shown(value)}; it must be a whole number.")
     return int(value)
 
 

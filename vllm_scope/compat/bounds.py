@@ -91,4 +91,4 @@ def check_vector(value: object, size: int, room: Room, where: str) -> None:
         return
     room.take("numbers in lists", size, where)
     if any(issubclass(kind, _NO_NUMBERS) for kind in set(map(type, numbers))):
-        raise SpecError(f"{where} has more than numbers; it is a list of {size} numbers.")
+        raise SpecError(f"{where} has more than numbers; it must be a list of {size} numbers.")

@@ -64,7 +64,7 @@ class Options:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if name != "layers" and not isinstance(value, bool):
-                raise SpecError(f"{name} is {shown(value)}; it is True or False.")
+                raise SpecError(f"{name} is {shown(value)}; it must be True or False.")
         with called(WORDS):
             Read(SITE, layers=self.layers)
         if not self.prefill and not self.decode:

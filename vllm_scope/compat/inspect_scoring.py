@@ -83,7 +83,7 @@ def probe_scorer(
         SpecError: `pooling` is another word, or the sample's output has no scores of the probe.
     """
     if pooling not in POOLS:
-        raise SpecError(f"pooling is {shown(pooling)}; it is one of {', '.join(POOLS)}.")
+        raise SpecError(f"pooling is {shown(pooling)}; it must be one of {', '.join(POOLS)}.")
 
     async def score(state: TaskState, target: Target) -> Score:
         scores = (state.output.metadata or {}).get("scores", {})

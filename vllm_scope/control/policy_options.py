@@ -109,7 +109,7 @@ def parse_policies(body: object) -> dict[str, PolicyConfig]:
     if isinstance(body, list | tuple) and all(isinstance(name, str) for name in body):
         body = {name: {} for name in body}
     if not isinstance(body, Mapping):
-        raise ConfigError(f"policies is {shown(body)}; it is an object, one field per policy.")
+        raise ConfigError(f"policies is {shown(body)}; it must be an object, one field per policy.")
     return {name: _parse_one(name, one) for name, one in body.items()}
 
 
@@ -130,7 +130,7 @@ def _parse_one(name: object, body: object) -> PolicyConfig:
             "characters."
         )
     if not isinstance(body, Mapping):
-        raise ConfigError(f"policies.{name} is {shown(body)}; it is an object of options.")
+        raise ConfigError(f"policies.{name} is {shown(body)}; it must be an object of options.")
     own = dict(body)
     options = take_options(PolicyOptions, own, f"policies.{name}")
     _plugin(name)

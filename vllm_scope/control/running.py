@@ -105,7 +105,7 @@ class Steering:
         if not isinstance(decision, Decision):
             raise SpecError(f"it returned {shown(decision)}; it returns a Decision or None")
         if not isinstance(decision.stop, bool):
-            raise SpecError(f"Decision.stop is {shown(decision.stop)}; it is true or false")
+            raise SpecError(f"Decision.stop is {shown(decision.stop)}; it must be true or false")
         if decision.flag is not None:
             checked_name(decision.flag, "Decision.flag")
         new = self._new_scales(decision.scale)
@@ -128,7 +128,7 @@ class Steering:
     def _new_scales(self, scales: object) -> dict[str, float]:
         """The scales that are not in force already."""
         if not isinstance(scales, Mapping):
-            raise SpecError(f"Decision.scale is {shown(scales)}; it is name to number")
+            raise SpecError(f"Decision.scale is {shown(scales)}; it must be name to number")
         unknown = [name for name in scales if name not in self._names]
         if unknown:
             raise SpecError(

@@ -127,7 +127,9 @@ def configured(vllm_config: VllmConfig) -> Controller | None:
         )
     made = points[name].load()()
     if not isinstance(made, Controller):
-        raise ConfigError(f"the controller {shown(name)} is {shown(made)}; it is a Controller.")
+        raise ConfigError(
+            f"the controller {shown(name)} is {shown(made)}; it must be a Controller."
+        )
     return made
 
 

@@ -101,14 +101,16 @@ def parse(name: str, body: object) -> Monitor:
     where = f"monitors[{name!r}]"
     checked_name(name, where)
     if not isinstance(body, Mapping):
-        raise SpecError(f"{where} is {shown(body)}; it is an object.")
+        raise SpecError(f"{where} is {shown(body)}; it must be an object.")
     fields: dict[str, Any] = dict(body)
     for field in ("name", "to"):
         if field in fields:
             raise SpecError(f"{where} has {field!r}; a monitor has its name, and goes to memory.")
     action, url = fields.pop("action", "flag"), fields.pop("url", None)
     if action not in ACTIONS:
-        raise SpecError(f"{where}.action is {shown(action)}; it is one of {', '.join(ACTIONS)}.")
+        raise SpecError(
+            f"{where}.action is {shown(action)}; it must be one of {', '.join(ACTIONS)}."
+        )
     if action == "escalate" and url is None:
         raise SpecError(
             f"{where}.action is 'escalate', and there is no 'url' to tell; give the url, or take "
@@ -140,7 +142,7 @@ def parse(name: str, body: object) -> Monitor:
 def parse_all(bodies: object) -> tuple[Monitor, ...]:
     """Make monitors from a JSON object: name -> the fields of a monitor, as for `parse`."""
     if not isinstance(bodies, Mapping):
-        raise SpecError(f"monitors is {shown(bodies)}; it is an object: name to monitor.")
+        raise SpecError(f"monitors is {shown(bodies)}; it must be an object: name to monitor.")
     if len(bodies) > MOST_MONITORS:
         raise SpecError(f"there are {len(bodies)} monitors; at most {MOST_MONITORS}.")
     found = tuple(parse(name, body) for name, body in bodies.items())

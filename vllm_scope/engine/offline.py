@@ -80,7 +80,9 @@ class OfflineEngine:
                 "an engine that is named."
             )
         elif not hasattr(model, "llm_engine"):
-            raise SpecError(f"the model is {shown(model)}; it is a name, a folder or a vllm.LLM.")
+            raise SpecError(
+                f"the model is {shown(model)}; it must be a name, a folder or a vllm.LLM."
+            )
         self._config: VllmConfig = self._llm.llm_engine.vllm_config
         # As it was given: vLLM may replace a name by the path of a copy.
         self.model = model if isinstance(model, str) else self._config.model_config.model

@@ -98,7 +98,7 @@ def asks(params: object) -> bool:
         return False
     if not isinstance(extra, Mapping):
         raise SpecError(
-            f"extra_args is {shown(extra)}; it is a dict, as scope(Read(...)) makes it."
+            f"extra_args is {shown(extra)}; it must be a dict, as scope(Read(...)) makes it."
         )
     return "scope" in extra
 

@@ -25,7 +25,8 @@ from vllm_scope.errors import SpecError, shown
 from vllm_scope.sinks.metrics import count_escalation
 
 logger = logging.getLogger("vllm.vllm_scope")
-#: The most verdicts that wait for an address, and the seconds that sending one may take.
+#: The largest number of verdicts that wait for an address, and the seconds that sending one may
+#: take.
 MOST_WAITING, TIMEOUT_S = 1024, 5.0
 
 
@@ -53,7 +54,7 @@ class Webhook(Background):
     def parse(url: object, where: str) -> Webhook:
         """A Webhook of this URL. Raises SpecError unless it is a URL of http or https."""
         if not isinstance(url, str) or urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-            raise SpecError(f"{where} is {shown(url)}; it is a URL of http or https.")
+            raise SpecError(f"{where} is {shown(url)}; it must be a URL of http or https.")
         return Webhook(url)
 
     @property

@@ -46,7 +46,7 @@ from vllm_scope.request.spec import Spec
 _LOOK_S = 0.001
 #: How long the process may take to end after its trainer has closed the feed or is gone.
 _PATIENCE_S = 30.0
-#: Most characters of an error's text, which must fit into a packet.
+#: The largest number of characters of an error's text, which must fit into a packet.
 _MOST_LETTERS = 4000
 
 

@@ -19,7 +19,8 @@ import msgspec
 from vllm_scope.feeds.memory import Field
 from vllm_scope.harvests.contexts import Long
 
-#: Most bytes of a message. A message is one packet, far below the kernel's limit for a packet.
+#: The largest number of bytes of a message. A message is one packet, far below the kernel's limit
+#: for a packet.
 _MOST_BYTES = 1 << 17
 
 

@@ -69,7 +69,9 @@ def _check(reads: Sequence[Read], settings: Settings, engine: object) -> None:
     ):
         if type(value) is not int or value < least:
             why = ", twice the batch_size" if name == "buffer_rows" else ""
-            raise SpecError(f"{name} is {shown(value)}; it is an int of at least {least}{why}.")
+            raise SpecError(
+                f"{name} is {shown(value)}; it must be an int of at least {least}{why}."
+            )
     given: tuple[tuple[str, object, tuple[type, ...], str], ...] = (
         ("column", settings.column, (str, type(None)), "a column's name or None"),
         ("split", settings.split, (str,), "a split's name"),
@@ -79,7 +81,7 @@ def _check(reads: Sequence[Read], settings: Settings, engine: object) -> None:
     )
     for name, one, kinds, told in given:
         if not isinstance(one, kinds) or isinstance(one, bool):
-            raise SpecError(f"{name} is {shown(one)}; it is {told}.")
+            raise SpecError(f"{name} is {shown(one)}; it must be {told}.")
     if platform.machine() not in ORDERED:
         raise SpecError(
             f"this processor is {platform.machine()}; a feed's memory needs one of "

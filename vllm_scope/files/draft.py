@@ -61,7 +61,7 @@ def export_speculators(
     pa = arrow()
     requests, widths = chosen(capture, streams)
     if len(set(widths.values())) != 1:
-        raise FileError(f"the rows are {list(widths.values())} wide; they are of one width.")
+        raise FileError(f"the rows are {list(widths.values())} wide; they must be of one width.")
     _check_last(requests, streams[-1])
     root = Path(folder)
     check_empty(root)  # before anything is written
@@ -108,8 +108,8 @@ def _stacked(request: CapturedRequest, streams: Sequence[SiteLayer]) -> torch.Te
     dtypes = dict.fromkeys(str(some.dtype).removeprefix("torch.") for some in rows)
     if len(dtypes) != 1:
         raise FileError(
-            f"{request!r}: its rows are in {' and '.join(dtypes)}; they are in one dtype, so read "
-            "all places with the same codec."
+            f"{request!r}: its rows are in {' and '.join(dtypes)}; they must be in one dtype, so "
+            "read all places with the same codec."
         )
     return torch.stack(rows, dim=1)
 

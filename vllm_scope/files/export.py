@@ -188,7 +188,7 @@ def export_saelens(
 def _context_starts(positions: np.ndarray, context_size: int) -> list[int]:
     """The indices of the rows at which whole contexts of consecutive positions begin."""
     if context_size < 1:
-        raise ConfigError(f"context_size is {context_size}; it is at least 1.")
+        raise ConfigError(f"context_size is {context_size}; it must be at least 1.")
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
     starts: list[int] = []
     for first, last in zip([0, *breaks.tolist()], [*breaks.tolist(), len(positions)], strict=True):
@@ -209,7 +209,7 @@ def chosen(
     listed = isinstance(streams, list | tuple) and len(streams) > 0
     if not listed or not all(isinstance(one, tuple) and len(one) == 2 for one in streams):
         raise ConfigError(
-            f"streams is {shown(streams)}; it is a list of (site, layer), such as "
+            f"streams is {shown(streams)}; it must be a list of (site, layer), such as "
             f"{shown(capture.keys()[:1] or [('resid_post', 5)])}."
         )
     width: dict[SiteLayer, int] = {}

@@ -29,7 +29,7 @@ RUN_ROWS = 128
 POOL_RUNS = 256
 #: Memory of at most this many batches is kept for reuse after the caller has dropped the batches.
 _KEPT_BATCHES = 4
-#: Most files that stay mapped. The kernel's page tables take 1/512 of their bytes.
+#: The largest number of files that stay mapped. The kernel's page tables take 1/512 of their bytes.
 _MOST_MAPPED = 512
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -57,7 +57,7 @@ def iter_rows(
         FileError: the streams' widths or dtypes differ.
     """
     if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; it is at least 1")
+        raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
     shapes = {(s.codec.metadata()["hidden_size"], s.codec.metadata()["dtype"]) for s in stored}
     if len(shapes) > 1:
         raise FileError(f"the rows are not of one shape and dtype: {sorted(shapes)}")

@@ -74,7 +74,7 @@ class FileOptions(BaseModel):
         """Checked options. Raises ConfigError, which names the option, its value, and what is
         allowed."""
         if not isinstance(body, Mapping):
-            raise ConfigError(f"the file options are {shown(body)}; they are an object.")
+            raise ConfigError(f"the file options are {shown(body)}; they must be an object.")
         options = checked(FileOptions, body, "file option ")
         codec = CODECS[options.codec]
         own = sorted(set(codec.model_fields) - {"codec", "hidden_size", "dtype"})

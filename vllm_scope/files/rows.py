@@ -94,7 +94,7 @@ class RequestWriter:
         if rows.dim() != 2 or positions.shape != rows.shape[:1]:
             raise ValueError(
                 f"{site}.{layer}: positions are {list(positions.shape)} and rows "
-                f"{list(rows.shape)}; they are [n] and [n, hidden_size]"
+                f"{list(rows.shape)}; they must be [n] and [n, hidden_size]"
             )
         blocks = self._blocks.setdefault((site, layer), [])
         if blocks and (blocks[0][1].shape[1], blocks[0][1].dtype) != (rows.shape[1], rows.dtype):

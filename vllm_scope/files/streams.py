@@ -20,7 +20,7 @@ from vllm_scope.files.datafile import MappedFile, NpzFile, open_data
 from vllm_scope.files.folder import Folder
 from vllm_scope.files.per_request import part_key
 
-#: Most files that are open at once. A tensor of a closed file stays valid.
+#: The largest number of files that are open at once. A tensor of a closed file stays valid.
 MAX_OPEN = 64
 
 

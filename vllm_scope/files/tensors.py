@@ -25,7 +25,8 @@ from vllm_scope.files.publish import write_bytes
 
 #: Larger headers are refused before they are read; the format allows 100 MB.
 MAX_HEADER_BYTES = 64 << 20
-#: Most dimensions of a tensor in a file that is read. Tensors of captured rows have one or two.
+#: The largest number of dimensions of a tensor in a file that is read. Tensors of captured rows
+#: have one or two.
 MAX_DIMS = 8
 #: Largest number of elements of a tensor, in torch too.
 _MAX_NUMBERS = (1 << 63) - 1

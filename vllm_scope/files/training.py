@@ -56,11 +56,11 @@ class RowDataset(IterableDataset[Tensor]):
         part: tuple[int, int] = (0, 1),
     ) -> None:
         if batch_size < 1:
-            raise FileError(f"batch_size is {batch_size}; it is at least 1.")
+            raise FileError(f"batch_size is {batch_size}; it must be at least 1.")
         if not 0 <= part[0] < part[1]:
             raise FileError(
-                f"part is {shown(part)}; it is (index, number of parts), and the index is 0 to the "
-                "number less 1."
+                f"part is {shown(part)}; it must be (index, number of parts), and the index is 0 "
+                "to the number less 1."
             )
         self._path, self._stream = os.fspath(path), (site, layer)
         self._batch_size, self._shuffle, self._seed, self._part = batch_size, shuffle, seed, part

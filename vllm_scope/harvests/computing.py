@@ -18,7 +18,7 @@ from vllm_scope.harvests.engines import Engine, EngineFacts, Rows
 from vllm_scope.harvests.skipped import Skipped
 from vllm_scope.request.actions import Read
 
-#: Most contexts that are tokenized ahead of the engine.
+#: The largest number of contexts that are tokenized ahead of the engine.
 _AHEAD = 512
 
 
@@ -31,7 +31,7 @@ def context_size(engine: EngineFacts, asked: int | None) -> int:
     size = engine.most_tokens if asked is None else asked
     if not 1 <= size <= engine.most_tokens:
         raise ConfigError(
-            f"context is {size}; it is 1 to {engine.most_tokens}, one less than the engine's "
+            f"context is {size}; it must be 1 to {engine.most_tokens}, one less than the engine's "
             "max_model_len."
         )
     return size

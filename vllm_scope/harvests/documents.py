@@ -244,7 +244,7 @@ def _row(line: bytes, file: Path, number: int) -> Mapping[str, Any]:
     except ValueError as error:
         raise FileError(f"line {number} of {file} cannot be read: {error}") from None
     if not isinstance(row, Mapping):
-        raise FileError(f"line {number} of {file} is {shown(row)}; it is an object.")
+        raise FileError(f"line {number} of {file} is {shown(row)}; it must be an object.")
     return row
 
 
@@ -283,8 +283,8 @@ def _of_library(found: Any, source: str, column: str | None, id_column: str | No
     fingerprint = getattr(found, "_fingerprint", None)
     if not isinstance(fingerprint, str) or not isinstance(found, Iterable):
         raise SpecError(
-            f"the data set is {shown(found)}; it is a path, the name of a Hugging Face data set, a "
-            "datasets.Dataset that is not streamed, or a list."
+            f"the data set is {shown(found)}; it must be a path, the name of a Hugging Face data "
+            "set, a datasets.Dataset that is not streamed, or a list."
         )
     return _checked(
         Documents(source, fingerprint, len(found), column, id_column, lambda: iter(found))  # type: ignore[arg-type]

@@ -33,7 +33,8 @@ from vllm_scope.request.actions import Read
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Most contexts in one call, and most calls that an engine has at once.
+#: The largest number of contexts in one call, and the largest number of calls that an engine has at
+#: once.
 CHUNK, MOST_CALLS = 32, 2
 #: The harvest ends if more engines than this are lost one after another, without a new shard.
 MOST_LOST = 3

@@ -17,7 +17,7 @@ from vllm_scope.harvests.documents import Document
 from vllm_scope.request.actions import Read
 from vllm_scope.request.bounded_json import is_unicode
 
-#: Most names that are kept; further texts and contexts are only counted.
+#: The largest number of names that are kept; further texts and contexts are only counted.
 _MOST_NAMES = 20
 
 

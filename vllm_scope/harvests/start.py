@@ -132,15 +132,17 @@ def check_reads(reads: Sequence[Read], long: str) -> None:
                 "tokens is 'generated'; harvests and streams generate none, so name others."
             )
     if long not in get_args(Long):
-        raise SpecError(f"long is {shown(long)}; it is one of {', '.join(get_args(Long))}.")
+        raise SpecError(f"long is {shown(long)}; it must be one of {', '.join(get_args(Long))}.")
 
 
 def _check_engines(model: object, engines: int | None, ray: bool | str) -> None:
     """Raise SpecError if `engines` or `ray` is wrong, or does not fit the model."""
     if engines is not None and (type(engines) is not int or not 1 <= engines <= MOST_ENGINES):
-        raise SpecError(f"engines is {shown(engines)}; it is 1 to {MOST_ENGINES}.")
+        raise SpecError(f"engines is {shown(engines)}; it must be 1 to {MOST_ENGINES}.")
     if not isinstance(ray, bool | str):
-        raise SpecError(f"ray is {shown(ray)}; it is True, False, or the address of a cluster.")
+        raise SpecError(
+            f"ray is {shown(ray)}; it must be True, False, or the address of a cluster."
+        )
     if not isinstance(model, str) and (ray is not False or engines is not None):
         raise SpecError(
             "the model is an LLM, and engines or ray is given; name the model, so that each engine "

@@ -82,7 +82,7 @@ class LinearLens:
                 if list(tensor.shape) != shape or not tensor.is_floating_point():
                     raise self._wrong(
                         f"the map of {place.site} {place.layer} has {tensor.dtype} "
-                        f"{list(tensor.shape)}; it is of floats, {shape}"
+                        f"{list(tensor.shape)}; it must be of floats, {shape}"
                     )
 
     @property
@@ -183,7 +183,7 @@ class LensFile:
             ):
                 return LensFile(body["path"], digest and digest.lower())
         raise ConfigError(
-            f"{where} is {shown(value)}; it is a path, or an object with path and sha256 (64 "
+            f"{where} is {shown(value)}; it must be a path, or an object with path and sha256 (64 "
             "hexadecimal digits)."
         )
 
@@ -214,7 +214,7 @@ def load_lens(
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"{path} is not there; it is a lens's file, or its folder.")
+        raise FileNotFoundError(f"{path} is not there; it must be a lens's file, or its folder.")
     tuned = path.is_dir()
     file = path / WEIGHTS if tuned else path
     if tuned and not file.is_file():
@@ -229,7 +229,7 @@ def load_lens(
         said = opened.metadata() or {}
     site, residual = said.get("site", "resid_post"), said.get("residual", "false")
     if residual not in ("true", "false"):
-        raise SpecError(f"{file}: residual is {shown(residual)}; it is 'true' or 'false'.")
+        raise SpecError(f"{file}: residual is {shown(residual)}; it must be 'true' or 'false'.")
     if tuned:
         config = read_config(path / CONFIG, _Tuned, "a lens")
         if config.lens_type != "linear_tuned_lens":

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError, shown
 
-#: Most numbers in one array: 4096 rows of 4096.
+#: The largest count of numbers in one array: 4096 rows of 4096.
 MAX_NUMBERS = 1 << 24
 DTYPES = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
 
@@ -61,7 +61,7 @@ class Array:
             raise SpecError(f"{where} is ragged; its rows must be of one length.") from None
         if found.dtype.kind not in "fiu":
             raise SpecError(
-                f"{where} is {shown(value)}; it is a tensor, an array or a list of numbers."
+                f"{where} is {shown(value)}; it must be a tensor, an array or a list of numbers."
             )
         return _checked(found, where, most_dimensions)
 
@@ -119,19 +119,20 @@ def _check_finite(numbers: NDArray[np.float32], where: str) -> None:
 
 def _from_json(body: dict[Any, Any], where: str, most_dimensions: int) -> Array:
     if set(body) != {"dtype", "shape", "data"}:
-        raise SpecError(f"{where} is {shown(body)}; it is {{dtype, shape, data}}, or numbers.")
+        raise SpecError(f"{where} is {shown(body)}; it must be {{dtype, shape, data}}, or numbers.")
     dtype, shape, text = body["dtype"], body["shape"], body["data"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise SpecError(f"{where}.dtype is {shown(dtype)}; it is one of {', '.join(DTYPES)}.")
+        raise SpecError(f"{where}.dtype is {shown(dtype)}; it must be one of {', '.join(DTYPES)}.")
     sane = isinstance(shape, list) and 1 <= len(shape) <= most_dimensions
     if not sane or any(type(n) is not int or n < 1 for n in shape):
         raise SpecError(
-            f"{where}.shape is {shown(shape)}; it is 1 to {most_dimensions} positive whole numbers."
+            f"{where}.shape is {shown(shape)}; it must be 1 to {most_dimensions} positive whole "
+            "numbers."
         )
     if math.prod(shape) > MAX_NUMBERS:
         raise SpecError(f"{where} has {math.prod(shape):,} numbers; at most {MAX_NUMBERS:,}.")
     if not isinstance(text, str):
-        raise SpecError(f"{where}.data is {shown(text)}; it is a base64 string.")
+        raise SpecError(f"{where}.data is {shown(text)}; it must be a base64 string.")
     size = np.dtype(DTYPES[dtype]).itemsize * math.prod(shape)
     if len(text) > 4 * -(-size // 3):  # checked before anything is decoded
         raise SpecError(

@@ -14,9 +14,10 @@ import msgspec
 
 from vllm_scope.errors import SpecError
 
-#: Most nodes (lists, objects and fields) in one text. Parsing takes 300 ns or more for each.
+#: The largest number of nodes (lists, objects and fields) in one text. Parsing takes 300 ns or more
+#: for each.
 MOST_NODES = 1 << 14
-#: Most items in the lists of one text: 64 vectors of 4,096 numbers.
+#: The largest number of items in the lists of one text: 64 vectors of 4,096 numbers.
 MOST_ITEMS = 1 << 18
 #: Every byte but four: those that begin a list, an object, a field's value, or one more item.
 _NOT_COUNTED = bytes(set(range(256)) - set(b"[{:,"))

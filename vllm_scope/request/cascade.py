@@ -16,7 +16,7 @@ from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions import Probe
 from vllm_scope.request.actions.probing import MONITOR
 
-#: Most stages of one cascade.
+#: The largest number of stages of one cascade.
 MOST_STAGES = 4
 
 

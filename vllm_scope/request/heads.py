@@ -71,7 +71,7 @@ class CodecChoice:
         body = {"name": value} if isinstance(value, str) else value
         if not isinstance(body, Mapping) or not isinstance(body.get("name"), str):
             raise SpecError(
-                f"{where} is {shown(value)}; it is a name, or an object with a name and "
+                f"{where} is {shown(value)}; it must be a name, or an object with a name and "
                 "options, such as {'name': 'rp8', 'k': 128}."
             )
         name = body["name"]
@@ -98,7 +98,7 @@ def _whole(value: object, where: str) -> int:
             number = operator.index(value)  # type: ignore[arg-type]
             if abs(number) >> 63 == 0:
                 return number
-    raise SpecError(f"{where} is {shown(value)}; it is a whole number of at most 64 bits.")
+    raise SpecError(f"{where} is {shown(value)}; it must be a whole number of at most 64 bits.")
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,9 @@ class Mlp:
     def __post_init__(self) -> None:
         where = "Mlp.layers"
         if not isinstance(self.layers, list | tuple):
-            raise SpecError(f"{where} is {shown(self.layers)}; it is a list of (weight, bias).")
+            raise SpecError(
+                f"{where} is {shown(self.layers)}; it must be a list of (weight, bias)."
+            )
         if not 2 <= len(self.layers) <= MAX_HIDDEN_LAYERS + 1:
             raise SpecError(
                 f"{where} has {len(self.layers)} items; it has 2 or {MAX_HIDDEN_LAYERS + 1}, for "
@@ -94,19 +96,19 @@ class Mlp:
         found: list[tuple[Array, Array]] = []
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, list | tuple) or len(layer) != 2:
-                raise SpecError(f"{where}[{i}] is {shown(layer)}; it is (weight, bias).")
+                raise SpecError(f"{where}[{i}] is {shown(layer)}; it must be (weight, bias).")
             weight = Array.parse(layer[0], f"{where}[{i}] weight")
             bias = Array.parse(layer[1], f"{where}[{i}] bias")
             takes = found[-1][0].shape[0] if found else None
             if len(weight.shape) != 2 or (takes is not None and weight.shape[1] != takes):
                 raise SpecError(
-                    f"{where}[{i}] has a weight of shape {weight.shape}; it is "
+                    f"{where}[{i}] has a weight of shape {weight.shape}; it must be "
                     f"[out, {'width of a row' if takes is None else takes}]."
                 )
             if bias.shape != weight.shape[:1]:
                 raise SpecError(
                     f"{where}[{i}] has a bias of shape {bias.shape} beside a weight of shape "
-                    f"{weight.shape}; it is [{weight.shape[0]}]."
+                    f"{weight.shape}; it must be [{weight.shape[0]}]."
                 )
             found.append((weight, bias))
         if found[-1][0].shape[0] != 1:
@@ -115,7 +117,9 @@ class Mlp:
                 "makes one, the score."
             )
         if self.hidden not in HIDDEN:
-            raise SpecError(f"Mlp.hidden is {shown(self.hidden)}; it is one of {_words(HIDDEN)}.")
+            raise SpecError(
+                f"Mlp.hidden is {shown(self.hidden)}; it must be one of {_words(HIDDEN)}."
+            )
         object.__setattr__(self, "layers", tuple(found))
 
     @property
@@ -194,7 +198,7 @@ def shaped_weight(value: object, where: str) -> Mlp | AttentionPool | None:
     except SpecError as error:
         raise SpecError(f"{where}: {error}") from None
     raise SpecError(
-        f"{where} is {shown(value)}; it is {{mlp: [[weight, bias], ...], hidden}} or "
+        f"{where} is {shown(value)}; it must be {{mlp: [[weight, bias], ...], hidden}} or "
         "{attention: {query, value}}."
     )
 
@@ -217,7 +221,9 @@ class Ema:
     def __post_init__(self) -> None:
         sane = isinstance(self.decay, int | float) and not isinstance(self.decay, bool)
         if not sane or not 0 <= self.decay < 1:
-            raise SpecError(f"Ema.decay is {shown(self.decay)}; it is a number from 0 to below 1.")
+            raise SpecError(
+                f"Ema.decay is {shown(self.decay)}; it must be a number from 0 to below 1."
+            )
         object.__setattr__(self, "decay", float(self.decay))
 
     def to_json(self) -> dict[str, object]:
@@ -240,11 +246,11 @@ class RollingMean:
     def __post_init__(self) -> None:
         if type(self.window) is not int or not 1 <= self.window <= MAX_WINDOW:
             raise SpecError(
-                f"RollingMean.window is {shown(self.window)}; it is a whole number from 1 to "
+                f"RollingMean.window is {shown(self.window)}; it must be a whole number from 1 to "
                 f"{MAX_WINDOW:,}."
             )
         if self.then not in (None, "max"):
-            raise SpecError(f"RollingMean.then is {shown(self.then)}; it is None or 'max'.")
+            raise SpecError(f"RollingMean.then is {shown(self.then)}; it must be None or 'max'.")
 
     def to_json(self) -> dict[str, object]:
         return {"rolling_mean": self.window} | ({"then": self.then} if self.then else {})
@@ -273,8 +279,8 @@ def parse_aggregate(value: object, where: str) -> Aggregate | None:
         except SpecError as error:
             raise SpecError(f"{where}: {error}") from None
     raise SpecError(
-        f"{where} is {shown(value)}; it is 'max', 'mean', Ema(decay) or RollingMean(window), in "
-        "JSON {ema: decay} or {rolling_mean: window, then: 'max'}."
+        f"{where} is {shown(value)}; it must be 'max', 'mean', Ema(decay) or RollingMean(window), "
+        "in JSON {ema: decay} or {rolling_mean: window, then: 'max'}."
     )
 
 

@@ -43,7 +43,7 @@ from vllm_scope.request.resolved import (
 from vllm_scope.request.selectors import Word
 from vllm_scope.request.sites import STREAM, Phase, Place, Sites, kind_of
 
-#: Most scores of a token that a policy may see, without those of monitors.
+#: The largest number of scores of a token that a policy may see, without those of monitors.
 MAX_SEEN = 32
 #: Taps make up to this many numbers of linear probes at one place. Each number takes a tap about as
 #: long as a copy of the row. If there are more, one matrix product on the copied rows makes all.

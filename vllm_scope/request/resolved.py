@@ -31,8 +31,8 @@ from vllm_scope.vectors.module import VectorKey
 #: Measured bytes of one action at one stream, and of each further stream of a read. What is
 #: compiled and cached for the action is included.
 _ACTION_BYTES, _STREAM_BYTES = 1536, 128
-#: Most places that the edits of one request change; each layer of each edit counts. The
-#: operations of such a request have the same limit (program.compiled).
+#: The largest number of places that the edits of one request change; each layer of each edit
+#: counts. The operations of such a request have the same limit (program.compiled).
 MAX_EDITED = 1 << 13
 #: Vectors of a steering module. A key (site, layer) is for every token, a key (site, layer, tier)
 #: for the tier's tokens.

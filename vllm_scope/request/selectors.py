@@ -37,9 +37,9 @@ from vllm_scope.errors import SpecError, shown
 
 MAX_ITEMS = 65_536
 MAX_DEPTH = 8
-#: Most parts of one selector, and of all distinct selectors of a request. In EngineCore and workers
-#: each part takes 5 us at every step, and at every KV block of a request with edits. The second
-#: number lets each of 256 edits and 32 reads have a selector of its own.
+#: The largest number of parts of one selector, and of all distinct selectors of a request. In
+#: EngineCore and workers each part takes 5 us at every step, and at every KV block of a request
+#: with edits. The second number lets each of 256 edits and 32 reads have a selector of its own.
 MAX_PARTS, MAX_PARTS_IN_ALL = 64, 288
 WORDS = ("all", "prompt", "generated", "last_prompt", "last")
 #: Token ids of a prompt. A list is converted to int64 [n] at each use, which takes 40 ns a token.

@@ -64,7 +64,8 @@ SiteLayer = tuple[str, int]
 #: Whether a read takes its row before or after the edits of its site.
 Phase = Literal["before", "after"]
 
-#: Most layers that one action may name, and a number larger than any layer's number.
+#: The largest number of layers that one action may name, and a number larger than any layer's
+#: number.
 MAX_LAYERS, MAX_LAYER = 4096, 1 << 31
 #: Number of points of one boundary.
 LEVELS = 3
@@ -194,7 +195,9 @@ def parse_layers(
     if isinstance(layers, range):
         layers = list(layers)
     if isinstance(layers, str | bytes | Mapping) or not isinstance(layers, Iterable):
-        raise SpecError(f"{where} is {shown(layers)}; it is a list of layer numbers, or 'all'.")
+        raise SpecError(
+            f"{where} is {shown(layers)}; it must be a list of layer numbers, or 'all'."
+        )
     found = list(layers)
     if len(found) > MAX_LAYERS:
         raise SpecError(f"{where} has {len(found):,} layers; at most {MAX_LAYERS:,}.")

@@ -55,7 +55,8 @@ MAX_FEATURES = 128
 MAX_LENSES = 4
 MAX_MOMENTS = 32
 MAX_STOPPING = 8
-#: Most features that edits name: a name of a few bytes stands for two rows of an SAE.
+#: The largest number of features that edits name: a name of a few bytes stands for two rows of an
+#: SAE.
 MAX_NAMED = 256
 MOST = {
     "reads": MAX_READS, "probes": MAX_PROBES, "edits": MAX_EDITS, "features": MAX_FEATURES,
@@ -181,7 +182,7 @@ class Spec:
         """
         if not isinstance(text, str):
             raise SpecError(
-                f"extra_args['scope'] is a {type(text).__name__}; it is a JSON string, "
+                f"extra_args['scope'] is a {type(text).__name__}; it must be a JSON string, "
                 "which vllm_scope.scope(...) makes."
             )
         if len(text) > MAX_SPEC_BYTES:
@@ -397,7 +398,7 @@ def _check_names(names: Sequence[str], sentence: str) -> None:
 def _parse_list(cls: type[Any], body: dict[str, object], name: str) -> list[Any]:
     items = body.get(name, [])
     if not isinstance(items, list):
-        raise SpecError(f"{name} is {shown(items)}; it is a list.")
+        raise SpecError(f"{name} is {shown(items)}; it must be a list.")
     _check_count(name, len(items))
     found = []
     for i, item in enumerate(items):
@@ -407,7 +408,7 @@ def _parse_list(cls: type[Any], body: dict[str, object], name: str) -> list[Any]
             continue
         kind = item.get("kind") if isinstance(item, dict) else None
         if not isinstance(kind, str) or kind not in EDITS:
-            raise SpecError(f"{where}.kind is {shown(kind)}; it is one of {', '.join(EDITS)}.")
+            raise SpecError(f"{where}.kind is {shown(kind)}; it must be one of {', '.join(EDITS)}.")
         fields = {key: value for key, value in item.items() if key != "kind"}
         found.append(action_from_json(EDITS[kind], fields, where))
     return found

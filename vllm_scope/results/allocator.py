@@ -237,7 +237,7 @@ def reuse_bytes(environ: Mapping[str, str] = os.environ, num_processes: int = 1)
     except ValueError:
         value = -1.0
     if not 0 <= value < 1e9:
-        raise ConfigError(f"{VARIABLE} is {shown(text)}; it is a number from 0 on.")
+        raise ConfigError(f"{VARIABLE} is {shown(text)}; it must be a number from 0 on.")
     return int(value * 2**20)
 
 

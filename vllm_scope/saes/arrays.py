@@ -109,7 +109,7 @@ def only(
             )
         if (name.startswith("W_") or name.endswith(".weight")) and tensors[name].ndim != 2:
             shape = list(tensors[name].shape)
-            raise SpecError(f"{path}: {shown(name)} has shape {shape}; it is a matrix.")
+            raise SpecError(f"{path}: {shown(name)} has shape {shape}; it must be a matrix.")
     if more := sorted(set(tensors) - set(needed) - set(optional)):
         raise SpecError(
             f"{path} has {shown(more[0])}, which an SAE of this format does not have: it has "

@@ -79,8 +79,8 @@ class CrossLayerTranscoder:
             shape = [self.encoders[i].d_sae, len(self.encoders) - i, d_out]
             if list(decoder.shape) != shape or not decoder.is_floating_point():
                 raise self._wrong(
-                    f"its W_dec_{i} is {decoder.dtype} {list(decoder.shape)}; it is of floats, "
-                    f"{shape}"
+                    f"its W_dec_{i} is {decoder.dtype} {list(decoder.shape)}; it must be of "
+                    f"floats, {shape}"
                 )
 
     @torch.no_grad()
@@ -116,7 +116,7 @@ class CrossLayerTranscoder:
         for i, some in enumerate(features):
             if some.shape[-1:] != (self.encoders[i].d_sae,):
                 raise self._wrong(
-                    f"features of layer {i} are {list(some.shape)}; they are "
+                    f"features of layer {i} are {list(some.shape)}; they must be "
                     f"[..., {self.encoders[i].d_sae}]"
                 )
             found = found + some.float() @ self._finite(i, self.decoders[i][:, layer - i])
@@ -234,7 +234,7 @@ def _decoder(folder: Path, layer: int) -> Tensor:
     if found is None or found.ndim != 3 or not found.shape[1]:
         shape = "no such tensor" if found is None else list(found.shape)
         raise SpecError(
-            f"{path}: {name} is {shape}; it is [d_sae, number of layers - {layer}, d_out]."
+            f"{path}: {name} is {shape}; it must be [d_sae, number of layers - {layer}, d_out]."
         )
     return found
 

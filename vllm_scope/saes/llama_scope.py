@@ -82,5 +82,5 @@ def _scale(config: _Config, d_model: int, path: Path) -> float:
             "'dataset-wise' with one norm for both sides, and 'inference', are read."
         )
     if not 0 < norm.into < math.inf:
-        raise SpecError(f"{path} has the norm {norm.into}; it is a finite number above 0.")
+        raise SpecError(f"{path} has the norm {norm.into}; it must be a finite number above 0.")
     return math.sqrt(d_model) / norm.into

@@ -104,7 +104,9 @@ def _load(path: Path, given: Given) -> Sae:
     if path.name.endswith(qwen_scope.SUFFIX):
         return qwen_scope.load(path, given)
     if not path.exists():
-        raise FileNotFoundError(f"{path} is not there; it is a folder with an SAE, or its file.")
+        raise FileNotFoundError(
+            f"{path} is not there; it must be a folder with an SAE, or its file."
+        )
     if path.is_file() and cross_layer.layer_in(path) is not None:
         encoder = cross_layer.load_encoder(path, given.name)
         return encoder if given.place is None else replace(encoder, place=given.place)

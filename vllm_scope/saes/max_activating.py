@@ -105,7 +105,9 @@ class MaxActivating:
             ("after", after, 0),
         ):  # fmt: skip
             if type(value) is not int or not least <= value < 1 << 31:
-                raise ConfigError(f"{name} is {shown(value)}; it is a whole number from {least}.")
+                raise ConfigError(
+                    f"{name} is {shown(value)}; it must be a whole number from {least}."
+                )
         self.num_features, self.k, self.before, self.after = num_features, k, before, after
         self.sae = sae
         self.num_documents = self.num_tokens = self.num_full = 0
@@ -199,7 +201,7 @@ class MaxActivating:
         if indices.ndim != 2 or values.shape != indices.shape or len(indices) != len(positions):
             raise ConfigError(
                 f"positions, indices and values have the shapes {[*positions.shape]}, "
-                f"{[*indices.shape]} and {[*values.shape]}; they are [n], [n, places] and "
+                f"{[*indices.shape]} and {[*values.shape]}; they must be [n], [n, places] and "
                 "[n, places]."
             )
         if len(positions) and not (

@@ -51,7 +51,7 @@ _NEEDS: Final[dict[str, set[str]]] = {
     "topk": {"k"},
     "gated": {"gate_bias", "gain"},
 }
-#: Most numbers of a matrix that are in memory as float32 at a time.
+#: The largest count of numbers of a matrix that are in memory as float32 at a time.
 _NUMBERS_AT_ONCE: Final = 1 << 24
 #: Smaller norms of decoder rows, such as the norm of a zero row, count as this one, as in SAELens.
 _LEAST_NORM: Final = 1e-8
@@ -158,12 +158,12 @@ class Sae:
         for name, size in sizes.items():
             object.__setattr__(self, name, self._vector(name, size))
         if self.k is not None and (type(self.k) is not int or not 1 <= self.k <= self.d_sae):
-            raise self._wrong(f"k is {shown(self.k)}; it is a number from 1 to {self.d_sae:,}")
+            raise self._wrong(f"k is {shown(self.k)}; it must be a number from 1 to {self.d_sae:,}")
         if self.architecture == "gated" and self.unit_decoder:
             raise self._wrong("a gated SAE has no pre-activations in units of its decoder")
         scale = self.input_scale
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < 1e30:
-            raise self._wrong(f"input_scale is {shown(scale)}; it is a finite number above 0")
+            raise self._wrong(f"input_scale is {shown(scale)}; it must be a finite number above 0")
 
     @property
     def d_sae(self) -> int:
@@ -349,7 +349,7 @@ class Sae:
     def _checked(self, x: Tensor, size: int, name: str) -> Tensor:
         if x.ndim < 1 or x.shape[-1] != size or not x.is_floating_point():
             raise self._wrong(
-                f"{name} is {x.dtype} {list(x.shape)}; it is of floats, [..., {size}]"
+                f"{name} is {x.dtype} {list(x.shape)}; it must be of floats, [..., {size}]"
             )
         return x.float()
 
@@ -358,8 +358,8 @@ class Sae:
             matrix: Tensor = getattr(self, name)
             if matrix.ndim != 2 or not matrix.numel() or not matrix.is_floating_point():
                 raise self._wrong(
-                    f"its {name} is {matrix.dtype} {list(matrix.shape)}; it is a matrix of floats, "
-                    f"{'[d_out, d_model]' if name == 'skip' else '[d_sae, d_model]'}"
+                    f"its {name} is {matrix.dtype} {list(matrix.shape)}; it must be a matrix of "
+                    f"floats, {'[d_out, d_model]' if name == 'skip' else '[d_sae, d_model]'}"
                 )
         if self.output is not None:
             self._check_transcoder()
@@ -383,14 +383,14 @@ class Sae:
         shape = [self.decoder.shape[1], self.d_model]
         if self.skip is not None and list(self.skip.shape) != shape:
             raise self._wrong(
-                f"its skip is {list(self.skip.shape)}; it is [d_out, d_model], {shape}"
+                f"its skip is {list(self.skip.shape)}; it must be [d_out, d_model], {shape}"
             )
 
     def _vector(self, name: str, size: int) -> Tensor:
         vector: Tensor = getattr(self, name)
         if list(vector.shape) != [size] or not vector.is_floating_point():
             raise self._wrong(
-                f"its {name} is {vector.dtype} {list(vector.shape)}; it is of floats, [{size}]"
+                f"its {name} is {vector.dtype} {list(vector.shape)}; it must be of floats, [{size}]"
             )
         # A copy, because the file may be closed later.
         vector = vector.to(torch.float32, copy=True)

@@ -33,9 +33,10 @@ from vllm_scope.sweeps.table import SweepTable
 from vllm_scope.sweeps.wire import AskedSweep
 
 T = TypeVar("T")
-#: Most numbers in the lists of a body. Vectors of 8,192 numbers for 80 layers have fewer.
+#: The largest count of numbers in the lists of a body. Vectors of 8,192 numbers for 80 layers have
+#: fewer.
 MOST_NUMBERS = 1 << 20
-#: Most characters in the message of a refusal.
+#: The largest number of characters in the message of a refusal.
 MOST_MESSAGE = 2000
 _STATUS = {
     400: "SpecError", 401: "Unauthorized", 403: "Forbidden", 404: "NotFound",

@@ -28,8 +28,8 @@ from vllm_scope.server.faces import CompletionOutput, Reply
 from vllm_scope.server.options import ScopeOptions
 from vllm_scope.server.store import Kept, Store
 
-#: Most bytes of rows and scores inside one answer, for all its choices together. As base64 and
-#: JSON they take a multiple of this in memory.
+#: The largest number of bytes of rows and scores inside one answer, for all its choices together.
+#: As base64 and JSON they take a multiple of this in memory.
 MAX_INLINE_BYTES = 32 << 20
 
 

@@ -54,8 +54,8 @@ def checked(body: bytes) -> str:
     edits = given.get("edits")
     if not isinstance(edits, list) or not all(isinstance(edit, dict) for edit in edits):
         raise SpecError(
-            f"the body is {errors.shown(found)}; it is an object with the field 'edits', a list of "
-            "edits as in a spec."
+            f"the body is {errors.shown(found)}; it must be an object with the field 'edits', a "
+            "list of edits as in a spec."
         )
     for name in given:
         if name != "edits":
@@ -72,8 +72,8 @@ def monitors(body: bytes) -> object:
     _, found = decoded(body)
     if not isinstance(found, dict) or set(found) != {"monitors"}:
         raise SpecError(
-            f"the body is {errors.shown(found)}; it is an object with the field 'monitors', name "
-            "to monitor."
+            f"the body is {errors.shown(found)}; it must be an object with the field 'monitors', "
+            "name to monitor."
         )
     return found["monitors"]
 

@@ -23,7 +23,8 @@ from vllm_scope.server.body import Body, JsonBody
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Most bytes sent at once. The timeout holds for each such piece, not for a whole answer.
+#: The largest number of bytes sent at once. The timeout holds for each such piece, not for a whole
+#: answer.
 _PIECE_BYTES = 1 << 18
 
 

@@ -59,7 +59,7 @@ class ScopeOptions:
                 )
             if own[name] not in _ALLOWED[name]:
                 raise SpecError(
-                    f"vllm_xargs[{name!r}] is {shown(own[name])}; it is one of "
+                    f"vllm_xargs[{name!r}] is {shown(own[name])}; it must be one of "
                     f"{', '.join(_ALLOWED[name])}."
                 )
         if "scope" not in own:

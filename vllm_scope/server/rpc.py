@@ -16,9 +16,9 @@ from starlette.types import Message, Receive
 
 PATH = "/collective_rpc"
 INFO = "/server_info"
-#: Most bytes of a body, which is kept whole until its method is known.
+#: A longer body is refused. A body is kept whole until its method is known.
 MAX_BYTES = 64 << 20
-#: Most lists and objects, with their items, in a body that is parsed.
+#: The largest number of lists and objects, with their items, in a body that is parsed.
 MOST_ITEMS = 1 << 16
 REFUSAL = (
     "the body names a method of vllm-scope, or may do so and is too long to tell, which needs the "

@@ -21,7 +21,8 @@ from vllm_scope.vectors.containers import MAX_BYTES
 
 #: The header that has the operator's key.
 ADMIN_KEY = "X-Scope-Admin-Key"
-#: Most bytes of a body below /v1/scope: a module, and the header that safetensors adds.
+#: The largest number of bytes of a body below /v1/scope: a module, and the header that safetensors
+#: adds.
 MAX_OPERATOR_BYTES = MAX_BYTES + (1 << 20)
 
 
@@ -98,7 +99,7 @@ class ServerSettings:
 def _share(environ: Mapping[str, str], name: str, default: float) -> float:
     value = _number(environ, name, default)
     if value > 1:
-        raise ConfigError(f"{name} is {value:g}; it is a number above 0 and at most 1.")
+        raise ConfigError(f"{name} is {value:g}; it must be a number above 0 and at most 1.")
     return value
 
 
@@ -109,5 +110,5 @@ def _number(environ: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < 1e9:
-        raise ConfigError(f"{name} is {shown(text)}; it is a number above 0.")
+        raise ConfigError(f"{name} is {shown(text)}; it must be a number above 0.")
     return value

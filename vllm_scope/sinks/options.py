@@ -142,7 +142,7 @@ def parse_sinks(body: object, where: str, reads: bool) -> dict[str, SinkConfig]:
             what is allowed.
     """
     if not isinstance(body, Mapping):
-        raise ConfigError(f"{where} is {shown(body)}; it is an object, one field per sink.")
+        raise ConfigError(f"{where} is {shown(body)}; it must be an object, one field per sink.")
     return {name: _parse_one(name, one, f"{where}.{name}", reads) for name, one in body.items()}
 
 
@@ -181,7 +181,7 @@ def _parse_one(name: object, body: object, where: str, reads: bool) -> SinkConfi
             f"{MAX_NAME} characters, and memory is always there."
         )
     if not isinstance(body, Mapping):
-        raise ConfigError(f"{where} is {shown(body)}; it is an object of options.")
+        raise ConfigError(f"{where} is {shown(body)}; it must be an object of options.")
     if reads and name == MAX_ACTIVATING:
         raise ConfigError(
             f"{where}: this sink takes features, and a global sink gets reads; name it in sinks, "
@@ -203,7 +203,9 @@ def _parse_one(name: object, body: object, where: str, reads: bool) -> SinkConfi
 
 def _parse_reads(body: object, where: str) -> str:
     if not isinstance(body, list) or not body:
-        raise ConfigError(f"{where}.reads is {shown(body)}; it is a list of at least one read.")
+        raise ConfigError(
+            f"{where}.reads is {shown(body)}; it must be a list of at least one read."
+        )
     for i, read in enumerate(body):
         if isinstance(read, Mapping) and set(read) & {"to", "name"}:
             raise ConfigError(f"{where}.reads[{i}] has 'to' or 'name'; a global sink's has not.")

@@ -88,7 +88,9 @@ def checked(report: object) -> Report:
     if report.status not in (None, *STATUSES):
         raise TypeError(f"its report has the status {shown(report.status)}")
     if not isinstance(report.published, Future | None):
-        raise TypeError(f"its report has {shown(report.published)} as published; it is a Future")
+        raise TypeError(
+            f"its report has {shown(report.published)} as published; it must be a Future"
+        )
     manifest = Manifest(
         "ok", report.reason, 0, 0, 0, report.files, report.streams, [dict(report.details)]
     )

@@ -28,7 +28,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 #: Tokens that a metric may name: vLLM's MAX_LOGPROB_TOKEN_IDS.
 MOST_TOKENS = 128
-#: The most texts of several tokens that a warning names.
+#: The largest number of texts of several tokens that a warning names.
 _MOST_TOLD = 3
 #: Log-probabilities of the next token, float64: of a metric's tokens in their order, or of all
 #: tokens by their ids.
@@ -235,5 +235,5 @@ def _token_ids(value: object, encode: Encode, where: str) -> tuple[int, ...]:
             raise SpecError(f"{where} is {shown(value)}, which has no token; give another text.")
         return tuple(ids)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise SpecError(f"{where} is {shown(value)}; it is a token's id or a text.")
+        raise SpecError(f"{where} is {shown(value)}; it must be a token's id or a text.")
     return (value,)

@@ -43,8 +43,9 @@ from vllm_scope.request.spec import MAX_EDITS, MAX_SPEC_BYTES
 from vllm_scope.sweeps.source import Floats, ReadRows, of_head
 
 LOGITS: Final = "logits"
-#: The most numbers in the rows of one request of a cell. A number takes 16/3 characters in base64;
-#: six are reserved, so that the positions of the rows and the names of the sites also have room.
+#: The largest count of numbers in the rows of one request of a cell. A number takes 16/3
+#: characters in base64; six are reserved, so that the positions of the rows and the names of the
+#: sites also have room.
 MAX_NUMBERS: Final = MAX_SPEC_BYTES // 6
 #: (site, layer, head) of each receiver; the head is None for the whole row.
 Receivers = tuple[tuple[str, int, int | None], ...]
@@ -68,8 +69,8 @@ def parse_receivers(value: Any) -> Receivers | None:
         return None
     if not isinstance(value, list | tuple) or not value:
         raise SpecError(
-            f"Sweep.receivers is {shown(value)}; it is 'logits', or a list of (site, layer) and "
-            "(site, layer, head)."
+            f"Sweep.receivers is {shown(value)}; it must be 'logits', or a list of (site, layer) "
+            "and (site, layer, head)."
         )
     found = (_receiver(one, f"Sweep.receivers[{i}]") for i, one in enumerate(value))
     return tuple(dict.fromkeys(found))
@@ -78,7 +79,9 @@ def parse_receivers(value: Any) -> Receivers | None:
 def _receiver(value: Any, where: str) -> tuple[str, int, int | None]:
     numbers = as_numbers(list(value[1:])) if isinstance(value, list | tuple) else []
     if len(numbers) not in (1, 2) or any(type(n) is not int or n < 0 for n in numbers):
-        raise SpecError(f"{where} is {shown(value)}; it is (site, layer) or (site, layer, head).")
+        raise SpecError(
+            f"{where} is {shown(value)}; it must be (site, layer) or (site, layer, head)."
+        )
     site = canonical_site(value[0], f"{where}[0]")
     allowed = [name for name in EDIT_SITES if name not in MODEL_SITES]
     if site not in allowed:

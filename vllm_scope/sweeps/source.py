@@ -36,7 +36,7 @@ def given_rows(value: Any, shape: tuple[int, int, int], row_shape: tuple[int, ..
         rows = np.asarray(value, np.float32)
     except (TypeError, ValueError):
         raise SpecError(
-            f"Sweep.source is {shown(value)}; it is a prompt, a list of prompts, or rows."
+            f"Sweep.source is {shown(value)}; it must be a prompt, a list of prompts, or rows."
         ) from None
     width = int(np.prod(row_shape))
     if len(row_shape) == 2 and rows.shape[-2:] == row_shape:

@@ -76,11 +76,13 @@ class Sweep:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise SpecError(f"Sweep.mode is {shown(self.mode)}; it is one of {', '.join(MODES)}.")
+            raise SpecError(
+                f"Sweep.mode is {shown(self.mode)}; it must be one of {', '.join(MODES)}."
+            )
         if not isinstance(self.metric, Metric):
             raise SpecError(
-                f"Sweep.metric is {shown(self.metric)}; it is a LogitDifference, a Logprob, a KL "
-                "or another vllm_scope.Metric."
+                f"Sweep.metric is {shown(self.metric)}; it must be a LogitDifference, a Logprob, "
+                "a KL or another vllm_scope.Metric."
             )
         object.__setattr__(self, "site", canonical_site(self.site, "Sweep.site"))
         if self.site not in EDIT_SITES:
@@ -189,7 +191,7 @@ class Sweep:
 def _whole_numbers(value: Any, where: str, allowed: str) -> list[int]:
     found = list(value) if isinstance(value, list | tuple) else [value]
     if not found or any(isinstance(one, bool) or not isinstance(one, int) for one in found):
-        raise SpecError(f"{where} is {shown(value)}; it is {allowed}.")
+        raise SpecError(f"{where} is {shown(value)}; it must be {allowed}.")
     if len(set(found)) < len(found):
         raise SpecError(f"{where} names {shown(value)}; name each once.")
     return found

@@ -28,7 +28,8 @@ Json = dict[str, Any]
 METRICS: Final[dict[str, type[Any]]] = {
     "logit_difference": LogitDifference, "logprob": Logprob, "kl": KL,
 }  # fmt: skip
-#: The most dimensions of given rows: prompts, layers, positions, heads, and the numbers of a head.
+#: The largest number of dimensions of given rows: prompts, layers, positions, heads, and the
+#: numbers of a head.
 MOST_DIMENSIONS: Final = 5
 #: Fields of a Sweep that have the same form in JSON.
 _PLAIN: Final = ("site", "layers", "positions", "heads", "mode", "scale", "together", "receivers")
@@ -55,7 +56,7 @@ class AskedSweep:
         stream = given.get("stream", False)
         for name in ("stream", "together"):
             if not isinstance(given.get(name, False), bool):
-                raise SpecError(f"{name} is {shown(given[name])}; it is true or false.")
+                raise SpecError(f"{name} is {shown(given[name])}; it must be true or false.")
         plain = {name: given[name] for name in _PLAIN if name in given}
         sweep = Sweep(_source(given["source"]), metric=_metric(given["metric"]), **plain)
         return AskedSweep(_prompts(given["prompts"], "prompts"), sweep, stream)
@@ -73,7 +74,7 @@ class AskedSweep:
 
 def _object(body: object, where: str, known: Sequence[str], needed: Sequence[str]) -> Json:
     if not isinstance(body, dict):
-        raise SpecError(f"{where} is {shown(body)}; it is an object with {', '.join(needed)}.")
+        raise SpecError(f"{where} is {shown(body)}; it must be an object with {', '.join(needed)}.")
     for name in body:
         if name not in known:
             raise SpecError(f"{where} has {shown(name)}; it may have {', '.join(known)}.")
@@ -89,11 +90,14 @@ def _prompts(value: object, where: str) -> list[object]:
         value = [value]
     if not isinstance(value, list) or not value:
         raise SpecError(
-            f"{where} is {shown(value)}; it is a text, a list of token ids, or a list of these."
+            f"{where} is {shown(value)}; it must be a text, a list of token ids, or a list of "
+            "these."
         )
     for i, one in enumerate(value):
         if not isinstance(one, str) and not (isinstance(one, list) and _is_ids(one)):
-            raise SpecError(f"{where}[{i}] is {shown(one)}; it is a text or a list of token ids.")
+            raise SpecError(
+                f"{where}[{i}] is {shown(one)}; it must be a text or a list of token ids."
+            )
     return [one if isinstance(one, str) else {"prompt_token_ids": one} for one in value]
 
 
@@ -105,7 +109,7 @@ def _source(value: object) -> Any:
     kinds = ("prompts", "rows", "module")
     if not isinstance(value, dict) or len(value) != 1 or not value.keys() <= set(kinds):
         raise SpecError(
-            f"source is {shown(value)}; it is an object with one of {', '.join(kinds)}."
+            f"source is {shown(value)}; it must be an object with one of {', '.join(kinds)}."
         )
     if "prompts" in value:
         return _prompts(value["prompts"], "source.prompts")
@@ -119,7 +123,8 @@ def _metric(value: object) -> Metric:
     made = METRICS.get(kind) if isinstance(kind, str) else None
     if made is None:
         raise SpecError(
-            f"metric is {shown(value)}; it is an object whose kind is one of {', '.join(METRICS)}."
+            f"metric is {shown(value)}; it must be an object whose kind is one of "
+            f"{', '.join(METRICS)}."
         )
     names = [field.name for field in fields(made)]
     given = _object(value, "metric", ["kind", *names], names)
@@ -138,7 +143,7 @@ def _told_one(prompt: object) -> object:
         return as_numbers(prompt)
     if "prompt_token_ids" not in prompt:
         raise SpecError(
-            f"a prompt is {shown(prompt)}; it is a text or {{'prompt_token_ids': ...}}."
+            f"a prompt is {shown(prompt)}; it must be a text or {{'prompt_token_ids': ...}}."
         )
     return as_numbers(prompt["prompt_token_ids"])
 

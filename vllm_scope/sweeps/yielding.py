@@ -19,7 +19,7 @@ from typing import Final
 SWEPT: Final = "sweep-"
 #: While there are other requests, cells are in the engine for `TIME * share` of the time.
 TIME: Final = 0.2
-#: The most tokens of the cells that are sent at once.
+#: The largest number of tokens of the cells that are sent at once.
 TOKENS: Final = 256
 #: Other requests count as present for this long after the last one was seen, because a client that
 #: sends one request after another has none in the engine between two of them.

@@ -186,7 +186,7 @@ def _place_of(name: str, site: str, base: int) -> tuple[SiteLayer, str | None]:
     match = _NAME.fullmatch(name)
     if match is None:
         raise SpecError(
-            f"{shown(name)} is no name of a vector; they are 'direction.<layer>' or "
+            f"{shown(name)} is no name of a vector; they must be 'direction.<layer>' or "
             "'<site>.<layer>', such as 'resid_post.5'."
         )
     number = int(match["number"])
@@ -211,10 +211,12 @@ def _provenance_of_metadata(metadata: Mapping[str, str]) -> Provenance:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise SpecError(f"metadata scale is {shown(scale)}; it is a finite number.")
+        raise SpecError(f"metadata scale is {shown(scale)}; it must be a finite number.")
     normalised = metadata.get("normalised")
     if normalised not in ("True", "False", None):
-        raise SpecError(f"metadata normalised is {shown(normalised)}; it is 'True' or 'False'.")
+        raise SpecError(
+            f"metadata normalised is {shown(normalised)}; it must be 'True' or 'False'."
+        )
     texts = ("model", "revision", "method", "dataset", "created_by")
     return Provenance(
         **{name: metadata.get(name) for name in texts},

@@ -133,7 +133,7 @@ def mapping(body: object, where: str) -> dict[object, object]:
     if body is None:
         return {}
     if not isinstance(body, Mapping):
-        raise SpecError(f"{where} is {shown(body)}; it is an object.")
+        raise SpecError(f"{where} is {shown(body)}; it must be an object.")
     return dict(body)
 
 
@@ -156,7 +156,7 @@ def layer_of(layer: object, where: str) -> int:
 
 def number_of(value: object, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise SpecError(f"{where} is {shown(value)}; it is a number.")
+        raise SpecError(f"{where} is {shown(value)}; it must be a number.")
     try:
         return float(value)
     except OverflowError:
@@ -180,7 +180,7 @@ def packed_rows(
         raise SpecError(f"{where} has {shown(unknown[0])}; its fields are {allowed}.")
     rows = Array.parse({key: body.get(key) for key in ("dtype", "shape", "data")}, where).numpy
     if rows.ndim != 2:
-        raise SpecError(f"{where}.shape is {list(rows.shape)}; it is [rows, hidden_size].")
+        raise SpecError(f"{where}.shape is {list(rows.shape)}; it must be [rows, hidden_size].")
     layers = per_row(body.get("layer_indices"), len(rows), f"{where}.layer_indices")
     numbers = [layer_of(layer, f"{where}.layer_indices") for layer in layers]
     return list(zip(numbers, rows, strict=True))
@@ -188,7 +188,7 @@ def packed_rows(
 
 def per_row(values: object, num_rows: int, where: str) -> list[object]:
     if not isinstance(values, list | tuple) or len(values) != num_rows:
-        raise SpecError(f"{where} is {shown(values)}; it is a list with one for each row.")
+        raise SpecError(f"{where} is {shown(values)}; it must be a list with one for each row.")
     return list(values)
 
 
@@ -216,7 +216,7 @@ def one_vector(value: object, where: str) -> Vector:
     """A vector from its JSON, [hidden_size], float32."""
     found = Array.parse(value, where)
     if len(found.shape) != 1:
-        raise SpecError(f"{where} has shape {found.shape}; it is one vector, [hidden_size].")
+        raise SpecError(f"{where} has shape {found.shape}; it must be one vector, [hidden_size].")
     return found.numpy
 
 

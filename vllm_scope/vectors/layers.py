@@ -50,5 +50,5 @@ def of_layers(
         return ProbeWeights(Mlp(layers, hidden), activation=activation)
     ((weight, bias),) = layers
     if bias.shape != (1,):
-        raise SpecError(f"the bias has shape {bias.shape} beside one score; it is one number.")
+        raise SpecError(f"the bias has shape {bias.shape} beside one score; it must be one number.")
     return ProbeWeights(as_vector(weight[0], "weight"), finite(bias[0], "bias"), activation)

@@ -115,7 +115,7 @@ def checked_template(template: object) -> str | None:
         return None if template is None else str(template)
     if not isinstance(template, str) or not _DIGEST.fullmatch(template):
         raise SpecError(
-            f"template is {shown(template)}; it is 'none', 'chat' or the 'sha256:...' that "
+            f"template is {shown(template)}; it must be 'none', 'chat' or the 'sha256:...' that "
             "analysis.probes.template_digest makes of a chat template."
         )
     return template
@@ -145,7 +145,9 @@ def read_weights(path: Path) -> tuple[NDArray[np.float32], float]:
         )
     weight = as_vector(arrays["weight"], "weight")
     if arrays["bias"].size != 1:
-        raise SpecError(f"{path}: bias has shape {list(arrays['bias'].shape)}; it is one number.")
+        raise SpecError(
+            f"{path}: bias has shape {list(arrays['bias'].shape)}; it must be one number."
+        )
     bias = float(arrays["bias"].reshape(()))
     if "mean" in arrays:
         try:
@@ -194,7 +196,7 @@ def read_place(path: Path) -> ProbeFields:
 def finite(value: object, name: str) -> float:
     """The value as a float. Raises SpecError unless it is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise SpecError(f"{name} is {shown(value)}; it is a number.")
+        raise SpecError(f"{name} is {shown(value)}; it must be a number.")
     try:
         found = float(value)
     except OverflowError:  # a whole number that is too large for a float

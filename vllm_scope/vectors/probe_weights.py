@@ -65,9 +65,9 @@ def from_state_dict(
         SpecError: a tensor is missing, has a wrong shape, or is not used by `kind`.
     """
     if kind not in KINDS:
-        raise SpecError(f"kind is {shown(kind)}; it is one of {', '.join(KINDS)}.")
+        raise SpecError(f"kind is {shown(kind)}; it must be one of {', '.join(KINDS)}.")
     if not isinstance(state, Mapping):
-        raise SpecError(f"state is {shown(state)}; it is a module's state_dict().")
+        raise SpecError(f"state is {shown(state)}; it must be a module's state_dict().")
     found = list(_names_of(state, kind) if names is None else names)
     allowed = {"linear": (1,), "mlp": (2, 3), "attention": (2,)}[kind]
     if len(found) not in allowed:
@@ -177,8 +177,8 @@ def _pool(layers: Layers, bias: Floats) -> ProbeWeights:
     (query, _), (value, of_value) = layers
     if bias.size != 1 or of_value.shape != np.atleast_2d(value).shape[:1]:
         raise SpecError(
-            f"the bias has shape {bias.shape} and that of the value {of_value.shape}; they are one "
-            "number, and one for each head."
+            f"the bias has shape {bias.shape} and that of the value {of_value.shape}; they must "
+            "be one number, and one for each head."
         )
     return ProbeWeights(AttentionPool(query, value), finite(of_value.sum() + bias.sum(), "bias"))
 

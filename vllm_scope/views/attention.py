@@ -21,7 +21,7 @@ from vllm_scope.views.parts import Part, cell, choice, colour, grid, legend
 if TYPE_CHECKING:
     from vllm_scope.results.result import ScopeResult
 
-#: The most cells of a view, so that its page has at most about 10 MB.
+#: The largest number of cells of a view, so that its page has at most about 10 MB.
 MOST_CELLS = 262_144
 
 
@@ -110,11 +110,11 @@ def _weights(found: Any) -> NDArray[np.float32]:
         weights = np.asarray(found, np.float32)
     except (TypeError, ValueError, RuntimeError):  # ragged lists, other objects, a GPU's tensor
         raise SpecError(
-            f"found is {shown(found)}; it is a result with q and k, or weights on the CPU."
+            f"found is {shown(found)}; it must be a result with q and k, or weights on the CPU."
         ) from None
     if weights.ndim != 3 or 0 in weights.shape or weights.shape[1] > weights.shape[2]:
         raise SpecError(
-            f"weights have the shape {list(weights.shape)}; it is [heads, queries, keys], with no "
-            "more queries than keys."
+            f"weights have the shape {list(weights.shape)}; it must be [heads, queries, keys], "
+            "with no more queries than keys."
         )
     return weights

@@ -16,7 +16,7 @@ from vllm_scope.errors import SpecError, shown
 def expect(is_so: bool, name: str, value: object, allowed: str) -> None:
     """Raise SpecError unless `is_so`. The message has the value and what is allowed."""
     if not is_so:
-        raise SpecError(f"{name} is {shown(value)}; it is {allowed}.")
+        raise SpecError(f"{name} is {shown(value)}; it must be {allowed}.")
 
 
 def words_of(value: str, name: str) -> str:
@@ -32,7 +32,7 @@ def whole_of(value: SupportsIndex, name: str) -> int:
     except TypeError:
         found = None
     if found is None:
-        raise SpecError(f"{name} is {shown(value)}; it is a whole number.")
+        raise SpecError(f"{name} is {shown(value)}; it must be a whole number.")
     return found
 
 
@@ -93,7 +93,7 @@ def numbers_of(
         SpecError: `value` is not a list of whole numbers, or a number is not allowed.
     """
     given = _items(value)
-    wrong = f"{name} is {shown(value)}; it is a list of whole numbers."
+    wrong = f"{name} is {shown(value)}; it must be a list of whole numbers."
     try:
         found = [index(one) for one in given or ()]
     except TypeError:

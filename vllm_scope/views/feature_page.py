@@ -23,8 +23,8 @@ from vllm_scope.views.document import View
 from vllm_scope.views.parts import Part, bar, bars, legend, section, text
 from vllm_scope.views.strip import TokenStrip
 
-#: The most features without a label that are shown if the caller names no features; and the number
-#: of tokens that are shown for each feature.
+#: The largest number of features without a label that are shown if the caller names no features;
+#: and the number of tokens that are shown for each feature.
 MOST_FEATURES, MOST_TOKENS = 100, 8
 _LEGEND = legend(
     "0", "the feature's largest value", "the middle of the colours is 0",

@@ -16,7 +16,7 @@ from vllm_scope.views.checks import expect, words_of
 from vllm_scope.views.document import Picture
 from vllm_scope.views.parts import Part, bar, bars, cell, grid, heading, section, text
 
-#: The most monitors that are open at first.
+#: The largest number of monitors that are open at first.
 _MOST_OPEN = 4
 #: Seconds of a bar, and number of bars, in the histogram of the last ten minutes' requests.
 _BAR_S, _NUM_BARS = 2 * SLICE_S, 60

@@ -19,7 +19,7 @@ from vllm_scope.views.strip import token_strip
 if TYPE_CHECKING:
     from vllm_scope.results.result import ScopeResult
 
-#: The most probes that have a strip, and the most tokens of each strip.
+#: The largest number of probes that have a strip, and the largest number of tokens of each strip.
 MOST_STRIPS, MOST_TOKENS = 4, 512
 
 

@@ -25,9 +25,9 @@ from vllm_scope.batch.sums import Packed, bytes_of, num_waiting, upper_blocks
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Bytes of the float64 copies of rows that are made at once.
+#: At most this many bytes of float64 copies of rows are made at once.
 COPY_BYTES = 32 << 20
-#: The most 16-bit rows on a GPU whose products are added in float32.
+#: The largest number of 16-bit rows on a GPU whose products are added in float32.
 MOST_AT_ONCE = 8192
 
 

@@ -54,7 +54,8 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 T = TypeVar("T")
 
-#: Bytes of rows that may wait while no caller follows its request.
+#: If more bytes of rows than this wait, the drain thread looks soon, even if no caller follows its
+#: request.
 MOST_UNSEEN_BYTES = 8 << 20
 #: How long a question about sums, or a change of the weights, waits for the rows before it.
 ANSWER_S = 300.0

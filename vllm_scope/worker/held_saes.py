@@ -28,7 +28,7 @@ from vllm_scope.saes.sae import Sae
 #: Bytes of the products that are computed at once: 1,024 rows for an SAE of 65,536 features. 768
 #: rows took 1.5 ms in parts of 512 rows, and 0.95 ms at once (H100).
 MOST_BYTES = 256 << 20
-#: Bytes of unpacked weights at a time, if weights are held in float8.
+#: If weights are held in float8, at most this many bytes of them are unpacked at a time.
 UNPACKED_BYTES = 32 << 20
 FP8 = torch.float8_e4m3fn
 #: Number of features in a group. The k strongest features are in the k groups with the largest

@@ -23,7 +23,7 @@ from vllm_scope.request.heads import LensKey
 from vllm_scope.request.sites import Place
 from vllm_scope.worker.held_saes import affine, kept_dtype, packed_pairs, strongest
 
-#: Bytes of float32 logits that are computed at once.
+#: At most this many bytes of float32 logits are computed at once.
 MOST_BYTES = 64 << 20
 
 

@@ -42,7 +42,8 @@ from vllm_scope.worker.slot_views import WORDS, Grid, gathered
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Bytes of raw rows on which one head works at once; encoding takes about ten times as much memory.
+#: One head works on at most this many bytes of raw rows at once. Encoding takes about ten times as
+#: much memory.
 CHUNK_BYTES = 16 << 20
 #: Distinct projections of rp8 that running requests may need together.
 MOST_PROJECTIONS = 8

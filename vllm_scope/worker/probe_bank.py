@@ -34,7 +34,8 @@ IDLE_BYTES = 64 << 20
 MOST_STACKED = 1 << 20
 #: Bytes of weights in stacks that are kept for the next step.
 MOST_STACK_BYTES = 64 << 20
-#: Bytes of the outputs of all first layers that are computed at once.
+#: The outputs of all first layers have at most this many bytes in one product. If there are more,
+#: there are several products.
 MOST_BYTES = 64 << 20
 _HIDDEN = {
     "relu": torch.relu,

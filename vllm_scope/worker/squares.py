@@ -20,7 +20,8 @@ from torch import Tensor
 
 from vllm_scope.program.layout import SLOT_BYTES
 
-#: The most rows whose products a matrix unit adds, before their sum is added in float32.
+#: A matrix unit adds the products of at most this many rows. The unit's sums are then added in
+#: float32.
 CHAIN = 512
 #: One Triton program makes TILE x TILE sums, and takes DEPTH rows at once.
 TILE, DEPTH = 128, 64

@@ -157,11 +157,28 @@ def test_no_query_has_an_empty_pattern():
             2,
             {"kernel": PLAIN, "heads": [0.9]},
             SpecError,
-            r"heads is \[0.9\]; it is a list of whole",
+            r"heads is \[0.9\]; it must be a list of whole",
         ),
-        (2, {"kernel": PLAIN, "heads": [True]}, SpecError, r"heads is \[True\]; it is a list of"),
-        (2, {"kernel": PLAIN, "heads": ["a"]}, SpecError, r"heads is \['a'\]; it is a list of"),
-        (2, {"kernel": PLAIN, "heads": 1}, SpecError, "heads is 1; it is a list of whole numbers"),
+        (
+            2,
+            {"kernel": PLAIN, "heads": [True]},
+            SpecError,
+            r"heads is \[True\]; it must be a list "
+            r"of",
+        ),
+        (
+            2,
+            {"kernel": PLAIN, "heads": ["a"]},
+            SpecError,
+            r"heads is \['a'\]; it must be a list "
+            r"of",
+        ),
+        (
+            2,
+            {"kernel": PLAIN, "heads": 1},
+            SpecError,
+            "heads is 1; it must be a list of whole numbers",
+        ),
         (2, {}, SpecError, r"over HTTP it is client.info\(\)\['attention'\]"),
         (2, {"kernel": PLAIN | {"exact": False}}, ScopeError, "layer 2 does more than scale, cap"),
     ],

@@ -196,16 +196,16 @@ def test_what_is_no_list_of_results_is_refused_in_one_sentence():
         ([_Output(result)], None, rf"results\[0\] is .*_Output.*, which has no rows; .*{advice}"),
         ([result, None], None, rf"results\[1\] is None, which has no rows; .*{advice}"),
         (result, None, r"results is one result; give a list of them"),
-        (_Output(result), None, r"results is .*_Output.*; it is a list of results, such as"),
-        ([result], "resid_post", r"streams\[0\] is 'resid_post'; it is \(site, layer\)"),
-        ([result], STREAM, r"streams is \('resid_post', 5\); it is a list of streams: \[\("),
+        (_Output(result), None, r"results is .*_Output.*; it must be a list of results, such as"),
+        ([result], "resid_post", r"streams\[0\] is 'resid_post'; it must be \(site, layer\)"),
+        ([result], STREAM, r"streams is \('resid_post', 5\); it must be a list of streams: \[\("),
     ):
         with pytest.raises(SpecError, match=words):
             pooled_rows(results, streams)
         if streams is None:
             with pytest.raises(SpecError, match=words):
                 token_rows(results, [True], STREAM)
-    with pytest.raises(SpecError, match=r"stream is 'resid_post'; it is \(site, layer\)"):
+    with pytest.raises(SpecError, match=r"stream is 'resid_post'; it must be \(site, layer\)"):
         token_rows([result], [True], "resid_post")
 
 
@@ -222,6 +222,6 @@ def test_contrasts_take_numpy_rows_by_stream(method):
     as_numpy = [{STREAM: side[STREAM].numpy()} for side in (up, down)]
     assert method(*as_numpy) == method(up, down)
     with pytest.raises(
-        SpecError, match=r"positives is tensor.*; it is a dict from \(site, layer\)"
+        SpecError, match=r"positives is tensor.*; it must be a dict from \(site, layer\)"
     ):
         method(up[STREAM], down[STREAM])

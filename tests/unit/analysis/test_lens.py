@@ -89,9 +89,9 @@ def test_a_cap_comes_before_the_scale():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"soft_cap": 0.0}, "soft_cap is 0.0; it is a number above 0"),
+        ({"soft_cap": 0.0}, "soft_cap is 0.0; it must be a number above 0"),
         ({"soft_cap": math.inf}, "soft_cap is inf"),
-        ({"logit_scale": 0.0}, "logit_scale is 0.0; it is a number above 0"),
+        ({"logit_scale": 0.0}, "logit_scale is 0.0; it must be a number above 0"),
         ({"logit_scale": math.nan}, "logit_scale is nan"),
         ({"unembedding_bias": torch.ones(3)}, r"unembedding_bias has shape \[3\]"),
     ],
@@ -105,9 +105,15 @@ def test_wrong_caps_scales_and_shapes_are_refused(options, message):
     ("config", "message"),
     [
         ({"hidden_size": 2}, "names no rms_norm_eps, layer_norm_eps or layer_norm_epsilon"),
-        ({"rms_norm_eps": "much"}, "rms_norm_eps is 'much'; it is a number"),
-        ({"rms_norm_eps": 1e-6, "logits_scaling": 0}, "logits_scaling is 0; it is a number above"),
-        ({"rms_norm_eps": 1e-6, "logit_scale": True}, "logit_scale is True; it is a number above"),
+        ({"rms_norm_eps": "much"}, "rms_norm_eps is 'much'; it must be a number"),
+        (
+            {"rms_norm_eps": 1e-6, "logits_scaling": 0},
+            "logits_scaling is 0; it must be a number above",
+        ),
+        (
+            {"rms_norm_eps": 1e-6, "logit_scale": True},
+            "logit_scale is True; it must be a number above",
+        ),
         ([], "is no configuration"),
     ],
 )

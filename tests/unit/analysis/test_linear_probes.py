@@ -217,19 +217,21 @@ def test_rows_may_be_numpy_arrays(dtype):
     ("change", "message"),
     [
         pytest.param(
-            {"stream": "resid_post"}, r"stream is 'resid_post'; it is \(site, layer\)",
+            {"stream": "resid_post"}, r"stream is 'resid_post'; it must be \(site, layer\)",
             id="site-alone",
         ),
         pytest.param({"stream": ("nowhere", 5)}, "has site 'nowhere'", id="no-site"),
         pytest.param(
-            {"rows": {STREAM: torch.ones(2, 3)}}, r"rows is \{.*; it is a tensor or a numpy array",
+            {"rows": {STREAM: torch.ones(2, 3)}}, r"rows is \{.*; it must be a tensor or a numpy "
+                r"array",
             id="rows-by-stream",
         ),
         pytest.param({"rows": [[1.0], [2.0]]}, r"rows is \[\[1.0\]", id="lists"),
         pytest.param({"rows": np.array([["a"], ["b"]])}, r"rows is array\(", id="texts"),
         pytest.param(
             {"pooling": "lastprompt"},
-            "pooling is 'lastprompt'; it is one of all, prompt, generated, last_prompt, last, or",
+            "pooling is 'lastprompt'; it must be one of all, prompt, generated, last_prompt, "
+                "last, or",
             id="no-pooling",
         ),
     ],

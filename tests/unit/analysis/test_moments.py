@@ -164,7 +164,7 @@ def test_bad_input_is_refused_in_one_sentence(found):
         (lambda: difference_of_means({}, "a", "c"), r"label 'a' or 'c'; there are none at all"),
         (lambda: difference_of_means(found, "a", "a"), r"the two means do not differ"),
         (lambda: ridge_probe(found, STREAM), r"have no targets; give targets"),
-        (lambda: ridge_probe(found, STREAM, alpha=-1), r"alpha is -1; it is a finite number"),
+        (lambda: ridge_probe(found, STREAM, alpha=-1), r"alpha is -1; it must be a finite number"),
         (
             lambda: ridge_probe(bare, STREAM, targets={"a": 1, "b": 0}),
             r"no covariance; send the requests",
@@ -179,7 +179,11 @@ def test_bad_input_is_refused_in_one_sentence(found):
         ),
         (lambda: ridge_probe(found, STREAM, targets={"a": 1, "b": 1}), r"at least two labels"),
         (lambda: ridge_probe(found, STREAM, targets={}), r"at least two labels"),
-        (lambda: ridge_probe(found, STREAM, targets=["a"]), r"targets is \['a'\]; it is a dict"),
+        (
+            lambda: ridge_probe(found, STREAM, targets=["a"]),
+            r"targets is \['a'\]; it must be a "
+            r"dict",
+        ),
         (lambda: ridge_probe(found, STREAM, targets={"a": "x", "b": 1}), r"targets\['a'\] is 'x'"),
         (
             lambda: ridge_probe(found, STREAM, targets={"a": np.nan, "b": 1}),
@@ -187,15 +191,15 @@ def test_bad_input_is_refused_in_one_sentence(found):
         ),
         (
             lambda: ridge_probe(found, "resid_post"),
-            r"stream is 'resid_post'; it is \(site, layer\)",
+            r"stream is 'resid_post'; it must be \(site, layer\)",
         ),
         (
             lambda: lda_probe(found, STREAM, "a", "b", pooling="lastprompt"),
-            r"pooling is 'lastprompt'; it is one of all,",
+            r"pooling is 'lastprompt'; it must be one of all,",
         ),
         (
             lambda: ridge_probe(found, STREAM, targets={"a": 1, "b": 0}, pooling="lastprompt"),
-            r"pooling is 'lastprompt'; it is one of all,",
+            r"pooling is 'lastprompt'; it must be one of all,",
         ),
         (lambda: lda_probe(found, "resid_post", "a", "b"), r"stream is 'resid_post'; it is"),
         (lambda: sums_at(found, "resid_post"), r"stream is 'resid_post'; it is"),
@@ -205,7 +209,7 @@ def test_bad_input_is_refused_in_one_sentence(found):
         (lambda: sums_at(lost, STREAM), r"2 rows with label 'a' at resid_post\.2 are missing"),
         *((lambda one=one: sums_at(one, STREAM), r"have NaN or Inf") for one in broken),
         (lambda: principal_components(found[*STREAM, "a"], 25), r"rows have 1 to 24 components"),
-        (lambda: whitening(found[*STREAM, "a"], 0), r"floor is 0; it is a number above 0"),
+        (lambda: whitening(found[*STREAM, "a"], 0), r"floor is 0; it must be a number above 0"),
     ):
         with pytest.raises(SpecError, match=sentence):
             call()

@@ -111,7 +111,7 @@ def test_a_template_is_known_by_its_digest():
     assert RAW == "none"
     assert CHAT.startswith("sha256:")
     assert len({RAW, CHAT, OTHER}) == 3
-    with pytest.raises(SpecError, match=r"template is .\{\{ a \}\}.; it is .none., .chat."):
+    with pytest.raises(SpecError, match=r"template is .\{\{ a \}\}.; it must be .none., .chat."):
         probe_of(template="{{ a }}")
     with pytest.raises(SpecError, match="template is 'sha256:1'"):
         probe_of().action("p", template="sha256:1")
@@ -147,7 +147,7 @@ def test_files_without_these_fields_load_and_serve_without_a_warning(tmp_path):
         ({"template": "jinja"}, "template is 'jinja'; it is"),
         ({"calibration": [1, 2]}, "calibration is .*, of the wrong type"),
         ({"calibration": {"slope": 1}}, "calibration is .*; it has slope and offset"),
-        ({"calibration": {"slope": "1", "offset": 0}}, "slope is '1'; it is a number"),
+        ({"calibration": {"slope": "1", "offset": 0}}, "slope is '1'; it must be a number"),
         ({"calibration": {"slope": float("inf"), "offset": 0}}, "slope is inf; it must be finite"),
     ],
 )

@@ -189,7 +189,7 @@ def test_a_wrong_argument_is_told_before_anything_is_asked(run, said, capsys):
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost", "", None])
 def test_an_address_without_http_is_refused_with_one_that_is_right(url):
     with pytest.raises(
-        SpecError, match=r"it is a URL with http:// or https://, such as http://loc"
+        SpecError, match=r"it must be a URL with http:// or https://, such as http://loc"
     ):
         ScopeClient(url)
 

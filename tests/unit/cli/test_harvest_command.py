@@ -24,7 +24,7 @@ def test_each_site_is_read_at_the_layers():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("first half", None), "--tokens is 'first half'; it is all, prompt"),
+        (("first half", None), "--tokens is 'first half'; it must be all, prompt"),
         (("all", "{"), "--codec is '{'; it is"),
     ],
 )

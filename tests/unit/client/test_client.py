@@ -332,7 +332,7 @@ def test_errors_of_any_shape_become_a_sentence(content, sentence):
     ("call", "said"),
     [
         pytest.param(
-            lambda c: c.complete(5), "the prompt is 5; it is a text or token", id="prompt"
+            lambda c: c.complete(5), "the prompt is 5; it must be a text or token", id="prompt"
         ),
         pytest.param(
             lambda c: c.sweep("a", "b"), "the sweep is 'b'; give the prompts and a S", id="no-sweep"

@@ -98,7 +98,7 @@ def test_a_wrong_variable_is_refused(name, value, words, capture):
 def test_an_option_of_the_mode_is_a_whole_number(name, value, capture):
     capture.setenv("VLLM_ACT_MODE", "topk8")
     capture.setenv(name, value)
-    with pytest.raises(SpecError, match=f"{name} is '{value}'; it is a whole number"):
+    with pytest.raises(SpecError, match=f"{name} is '{value}'; it must be a whole number"):
         translate({}, SITES)
     capture.setenv("VLLM_ACT_MODE", "full8")
     assert translate({}, SITES).actions

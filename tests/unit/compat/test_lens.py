@@ -41,7 +41,9 @@ def test_a_vector_is_validated_from_every_form(form):
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        pytest.param([1], "SteeringVector is [1]; it is an object with the fields", id="a-list"),
+        pytest.param(
+            [1], "SteeringVector is [1]; it must be an object with the fields", id="a-list"
+        ),
         pytest.param({"layers": [0]}, "SteeringVector has 'layers'; its fields are", id="unknown"),
         pytest.param({"layer_indices": [0]}, "SteeringVector has no 'activations'", id="missing"),
     ],

@@ -86,7 +86,7 @@ def test_generate_and_chat_name_their_options():
     [
         pytest.param({"hooks": [print]}, "a server runs none", id="hooks"),
         pytest.param({"stream": True}, "this client does not stream", id="stream"),
-        pytest.param({"vllm_xargs": 3}, "vllm_xargs is 3; it is an object", id="xargs"),
+        pytest.param({"vllm_xargs": 3}, "vllm_xargs is 3; it must be an object", id="xargs"),
     ],
 )
 def test_what_this_client_cannot_send_is_refused(options, words, client, asked):

@@ -92,21 +92,21 @@ def of(**entry):
 
 MANY = [TO_5 | {"feature_idx": i} for i in range(17)]
 REFUSED = {
-    "not-a-list": ({"module_name": "toy"}, r"^sae_clamp_specs is .*; it is a list of objects"),
+    "not-a-list": ({"module_name": "toy"}, r"^sae_clamp_specs is .*; it must be a list of objects"),
     "no-module": ([{"clamps": AT_1}], r"^sae_clamp_specs\[0\] has \['clamps'\]; it has module_na"),
     "unknown-field": ([spec(strength=1)], r"\[0\] has .*'strength'.*; it has module_name, clamps"),
     "no-name": ([spec(module_name=3)], r"\[0\]\.module_name is 3; a name is"),
-    "phase": ([spec(phase="all")], r"\[0\]\.phase is 'all'; it is both or prefill or decode"),
+    "phase": ([spec(phase="all")], r"\[0\]\.phase is 'all'; it must be both or prefill or decode"),
     "gated": ([spec(gated=True)], r"\[0\]\.gated is True: .* there is none here"),
     "hook": ([spec({"mlp_out": {1: [TO_5]}})], r"clamps has 'mlp_out'; hooks are pre_attn"),
     "layer": ([spec({"post_block": {"x": [TO_5]}})], "has 'x'; layers are whole numbers"),
-    "one-clamp": ([spec({"post_block": {1: TO_5}})], r"\[1\] is .*; it is a list of clamps"),
+    "one-clamp": ([spec({"post_block": {1: TO_5}})], r"\[1\] is .*; it must be a list of clamps"),
     "no-value": ([spec({"post_block": {1: [{"kind": "absolute"}]}})], r"\[1\]\[0\] has \['kind'\]"),
-    "kind": ([of(kind="scale")], r"kind is 'scale'; it is absolute or additive"),
-    "feature": ([of(feature_idx=-1)], r"feature_idx is -1; it is a whole number"),
-    "value": ([of(value="1")], r"\['1'\]\[0\]\.value is '1'; it is a number"),
+    "kind": ([of(kind="scale")], r"kind is 'scale'; it must be absolute or additive"),
+    "feature": ([of(feature_idx=-1)], r"feature_idx is -1; it must be a whole number"),
+    "value": ([of(value="1")], r"\['1'\]\[0\]\.value is '1'; it must be a number"),
     "infinity": ([of(value=float("inf"))], r"^sae_clamp_specs\[0\]\.clamps\['post_block'\]\['1'\]"),
-    "active": ([of(only_if_active=1)], r"only_if_active is 1; it is true or false"),
+    "active": ([of(only_if_active=1)], r"only_if_active is 1; it must be true or false"),
     "many": ([spec({"post_block": {1: MANY}})], "has 17 features; at most 16"),
     "many-of-two": (
         [spec({"post_block": {1: MANY[:16]}}), spec({"post_block": {1: MANY[16:]}})],

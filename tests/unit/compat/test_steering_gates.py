@@ -106,9 +106,10 @@ def when(**fields):
 
 
 REFUSED = {
-    "not-a-list": (GATE, "^steering is .*; it is a list of gates"),
+    "not-a-list": (GATE, "^steering is .*; it must be a list of gates"),
     "no-scope": ({"when": PROBE, "apply": ADD}, r"^steering\[0\] has .*it has when, scope, apply"),
-    "unknown-scope": (GATE | {"scope": "soon"}, r"\[0\]\.scope is 'soon'; it is this_token or"),
+    "unknown-scope": (GATE | {"scope": "soon"}, r"\[0\]\.scope is 'soon'; it must be this_token "
+        r"or"),
     "a-step": (GATE | {"scope": "next_step"}, r"scope is 'next_step': steps are the scheduler's"),
     "a-conversation": (OPEN | {"scope": "rest_of_conversation"}, "requests share no state"),
     "a-latch": (
@@ -118,7 +119,7 @@ REFUSED = {
         OPEN | {"apply": {"kind": "attenuate", "strength": 0.5}}, "'attenuate': it would weaken",
     ),
     "clamp": (apply_(kind="clamp"), "vllm_scope.Clamp takes a gate"),
-    "unknown-kind": (apply_(kind="sub"), r"apply\.kind is 'sub'; it is add\.$"),
+    "unknown-kind": (apply_(kind="sub"), r"apply\.kind is 'sub'; it must be add\.$"),
     "kind-is-a-list": (apply_(kind=["add"]), r"apply\.kind is \['add'\]"),
     "unknown-field": (apply_(**ADD, gain=2), r"apply has .*'gain'.* it has kind, steer, strength"),
     "no-threshold": (
@@ -141,10 +142,10 @@ REFUSED = {
         r"^steering\[0\]\.when\.probe\.packed is zero",
     ),
     "sharpness-of-zero": (
-        when(sharpness=0), r"^steering\[0\]\.when\.sharpness is 0; it is above 0",
+        when(sharpness=0), r"^steering\[0\]\.when\.sharpness is 0; it must be above 0",
     ),
     "threshold-of-infinity": (when(threshold=float("inf")), r"when\.threshold is inf"),
-    "threshold-of-a-word": (when(threshold="1"), r"when\.threshold is '1'; it is a number"),
+    "threshold-of-a-word": (when(threshold="1"), r"when\.threshold is '1'; it must be a number"),
     "strength-of-infinity": (apply_(**ADD, strength=1e300), r"apply\.strength is 1e\+300"),
     "nothing-to-add": (apply_(kind="add", steer=inline()), r"steer\.packed has no vectors"),
     "no-name": (

@@ -38,7 +38,7 @@ def test_a_policy_has_options_of_its_own_and_those_of_all():
     ("policies", "sentence"),
     [
         pytest.param({"none": {}}, "'none', which is not installed.* follow, script", id="unknown"),
-        pytest.param("follow", "policies is 'follow'; it is an object", id="a-string"),
+        pytest.param("follow", "policies is 'follow'; it must be an object", id="a-string"),
         pytest.param({"follow": 3}, "policies.follow is 3", id="no-options"),
         pytest.param({"follow": {"most_changes": -1}}, "most_changes is -1", id="changes"),
         pytest.param({"follow": {"timeout_s": "soon"}}, "timeout_s is 'soon'", id="timeout"),

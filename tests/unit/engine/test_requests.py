@@ -353,7 +353,7 @@ def test_plain_parameters_are_passed_on_as_they_are(asynchronous):
 
 @pytest.mark.parametrize("given", [Read("embed"), [Read("embed")], "embed"])
 def test_arguments_that_are_no_mapping_are_refused_with_a_sentence(given):
-    with pytest.raises(SpecError, match=r"extra_args is .*; it is a dict, as scope\(Read"):
+    with pytest.raises(SpecError, match=r"extra_args is .*; it must be a dict, as scope\(Read"):
         asks(SimpleNamespace(extra_args=given))
 
 

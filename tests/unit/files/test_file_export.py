@@ -186,7 +186,9 @@ def test_draft_samples_of_two_dtypes_are_refused(tmp_path):
             request.write("resid_post", layer, torch.arange(5).numpy(), rows_of(layer, 5).to(dtype))
         request.finish(record_of(6, 0, uid="0", name="0", num_layers=8))
     streams = [("resid_post", 2), ("resid_post", 7)]
-    with pytest.raises(FileError, match="its rows are in bfloat16 and float32; they are in one"):
+    with pytest.raises(
+        FileError, match="its rows are in bfloat16 and float32; they must be in one"
+    ):
         export_speculators(vllm_scope.open(tmp_path / "in"), tmp_path / "out", streams)
 
 
@@ -198,7 +200,7 @@ def test_exports_refuse_what_they_cannot_do(capture, tmp_path):
         export_dataset(capture, tmp_path / "a", [("embed", 3)])
     for streams in ("embed", ("embed", 0), ["embed"], [], None):
         with pytest.raises(
-            ConfigError, match=r"streams is .*; it is a list of .* \[\('embed', 0\)\]"
+            ConfigError, match=r"streams is .*; it must be a list of .* \[\('embed', 0\)\]"
         ):
             export_dataset(capture, tmp_path / "a", streams)
     with pytest.raises(ConfigError, match="context_size is 0"):

@@ -120,7 +120,7 @@ def test_a_damaged_file_is_refused_with_its_name(tmp_path):
     with pytest.raises(FileError, match=r"line 2 of .*x\.jsonl cannot be read"):
         list(find_documents(tmp_path))
     (tmp_path / "x.jsonl").write_text("5\n")
-    with pytest.raises(FileError, match=r"line 1 of .*x\.jsonl is 5; it is an object"):
+    with pytest.raises(FileError, match=r"line 1 of .*x\.jsonl is 5; it must be an object"):
         list(find_documents(tmp_path))
     (tmp_path / "x.csv").write_text("a")
     with pytest.raises(SpecError, match=r"x\.csv is of no kind that is read"):
@@ -129,7 +129,7 @@ def test_a_damaged_file_is_refused_with_its_name(tmp_path):
     pytest.importorskip("pyarrow")
     with pytest.raises(FileError, match=r"x\.parquet cannot be read"):
         find_documents(tmp_path / "x.parquet")
-    with pytest.raises(SpecError, match="it is a path, the name of a Hugging Face data set"):
+    with pytest.raises(SpecError, match="it must be a path, the name of a Hugging Face data set"):
         find_documents(5)
 
 

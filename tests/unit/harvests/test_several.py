@@ -480,9 +480,9 @@ def test_arguments_that_name_no_engines_are_refused(tmp_path, monkeypatch):
             ["one"], *READS, out=tmp_path / "out", progress=False, **{"model": "m"} | options
         )
 
-    with pytest.raises(SpecError, match="engines is 0; it is 1 to 4096"):
+    with pytest.raises(SpecError, match="engines is 0; it must be 1 to 4096"):
         harvest(engines=0)
-    with pytest.raises(SpecError, match="ray is 7; it is True, False, or the address"):
+    with pytest.raises(SpecError, match="ray is 7; it must be True, False, or the address"):
         harvest(ray=7)
     with pytest.raises(SpecError, match="the model is an LLM, and engines or ray is given"):
         harvest(model=object(), engines=2)

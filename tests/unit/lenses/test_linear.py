@@ -99,12 +99,16 @@ def test_another_file_is_refused_in_one_sentence(tmp_path):
     for tensors, said, words in (
         ({"J": weight}, {}, "has 'J'; a lens has LAYER.weight, and maybe LAYER.bias"),
         ({"1.bias": weight[0]}, {}, "has 1.bias and no 1.weight"),
-        ({"1.weight": weight[:2]}, {}, r"has torch.float32 [2, 6]; it is of floats, [6, 6]"),
-        ({"1.weight": weight.int()}, {}, "has torch.int32 [6, 6]; it is of floats"),
+        ({"1.weight": weight[:2]}, {}, r"has torch.float32 [2, 6]; it must be of floats, [6, 6]"),
+        ({"1.weight": weight.int()}, {}, "has torch.int32 [6, 6]; it must be of floats"),
         ({"1.weight": weight, "1.bias": weight + 1}, {}, "it is of floats, [6]"),
         ({"1.weight": weight, "2.weight": torch.eye(3)}, {}, "it is of floats, [6, 6]"),
         ({"1.weight": weight}, {"site": "z"}, "a map is of 'z'; sites are resid_pre, resid_mid"),
-        ({"1.weight": weight}, {"residual": "yes"}, "residual is 'yes'; it is 'true' or 'false'"),
+        (
+            {"1.weight": weight},
+            {"residual": "yes"},
+            "residual is 'yes'; it must be 'true' or 'false'",
+        ),
     ):
         save_file(tensors, path, said)
         assert words in refused(lambda: load_lens(path))
@@ -136,5 +140,9 @@ def test_an_operators_entry_is_a_path_or_an_object_with_a_digest(tmp_path):
     assert [one.name for one in load_lenses(given).values()] == ["a", "b"]
     assert LensFile.parse("p", "") == LensFile("p")
     for bad in (3, {}, {"path": 3}, {"path": "p", "sha": "x"}, {"path": "p", "sha256": "abc"}):
-        with pytest.raises(ConfigError, match=r"lenses\.c is .*; it is a path, or an object with"):
+        with pytest.raises(
+            ConfigError,
+            match=r"lenses\.c is .*; it must be a path, or an object "
+            r"with",
+        ):
             load_lenses({"c": bad})

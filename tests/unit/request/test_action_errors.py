@@ -99,7 +99,9 @@ def test_a_missing_field_is_named_alone(body, sentence):
             lambda: Add(V, site="embed", layer=2), "2", "has no layers", id="embed-with-a-layer"
         ),
         pytest.param(lambda: Add(V, layer=1, tokens="first"), "'first'", "last_prompt", id="word"),
-        pytest.param(lambda: Add(V, layer=1, scale="2"), "'2'", "it is a number", id="scale-text"),
+        pytest.param(
+            lambda: Add(V, layer=1, scale="2"), "'2'", "it must be a number", id="scale-text"
+        ),
         pytest.param(lambda: Add(V, layer=1, scale=True), "True", "it is a number", id="bool"),
         pytest.param(lambda: Add(V, layer=1, scale=NAN), "nan", "finite", id="scale-nan"),
         pytest.param(lambda: Add(V, layer=1, scale=-INF), "-inf", "finite", id="scale-infinite"),

@@ -199,7 +199,7 @@ def probe(**options):
         ),
         (
             lambda: SetFeature("toy", 1, only_if_active=1),
-            "only_if_active is 1; it is true or false",
+            "only_if_active is 1; it must be true or false",
         ),
     ],
 )

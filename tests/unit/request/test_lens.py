@@ -79,11 +79,13 @@ def test_a_layer_that_is_none_is_told_where_a_lens_reads_the_embedding(site):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        pytest.param({"top_k": 0}, "top_k is 0; it is a whole number from 1 to 1,024", id="zero"),
-        pytest.param({"top_k": 1025}, "top_k is 1025; it is a whole", id="many"),
-        pytest.param({"top_k": True}, "top_k is True; it is a whole", id="a-bool"),
-        pytest.param({"site": "q"}, "site is 'q'; it is one of resid_pre", id="inside"),
-        pytest.param({"site": "embed"}, "site is 'embed'; it is one of", id="embed"),
+        pytest.param(
+            {"top_k": 0}, "top_k is 0; it must be a whole number from 1 to 1,024", id="zero"
+        ),
+        pytest.param({"top_k": 1025}, "top_k is 1025; it must be a whole", id="many"),
+        pytest.param({"top_k": True}, "top_k is True; it must be a whole", id="a-bool"),
+        pytest.param({"site": "q"}, "site is 'q'; it must be one of resid_pre", id="inside"),
+        pytest.param({"site": "embed"}, "site is 'embed'; it must be one of", id="embed"),
         pytest.param({"name": ""}, "name is ''; a name is a string", id="no-name"),
         pytest.param({"layers": [-1]}, "layers", id="a-negative-layer"),
         pytest.param({"lens": ""}, "lens is ''; a name is a string", id="no-lens"),

@@ -71,7 +71,7 @@ def test_rows_come_back_from_json(saes):
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"top_k": 0}, "Features.top_k is 0; it is a whole number from 1 to 1,024"),
+        ({"top_k": 0}, "Features.top_k is 0; it must be a whole number from 1 to 1,024"),
         ({"top_k": True}, "Features.top_k is True"),
         ({"top_k": 1025}, "Features.top_k is 1025"),
         ({"top_k": 3, "indices": [1]}, "Features has top_k and indices; give one of them"),

@@ -72,12 +72,12 @@ def test_the_schema_has_states(kind):
 
 
 WRONG = {
-    "a-word": ("latch", "gate.state is 'latch'; it is one of Ema, Latch, Hysteresis, Pid"),
-    "no-kind": ({}, "gate.state.kind is None; it is one of ema, latch, hysteresis, pid"),
+    "a-word": ("latch", "gate.state is 'latch'; it must be one of Ema, Latch, Hysteresis, Pid"),
+    "no-kind": ({}, "gate.state.kind is None; it must be one of ema, latch, hysteresis, pid"),
     "another-kind": ({"kind": "pi"}, "gate.state.kind is 'pi'"),
     "another-field": ({"kind": "latch", "low": 1}, "gate.state has 'low'; the fields are kind."),
     "a-missing-field": ({"kind": "pid", "kp": 1}, "gate.state has no setpoint."),
-    "a-decay": ({"kind": "ema", "decay": 1}, "gate.state.decay is 1; it is a number from 0"),
+    "a-decay": ({"kind": "ema", "decay": 1}, "gate.state.decay is 1; it must be a number from 0"),
     "a-number": ({"kind": "pid", "setpoint": "x", "kp": 1}, "gate.state.setpoint is 'x'"),
     "a-bound": (
         {"kind": "pid", "setpoint": 0, "kp": 1, "most_sum": -1}, "gate.state.most_sum is -1",

@@ -42,9 +42,9 @@ def test_the_json_is_valid_and_means_the_same():
         ({"by": ""}, r"Moments\.by is ''; a name is a string of 1 to 200"),
         ({"by": 3}, r"Moments\.by is 3; a name is a string"),
         ({"name": "x" * 201}, r"Moments\.name is 'x"),
-        ({"target": "1"}, r"Moments\.target is '1'; it is a number"),
+        ({"target": "1"}, r"Moments\.target is '1'; it must be a number"),
         ({"target": float("nan")}, r"Moments\.target is nan; it must be finite"),
-        ({"covariance": 1}, r"Moments\.covariance is 1; it is true or false"),
+        ({"covariance": 1}, r"Moments\.covariance is 1; it must be true or false"),
         ({"site": "nowhere"}, r"Moments\.site is 'nowhere'; sites are"),
     ],
 )

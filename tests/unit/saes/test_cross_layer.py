@@ -89,7 +89,7 @@ def test_another_folder_is_refused_in_one_sentence(tmp_path):
     (written.path / "config.yaml").unlink()
     decoder = written.path / "W_dec_1.safetensors"
     for tensors, words in (
-        ({"W_dec_1": np.ones((D_SAE, WIDTH))}, "W_dec_1 is [11, 6]; it is [d_sae, number of"),
+        ({"W_dec_1": np.ones((D_SAE, WIDTH))}, "W_dec_1 is [11, 6]; it must be [d_sae, number of"),
         ({"W_dec": np.ones((D_SAE, 2, WIDTH))}, "W_dec_1 is no such tensor"),
         ({"W_dec_1": np.ones((D_SAE, 1, WIDTH))}, "its W_dec_1 is torch.float64 [11, 1, 6]; it is"),
     ):

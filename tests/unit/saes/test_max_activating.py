@@ -211,7 +211,11 @@ def test_a_damaged_file_is_refused(tmp_path):
 @pytest.mark.parametrize(("name", "value"), [("num_features", 0), ("k", 0), ("k", True),
                                              ("before", -1), ("after", 1.0)])  # fmt: skip
 def test_a_wrong_size_is_refused(name, value):
-    with pytest.raises(ConfigError, match=rf"{name} is {value}; it is a whole number from [01]\."):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{name} is {value}; it must be a whole number from "
+        rf"[01]\.",
+    ):
         MaxActivating(**({"num_features": 4} | {name: value}))
 
 

@@ -341,7 +341,7 @@ def test_an_index_out_of_range_is_refused(index, tmp_path):
 )
 def test_rows_of_another_shape_are_refused(rows, tmp_path):
     sae = load_sae(published.topk(tmp_path / "sae").path)
-    with pytest.raises(SpecError, match=r"x is .*; it is of floats, \[..., 6\]"):
+    with pytest.raises(SpecError, match=r"x is .*; it must be of floats, \[..., 6\]"):
         sae.encode(rows)
-    with pytest.raises(SpecError, match=r"features is .*; it is of floats, \[..., 11\]"):
+    with pytest.raises(SpecError, match=r"features is .*; it must be of floats, \[..., 11\]"):
         sae.decode(rows)

@@ -428,7 +428,7 @@ def test_a_scope_that_is_no_text_is_answered_with_one_sentence(path, has_handler
         assert response.status_code == 400
         said = response.json()["error"]["message"]
         assert said.startswith("vllm_xargs['scope'] is "), said
-        assert "it is a string, the spec as JSON text: json.dumps(spec)" in said
+        assert "it must be a string, the spec as JSON text: json.dumps(spec)" in said
     assert http.post(path, json={"vllm_xargs": {"scope": "{}"}}).json() == "done"
     other = http.post(path, json={"n": "x"})
     assert "vllm_xargs" not in other.text

@@ -316,7 +316,7 @@ def test_the_requests_of_a_sweep_that_is_taken_fit(length, options):
     [
         pytest.param("attention", "it is 'logits', or a list of", id="word"),
         pytest.param([], "it is 'logits', or a list of", id="none"),
-        pytest.param(["q"], r"receivers\[0\] is 'q'; it is \(site, layer\)", id="text"),
+        pytest.param(["q"], r"receivers\[0\] is 'q'; it must be \(site, layer\)", id="text"),
         pytest.param([("q",)], r"it is \(site, layer\)", id="no-layer"),
         pytest.param([("q", -1)], r"it is \(site, layer\)", id="negative"),
         pytest.param([("q", True)], r"it is \(site, layer\)", id="true"),

@@ -499,7 +499,7 @@ def test_progress_is_a_bar_a_map_or_nothing(capsys):
     with showing(p, progress=True) as count:
         count()
     assert "1/21" in capsys.readouterr().err
-    with pytest.raises(SpecError, match="progress is 'maps'; it is True, False or \"map\""):
+    with pytest.raises(SpecError, match="progress is 'maps'; it must be True, False or \"map\""):
         showing(p, "maps").__enter__()
 
 

@@ -55,7 +55,7 @@ def test_a_sweep_arrives_as_it_was(sweep):
 
 def test_a_prompt_of_another_form_does_not_travel():
     for prompts, source in (({"prompt": "x"}, "y"), (["x"], [{"prompt": "y"}])):
-        with pytest.raises(SpecError, match=r"a prompt is \{'prompt': '.'\}; it is a text or"):
+        with pytest.raises(SpecError, match=r"a prompt is \{'prompt': '.'\}; it must be a text or"):
             AskedSweep(prompts, Sweep(source, metric=METRIC)).to_json()
 
 

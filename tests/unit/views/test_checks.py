@@ -26,43 +26,54 @@ FEATURES, LENS = samples.features(), samples.lens()
 @pytest.mark.parametrize(
     ("show", "given", "options", "sentence"),
     [
-        (attention_map, [[["a"]]], {}, r"found is \[\[\['a'\]\]\]; it is a result with q and k"),
-        (attention_map, object(), {}, "found is <object object at .*>; it is a result"),
-        (attention_map, WEIGHTS, {"heads": 1}, "heads is 1; it is a list of whole numbers"),
-        (attention_map, WEIGHTS, {"heads": [True]}, r"heads is \[True\]; it is a list of whole"),
-        (attention_map, WEIGHTS, {"heads": ["1"]}, r"heads is \['1'\]; it is a list of whole"),
-        (attention_map, WEIGHTS, {"tokens": "abcdef"}, "tokens is 'abcdef'; it is a list of texts"),
-        (attention_map, WEIGHTS, {"tokens": [1]}, r"tokens is \[1\]; it is a list of texts"),
-        (lens_grid, {"lens": LENS}, {}, r"found is \{'lens': .*; it is layer -> tokens"),
+        (attention_map, [[["a"]]], {}, r"found is \[\[\['a'\]\]\]; it must be a result with q and "
+            r"k"),
+        (attention_map, object(), {}, "found is <object object at .*>; it must be a result"),
+        (attention_map, WEIGHTS, {"heads": 1}, "heads is 1; it must be a list of whole numbers"),
+        (attention_map, WEIGHTS, {"heads": [True]}, r"heads is \[True\]; it must be a list of "
+            r"whole"),
+        (attention_map, WEIGHTS, {"heads": ["1"]}, r"heads is \['1'\]; it must be a list of whole"),
+        (attention_map, WEIGHTS, {"tokens": "abcdef"}, "tokens is 'abcdef'; it must be a list of "
+            "texts"),
+        (attention_map, WEIGHTS, {"tokens": [1]}, r"tokens is \[1\]; it must be a list of texts"),
+        (lens_grid, {"lens": LENS}, {}, r"found is \{'lens': .*; it must be layer -> tokens"),
         (lens_grid, LENS, {"positions": [-1]}, r"positions has none of these tokens, which are at"),
-        (lens_grid, LENS, {"positions": 3}, "positions is 3; it is a list of whole numbers"),
-        (lens_grid, LENS, {"tokens": "text"}, "tokens is 'text'; it is a list of texts"),
-        (feature_list, {"toy": FEATURES}, {}, r"found is \{'toy': .*; it is SparseFeatures"),
+        (lens_grid, LENS, {"positions": 3}, "positions is 3; it must be a list of whole numbers"),
+        (lens_grid, LENS, {"tokens": "text"}, "tokens is 'text'; it must be a list of texts"),
+        (feature_list, {"toy": FEATURES}, {}, r"found is \{'toy': .*; it must be SparseFeatures"),
         (feature_list, FEATURES, {"positions": [999]}, "positions has none of these tokens"),
-        (feature_list, FEATURES, {"labels": ["x"]}, r"labels is \['x'\]; it is number -> text"),
-        (feature_list, FEATURES, {"strongest": 0}, "strongest is 0; it is a whole number"),
-        (side_by_side, STRIP, {"other": "text"}, "other is 'text'; it is a list of texts"),
-        (side_by_side, STRIP, {"other": 7}, "other is 7; it is a list of texts"),
-        (side_by_side, STRIP, {"other": STRIP, "names": "ab"}, "names is 'ab'; it is a list of"),
+        (feature_list, FEATURES, {"labels": ["x"]}, r"labels is \['x'\]; it must be number -> "
+            r"text"),
+        (feature_list, FEATURES, {"strongest": 0}, "strongest is 0; it must be a whole number"),
+        (side_by_side, STRIP, {"other": "text"}, "other is 'text'; it must be a list of texts"),
+        (side_by_side, STRIP, {"other": 7}, "other is 7; it must be a list of texts"),
+        (side_by_side, STRIP, {"other": STRIP, "names": "ab"}, "names is 'ab'; it must be a list "
+            "of"),
         (side_by_side, STRIP, {"other": STRIP, "names": ["a"]}, "a name for each of the two"),
-        (token_page, "title", {"strips": STRIP}, "strips is TokenStrip.*; it is a list of what"),
+        (token_page, "title", {"strips": STRIP}, "strips is TokenStrip.*; it must be a list of "
+            "what"),
         (token_page, "title", {"strips": {"x": ["a"]}}, "it is a list of what token_strip returns"),
-        (token_page, "t", {"strips": [STRIP], "intro": "x"}, "intro is 'x'; it is a list of texts"),
-        (feature_page, FEATURES, {"decode": str}, "found is .*; it is a MaxActivating"),
-        (attention_map, {"a": 1}, {"layer": 0}, r"found is \{'a': 1\}; it is a result with q"),
-        (lens_grid, LENS, {"tokenizer": 3}, "tokenizer is 3; it is one with `decode`, such as llm"),
-        (lens_grid, LENS, {"tokenizer": "gpt2"}, "tokenizer is 'gpt2'; it is one with `decode`"),
-        (lens_grid, {0: STRIP}, {}, r"found is \{0: TokenStrip.*; it is layer -> tokens, such as"),
-        (lens_grid, LENS, {"tokens": np.array(1)}, r"tokens is array\(1\); it is a list of texts"),
-        (token_strip, ["a"], {"scores": [1], "caption": 3}, "caption is 3; it is a text"),
-        (token_strip, None, {"scores": [1]}, "tokens is None; it is a list of texts"),
+        (token_page, "t", {"strips": [STRIP], "intro": "x"}, "intro is 'x'; it must be a list of "
+            "texts"),
+        (feature_page, FEATURES, {"decode": str}, "found is .*; it must be a MaxActivating"),
+        (attention_map, {"a": 1}, {"layer": 0}, r"found is \{'a': 1\}; it must be a result with q"),
+        (lens_grid, LENS, {"tokenizer": 3}, "tokenizer is 3; it must be one with `decode`, such "
+            "as llm"),
+        (lens_grid, LENS, {"tokenizer": "gpt2"}, "tokenizer is 'gpt2'; it must be one with "
+            "`decode`"),
+        (lens_grid, {0: STRIP}, {}, r"found is \{0: TokenStrip.*; it must be layer -> tokens, "
+            r"such as"),
+        (lens_grid, LENS, {"tokens": np.array(1)}, r"tokens is array\(1\); it must be a list of "
+            r"texts"),
+        (token_strip, ["a"], {"scores": [1], "caption": 3}, "caption is 3; it must be a text"),
+        (token_strip, None, {"scores": [1]}, "tokens is None; it must be a list of texts"),
         (token_strip, ["a"], {"scores": [1], "first_position": "x"}, "first_position is 'x'; it"),
         (token_strip, ["a"], {"scores": [1], "threshold": 10**400}, "it must be finite"),
-        (side_by_side, STRIP, {"other": STRIP, "title": None}, "title is None; it is a text"),
-        (token_page, None, {"strips": [STRIP]}, "title is None; it is a text"),
+        (side_by_side, STRIP, {"other": STRIP, "title": None}, "title is None; it must be a text"),
+        (token_page, None, {"strips": [STRIP]}, "title is None; it must be a text"),
         (token_page, "t", {"strips": {3: [STRIP]}}, "it is a list of what token_strip returns, or"),
-        (monitor_page, {"monitors": {}}, {}, r"activity is \{.*; it is an Activity, such as"),
-        (monitor_page, samples.activity(), {"title": 3}, "title is 3; it is a text"),
+        (monitor_page, {"monitors": {}}, {}, r"activity is \{.*; it must be an Activity, such as"),
+        (monitor_page, samples.activity(), {"title": 3}, "title is 3; it must be a text"),
     ],
 )  # fmt: skip
 def test_a_wrong_argument_is_refused_in_one_sentence(show, given, options, sentence):
@@ -74,20 +85,20 @@ def test_a_wrong_argument_is_refused_in_one_sentence(show, given, options, sente
 def test_a_result_is_refused_where_a_part_of_it_is_shown(road, show):
     result = road.open(Read("resid_post", layers=[1])).snapshot([5], None)
     options = {feature_page: {"decode": str}, attention_map: {"layer": 1}}.get(show, {})
-    with pytest.raises((SpecError, KeyError), match=r"found is .*; it is |was not asked for"):
+    with pytest.raises((SpecError, KeyError), match=r"found is .*; it must be |was not asked for"):
         show(result, **options)
-    with pytest.raises(SpecError, match="tokenizer is 7; it is one with `decode`"):
+    with pytest.raises(SpecError, match="tokenizer is 7; it must be one with `decode`"):
         result.picture(7)
 
 
 def test_a_page_of_features_says_what_is_wrong():
     table = samples.max_activating()
     for options, sentence in (
-        ({"decode": "x"}, "decode is 'x'; it is a function"),
-        ({"decode": lambda i: i}, "what `decode` returns is [0-9]+; it is a text"),
-        ({"title": 3}, "title is 3; it is a text"),
+        ({"decode": "x"}, "decode is 'x'; it must be a function"),
+        ({"decode": lambda i: i}, "what `decode` returns is [0-9]+; it must be a text"),
+        ({"title": 3}, "title is 3; it must be a text"),
         ({"features": [-1]}, "features has -1; the SAE has features 0 to"),
-        ({"features": 3}, "features is 3; it is a list of whole numbers"),
+        ({"features": 3}, "features is 3; it must be a list of whole numbers"),
         ({"labels": ["x"]}, "labels is"),
     ):
         with pytest.raises(SpecError, match=sentence):

@@ -152,8 +152,13 @@ def test_what_is_not_printed_is_shown_as_a_sign(text, seen):
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        pytest.param(("text", [1]), "tokens is 'text'; it is a list of texts", id="one-text"),
-        pytest.param(([17, 4], [1, 2]), r"tokens is \[17, 4\]; it is a list of texts", id="ids"),
+        pytest.param(("text", [1]), "tokens is 'text'; it must be a list of texts", id="one-text"),
+        pytest.param(
+            ([17, 4], [1, 2]),
+            r"tokens is \[17, 4\]; it must be a list of "
+            r"texts",
+            id="ids",
+        ),
         pytest.param((["a"], ["x"]), r"scores are \['x'\]; pass a list of numbers", id="words"),
         pytest.param(
             (["a"], [[1.0]]), r"shape \[1, 1\]; 1 tokens have 1 scores, or 0", id="matrix"
@@ -177,7 +182,7 @@ def test_a_verdict_at_no_token_is_refused(verdict):
     ("name", "value", "sentence"),
     [
         ("threshold", math.nan, "threshold is nan; it must be finite"),
-        ("threshold", "high", "threshold is 'high'; it is a number"),
+        ("threshold", "high", "threshold is 'high'; it must be a number"),
         ("verdict", 0.7, "verdict is 0.7; pass a position or a Verdict"),
     ],
 )

@@ -158,11 +158,14 @@ def positions_of(positions: object, where: str) -> str | list[object]:
     if isinstance(positions, str):
         if positions not in _POSITIONS:
             raise SpecError(
-                f"{where} is {shown(positions)}; it is one of {', '.join(_POSITIONS)}, or a list."
+                f"{where} is {shown(positions)}; it must be one of {', '.join(_POSITIONS)}, or a "
+                "list."
             )
         return _POSITIONS[positions]
     if not isinstance(positions, list | tuple) or not positions:
-        raise SpecError(f"{where} is {shown(positions)}; it is a word, or a list of positions.")
+        raise SpecError(
+            f"{where} is {shown(positions)}; it must be a word, or a list of positions."
+        )
     return list(positions)
 
 
@@ -181,7 +184,7 @@ def layers_of(layers: object, where: str, num_layers: int = MAX_LAYER + 1) -> ob
     for name, value in layers.items():
         few(value, num_layers, name, where)
         if value is not None and not isinstance(value, list | tuple):
-            raise SpecError(f"{where}[{name!r}] is {shown(value)}; it is a list.")
+            raise SpecError(f"{where}[{name!r}] is {shown(value)}; it must be a list.")
     found = list(layers.get("layers") or [])
     for pair in layers.get("ranges") or []:
         sane = isinstance(pair, list | tuple) and len(pair) == 2

@@ -151,7 +151,7 @@ def sink_of(consumer: object) -> tuple[str, str, dict[str, object]]:
     layout = params.get("default_layout", "per_file")
     if layout not in _LAYOUTS:
         raise ConfigError(
-            f"{where}.default_layout is {shown(layout)}; it is {', '.join(_LAYOUTS)}."
+            f"{where}.default_layout is {shown(layout)}; it must be {', '.join(_LAYOUTS)}."
         )
     sink["layout"] = _LAYOUTS[layout]
     if params.get("global_hooks") is None:

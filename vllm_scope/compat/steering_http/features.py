@@ -89,7 +89,7 @@ def features_of(body: object, sites: Sites, room: Room) -> list[Asked]:
     if specs is None:
         return []
     if not isinstance(specs, list | tuple):
-        raise SpecError(f"{KEY} is {shown(specs)}; it is a list of objects.")
+        raise SpecError(f"{KEY} is {shown(specs)}; it must be a list of objects.")
     few(specs, MOST["edits"], "objects", KEY)
     groups: _Grouped = {}
     for i, spec in enumerate(specs):
@@ -125,7 +125,7 @@ def _group(spec: object, where: str, groups: _Grouped, sites: Sites, room: Room)
     name = checked_name(fields["module_name"], f"{where}.module_name")
     phase = fields.get("phase", "both")
     if not isinstance(phase, str) or phase not in _PHASES:
-        raise SpecError(f"{where}.phase is {shown(phase)}; it is {' or '.join(_PHASES)}.")
+        raise SpecError(f"{where}.phase is {shown(phase)}; it must be {' or '.join(_PHASES)}.")
     if fields.get("gated", False) is not False:
         raise SpecError(f"{where}.gated is {shown(fields['gated'])}: {_GATED}.")
     for hook, layers in few_fields(fields["clamps"], len(HOOKS), "hooks", where).items():
@@ -136,7 +136,7 @@ def _group(spec: object, where: str, groups: _Grouped, sites: Sites, room: Room)
             place = Place(site, layer_of(layer, at))
             room.take("edits", 1, at)
             if not isinstance(entries, list | tuple):
-                raise SpecError(f"{at} is {shown(entries)}; it is a list of clamps.")
+                raise SpecError(f"{at} is {shown(entries)}; it must be a list of clamps.")
             few(entries, MAX_FEATURES, "features", at)
             tiers = groups.setdefault((name, place), {})
             for n, entry in enumerate(entries):
@@ -165,11 +165,11 @@ def _clamp(entry: object, where: str) -> _Clamp:
         )
     index, kind, active = fields["feature_idx"], fields["kind"], fields.get("only_if_active", False)
     if type(index) is not int or index < 0:
-        raise SpecError(f"{where}.feature_idx is {shown(index)}; it is a whole number from 0.")
+        raise SpecError(f"{where}.feature_idx is {shown(index)}; it must be a whole number from 0.")
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise SpecError(f"{where}.kind is {shown(kind)}; it is {' or '.join(_KINDS)}.")
+        raise SpecError(f"{where}.kind is {shown(kind)}; it must be {' or '.join(_KINDS)}.")
     if not isinstance(active, bool):
-        raise SpecError(f"{where}.only_if_active is {shown(active)}; it is true or false.")
+        raise SpecError(f"{where}.only_if_active is {shown(active)}; it must be true or false.")
     return _Clamp(index, number_of(fields["value"], f"{where}.value"), kind == "additive", active)
 
 

@@ -70,7 +70,7 @@ def gated(body: object, sites: Sites, room: Room) -> Iterator[tuple[Add, dict[st
     if gates is None:
         return
     if not isinstance(gates, list | tuple):
-        raise SpecError(f"{KEY} is {shown(gates)}; it is a list of gates.")
+        raise SpecError(f"{KEY} is {shown(gates)}; it must be a list of gates.")
     few(gates, MOST["edits"], "gates", KEY)
     for i, one in enumerate(gates):
         where = f"{KEY}[{i}]"
@@ -93,7 +93,7 @@ def _of_kind(value: object, where: str, kinds: _Kinds) -> Mapping[object, object
     found = kinds.get(kind) if isinstance(kind, str) else None
     if found is None:
         allowed = [name for name, of in kinds.items() if not isinstance(of, str)]
-        raise SpecError(f"{where}.kind is {shown(kind)}; it is {' or '.join(allowed)}.")
+        raise SpecError(f"{where}.kind is {shown(kind)}; it must be {' or '.join(allowed)}.")
     if isinstance(found, str):
         raise SpecError(f"{where}.kind is {shown(kind)}: {found}.")
     needed, others = {"kind", *found[0]}, found[1]
@@ -107,7 +107,7 @@ def _of_kind(value: object, where: str, kinds: _Kinds) -> Mapping[object, object
 
 def _check_scope(scope: object, when: object, where: str) -> None:
     if not isinstance(scope, str) or scope not in _SCOPES:
-        raise SpecError(f"{where} is {shown(scope)}; it is {' or '.join(_SCOPES)}.")
+        raise SpecError(f"{where} is {shown(scope)}; it must be {' or '.join(_SCOPES)}.")
     refused = _SCOPES[scope]
     if scope == "rest_of_request" and when == "probe":
         refused = "a sigmoid cannot stay open; use this_token, or vllm_scope.Gate with a Latch"

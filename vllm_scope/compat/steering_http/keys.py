@@ -77,7 +77,7 @@ def _module(values: Mapping[str, object]) -> list[tuple[Edit, dict[str, str]]]:
         ref = parsed(ref, where)
     pair = (ref, 1.0) if isinstance(ref, str) else ref
     if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str):
-        raise SpecError(f"{where} is {shown(ref)}; it is (name, scale).")
+        raise SpecError(f"{where} is {shown(ref)}; it must be (name, scale).")
     with called({"Add.vector": where, "Add.scale": f"{where}[1]"}):
         return [(Add(pair[0], scale=number_of(pair[1], f"{where}[1]")), {"": where})]
 

@@ -39,7 +39,7 @@ from vllm_scope.vectors.hooks import (
 
 HOOKS = {site: hook for hook, site in ALIASES.items()}
 _BOUNDS = {"min", "max", "value"}
-#: Most fields of a packed hook, of a vector with a scale, and of a clamp.
+#: The largest number of fields of a packed hook, of a vector with a scale, and of a clamp.
 _PACKED_FIELDS, _VECTOR_FIELDS, _CLAMP_FIELDS = 7, 3, 5
 
 
@@ -161,7 +161,7 @@ def clamps_of(
         for layer, entries in mapping(by_layer, place).items():
             path, stream = f"{place}[{layer!r}]", (site, layer_of(layer, place))
             if not isinstance(entries, list | tuple):
-                raise SpecError(f"{path} is {shown(entries)}; it is a list of clamps.")
+                raise SpecError(f"{path} is {shown(entries)}; it must be a list of clamps.")
             found.setdefault(stream, []).extend(
                 _clamp(stream, _fields(entry, f"{path}[{i}]"), f"{path}[{i}]", tokens)
                 for i, entry in enumerate(entries)
@@ -185,7 +185,7 @@ def _unpacked(body: Mapping[object, object], place: str) -> Iterator[tuple[int, 
     for i, ((layer, row), pair) in enumerate(zip(rows, bounds, strict=True)):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise SpecError(
-                f"{place}.bounds[{i}] is {shown(pair)}; it is [lo, hi], null for no bound."
+                f"{place}.bounds[{i}] is {shown(pair)}; it must be [lo, hi], null for no bound."
             )
         yield layer, {"vector": row, "min": pair[0], "max": pair[1], "strength": strengths[i]}
 

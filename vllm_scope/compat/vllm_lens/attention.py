@@ -114,7 +114,7 @@ def compute_attention_weights(
     """
     if q.dim() != 3 or k.dim() != 3 or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
         raise SpecError(
-            f"q has shape {list(q.shape)} and k {list(k.shape)}; they are [positions, heads, "
+            f"q has shape {list(q.shape)} and k {list(k.shape)}; they must be [positions, heads, "
             "head_dim] each, of one head_dim, with a whole number of q's heads for each of k's."
         )
     num_queries, heads, _ = q.shape

@@ -82,13 +82,13 @@ class Hook(Model):
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise SpecError(
-                f"Hook.fn is {shown(self.fn)}; it is a function of this process. Functions are "
-                "arbitrary code, and none is made from what was sent."
+                f"Hook.fn is {shown(self.fn)}; it must be a function of this process. Functions "
+                "are arbitrary code, and none is made from what was sent."
             )
         layers = list(self.layer_indices)
         object.__setattr__(self, "layer_indices", layers)
         if {type(n) for n in layers} != {int}:
-            raise SpecError(f"Hook.layer_indices is {shown(layers)}; it is a list of layers.")
+            raise SpecError(f"Hook.layer_indices is {shown(layers)}; it must be a list of layers.")
 
     def model_dump(self, mode: str = "json") -> NoReturn:
         """Raises SpecError: functions are not sent as JSON."""
@@ -203,7 +203,7 @@ def register_hooks(
 
     check_engine(self.llm_engine)
     if not all(isinstance(hook, Hook) for hook in hooks):
-        raise SpecError(f"hooks is {shown(hooks)}; it is a list of Hook.")
+        raise SpecError(f"hooks is {shown(hooks)}; it must be a list of Hook.")
     _of(self).hooks.extend(hooks)
 
 

@@ -80,8 +80,8 @@ def _begin(values: Mapping[str, object], keep: Keep) -> Reply:
     transport = values.get("activations_transport", "base64")
     if transport not in ("base64", "binary"):
         raise SpecError(
-            f"activations_transport is {shown(transport)}; it is 'binary', or 'base64' for tensors "
-            "in the JSON."
+            f"activations_transport is {shown(transport)}; it must be 'binary', or 'base64' for "
+            "tensors in the JSON."
         )
     return LensReply(keep if transport == "binary" else None)
 

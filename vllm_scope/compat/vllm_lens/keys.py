@@ -125,7 +125,8 @@ def _hooks(asked: object) -> list[Hook]:
         return []
     if not isinstance(asked, list | tuple) or not all(isinstance(hook, Hook) for hook in asked):
         raise SpecError(
-            f"apply_hooks is {shown(asked)}; it is a list of Hook. Their functions are arbitrary "
+            f"apply_hooks is {shown(asked)}; it must be a list of Hook. Their functions are "
+            "arbitrary "
             "code of this process, and do not travel: a server runs none. Use Read, Probe, Add, "
             "Ablate, Clamp and Replace of vllm_scope there; docs/faces.md has one for each use."
         )
@@ -173,8 +174,8 @@ def _layers(values: Mapping[str, object], key: str, sites: Sites) -> list[int] |
     few(asked, sites.num_layers, "layers", key)
     if not isinstance(asked, list | tuple) or not asked:
         raise SpecError(
-            f"{key} is {shown(asked)}; it is True for all layers, a list of layers, or False for "
-            "none."
+            f"{key} is {shown(asked)}; it must be True for all layers, a list of layers, or False "
+            "for none."
         )
     with called({"Read.layers": key}):
         Read(SITE, layers=list(asked))
@@ -189,7 +190,9 @@ def _steering(asked: object, sites: Sites) -> list[tuple[Action, dict[str, str]]
         return []
     few(asked, MOST["edits"], "vectors", key)
     if not isinstance(asked, list | tuple):
-        raise SpecError(f"{key} is {shown(asked)}; it is a list of SteeringVector, or its JSON.")
+        raise SpecError(
+            f"{key} is {shown(asked)}; it must be a list of SteeringVector, or its JSON."
+        )
     for i, vector in enumerate(asked):
         _check_size(vector, sites, room, f"{key}[{i}]")
     return [one for i, vector in enumerate(asked) for one in _adds(vector, f"{key}[{i}]")]
@@ -214,7 +217,7 @@ def _check_size(vector: object, sites: Sites, room: Room, where: str) -> None:
         room.take("edits", vector.num_edits, where)
         return
     if not isinstance(vector, Mapping):
-        raise SpecError(f"{where} is {shown(vector)}; it is a SteeringVector.")
+        raise SpecError(f"{where} is {shown(vector)}; it must be a SteeringVector.")
     few(vector, len(FIELDS), "fields", where)
     few(vector.get("layer_indices"), sites.num_layers, "layers", f"{where}.layer_indices")
     positions = vector.get("position_indices")

@@ -32,7 +32,7 @@ class Model:
         name = cls.__name__
         if not isinstance(obj, Mapping):
             raise SpecError(
-                f"{name} is {shown(obj)}; it is an object with the fields {', '.join(known)}."
+                f"{name} is {shown(obj)}; it must be an object with the fields {', '.join(known)}."
             )
         if unknown := set(obj) - set(known):
             raise SpecError(

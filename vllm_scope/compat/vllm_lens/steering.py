@@ -52,7 +52,7 @@ class SteeringVector(Model):
         shape = claimed_shape(self.activations)
         if shape is None or len(shape) not in (2, 3):
             raise SpecError(
-                f"SteeringVector.activations has shape {shown(shape)}; it is [num_layers, "
+                f"SteeringVector.activations has shape {shown(shape)}; it must be [num_layers, "
                 "hidden_size] or [num_layers, num_positions, hidden_size]."
             )
         if shape[0] != len(layers):
@@ -132,7 +132,7 @@ def _numbers(values: object, where: str) -> list[int]:
     few(values, MOST["positions"], "numbers", where)
     found = as_numbers(values)
     if not isinstance(found, list) or not set(map(type, found)) <= {int}:
-        raise SpecError(f"{where} is {shown(values)}; it is a list of whole numbers.")
+        raise SpecError(f"{where} is {shown(values)}; it must be a list of whole numbers.")
     return found
 
 
@@ -148,7 +148,7 @@ def _tensor(values: object) -> Tensor:
         raise SpecError(f"{where} is {shown(values)}, which is no tensor: {error}.") from None
     if found.dtype.kind not in "fiu":
         raise SpecError(
-            f"{where} is {shown(values)}; it is a tensor, an array or lists of numbers."
+            f"{where} is {shown(values)}; it must be a tensor, an array or lists of numbers."
         )
     tensor = torch.from_numpy(np.ascontiguousarray(found))
     # As torch.tensor, which makes float32 of a list of floats.

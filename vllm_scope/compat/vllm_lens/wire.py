@@ -31,7 +31,8 @@ from vllm_scope.errors import ConfigError, ScopeError, SpecError, shown
 DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
 MAX_DIMENSIONS = 8
 FIELDS = ("data", "dtype", "original_dtype", "shape", "compression")
-#: Most fields of a tensor's JSON. Unknown fields, which a later version may have, are ignored.
+#: The largest number of fields of a tensor's JSON. Unknown fields, which a later version may have,
+#: are ignored.
 MOST_FIELDS = 16
 #: An untrusted zstd frame of n bytes may become at most SMALL_BYTES + MOST_TIMES * n bytes.
 MOST_TIMES, SMALL_BYTES = 64, 1 << 16
@@ -110,7 +111,7 @@ def deserialize_tensor(
             raise ValueError
         raw = pybase64.b64decode(data, validate=True)
     except ValueError:
-        raise SpecError(f"{where}.data is {shown(data)}; it is a base64 string.") from None
+        raise SpecError(f"{where}.data is {shown(data)}; it must be a base64 string.") from None
     return tensor_of(raw, body, most_bytes, where)
 
 

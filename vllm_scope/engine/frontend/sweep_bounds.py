@@ -12,7 +12,7 @@ from typing import Any, Final
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.sweeps.plan import Tokenizer
 
-#: The most log-probabilities of all cells in the engine together.
+#: The largest number of log-probabilities of all cells in the engine together.
 MAX_LOGPROBS: Final = 1 << 22
 
 

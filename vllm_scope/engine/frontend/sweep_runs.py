@@ -45,7 +45,7 @@ def showing(plan: Plan, progress: Progress) -> Iterator[Callable[[], object]]:
         ConfigError: anywidget is not installed.
     """
     if progress not in (True, False, "map"):
-        raise SpecError(f'progress is {shown(progress)}; it is True, False or "map".')
+        raise SpecError(f'progress is {shown(progress)}; it must be True, False or "map".')
     if progress == "map":
         from vllm_scope.views.widget import shown_live
 

@@ -47,8 +47,8 @@ from vllm_scope.sweeps.source import ReadRows
 from vllm_scope.sweeps.sweep import Sweep
 from vllm_scope.sweeps.yielding import SWEPT, Yielding
 
-#: The most cells that one request stands for, and the most bytes of the rows and vectors in their
-#: edits. EngineCore makes the requests of these cells without a pause.
+#: The largest number of cells that one request stands for, and the largest number of bytes of the
+#: rows and vectors in their edits. EngineCore makes the requests of these cells without a pause.
 CELLS_TOGETHER: Final = 16
 BYTES_TOGETHER: Final = 1 << 20
 #: The first characters of the request ids of this process's sweeps; no client can know them.
@@ -94,7 +94,7 @@ class Sweeping:
             )
         share = number(share, "share")
         if not 0 < share <= 1:
-            raise SpecError(f"share is {shown(share)}; it is above 0 and at most 1.")
+            raise SpecError(f"share is {shown(share)}; it must be above 0 and at most 1.")
         self._connection = _connection_of(engine)
         config = engine.vllm_config
         model = config.model_config

@@ -33,7 +33,7 @@ from vllm_scope.server.settings import ServerSettings
 from vllm_scope.sweeps.plan import Cell
 from vllm_scope.sweeps.wire import AskedSweep
 
-#: The most sweeps that run at once in one API server process.
+#: The largest number of sweeps that run at once in one API server process.
 MOST_SWEEPS: Final = 16
 
 

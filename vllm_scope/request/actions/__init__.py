@@ -89,7 +89,7 @@ def action_from_json(cls: type[Any], body: object, where: str) -> Any:
         SpecError: names `where` and the field, what came and what is allowed.
     """
     if not isinstance(body, dict):
-        raise SpecError(f"{where} is {shown(body)}; it is an object.")
+        raise SpecError(f"{where} is {shown(body)}; it must be an object.")
     known = {"site", "layers", "tokens", *cls.fields} - ({"tokens"} if cls is Replace else set())
     unknown = sorted(set(body) - known, key=str)
     if unknown:

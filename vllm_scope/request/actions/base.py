@@ -37,7 +37,7 @@ def number(value: object, where: str) -> float:
     if getattr(value, "shape", None) == ():  # a scalar of numpy or torch
         value = value.tolist()  # type: ignore[attr-defined]
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
-        raise SpecError(f"{where} is {shown(value)}; it is a number.")
+        raise SpecError(f"{where} is {shown(value)}; it must be a number.")
     # The device computes in float32.
     if not -MAX_FLOAT32 <= value <= MAX_FLOAT32:
         raise SpecError(f"{where} is {shown(value)}; it must be finite in float32.")

@@ -68,7 +68,9 @@ class Read(Action):
             self._set(layer=layers, layers=layers)
         self._set(codec=CodecChoice.parse(self.codec, "Read.codec"))
         if self.when not in WHEN:
-            raise SpecError(f"Read.when is {shown(self.when)}; it is one of {', '.join(WHEN)}.")
+            raise SpecError(
+                f"Read.when is {shown(self.when)}; it must be one of {', '.join(WHEN)}."
+            )
         checked_name(self.to, "Read.to")
         for word in ("tag", "name"):
             value = getattr(self, word)

@@ -155,12 +155,14 @@ class Add(Edit):
         if self.max_relative_norm is not None:
             most = number(self.max_relative_norm, "Add.max_relative_norm")
             if most < 0:
-                raise SpecError(f"Add.max_relative_norm is {most:g}; it is 0 or more.")
+                raise SpecError(f"Add.max_relative_norm is {most:g}; it must be 0 or more.")
             self._set(max_relative_norm=most)
         if self.name is not None:
             checked_name(self.name, "Add.name")
         if not isinstance(self.norm_match, bool):
-            raise SpecError(f"Add.norm_match is {shown(self.norm_match)}; it is true or false.")
+            raise SpecError(
+                f"Add.norm_match is {shown(self.norm_match)}; it must be true or false."
+            )
         self._place_vector(vector_or_module(self.vector, "Add.vector"))
 
     @property
@@ -219,7 +221,7 @@ class Clamp(Edit):
         if self.lo is not None and self.hi is not None and self.lo > self.hi:
             raise SpecError(f"Clamp.lo is {self.lo:g} and hi {self.hi:g}; lo is at most hi.")
         if not 0 <= self.strength <= 1:
-            raise SpecError(f"Clamp.strength is {self.strength:g}; it is from 0 to 1.")
+            raise SpecError(f"Clamp.strength is {self.strength:g}; it must be from 0 to 1.")
         self._place_vector(vector_or_module(self.direction, "Clamp.direction"))
 
 
@@ -255,7 +257,7 @@ class Replace(Edit):
         chosen = parse_selector(positions, "Replace.positions")
         if not isinstance(chosen, Positions):
             raise SpecError(
-                f"Replace.positions is {shown(self.positions)}; it is a list of positions."
+                f"Replace.positions is {shown(self.positions)}; it must be a list of positions."
             )
         if len(chosen.positions) != len(positions):
             raise SpecError("Replace.positions names a position twice.")

@@ -26,7 +26,7 @@ from vllm_scope.request.actions.edits import COMMON, Edit
 from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import MODEL_SITES, canonical_site
 
-#: Most features of one action.
+#: The largest number of features of one action.
 MAX_FEATURES = 16
 
 
@@ -53,14 +53,14 @@ class FeatureRows:
             found = Array.parse(getattr(self, name), f"sae.{name}")
             if len(found.shape) != 2 or not 1 <= found.shape[0] <= MAX_FEATURES:
                 raise SpecError(
-                    f"sae.{name} has shape {found.shape}; it is [num_features, width of a row], of "
-                    f"at most {MAX_FEATURES} features."
+                    f"sae.{name} has shape {found.shape}; it must be [num_features, width of a "
+                    f"row], of at most {MAX_FEATURES} features."
                 )
             object.__setattr__(self, name, found)
         if self.encoder.shape != self.decoder.shape:
             raise SpecError(
                 f"sae.encoder has shape {self.encoder.shape} and sae.decoder "
-                f"{self.decoder.shape}; they are alike."
+                f"{self.decoder.shape}; they must be alike."
             )
         for name in ("bias", "threshold"):
             numbers = _numbers(getattr(self, name), self.count, f"sae.{name}")
@@ -102,8 +102,8 @@ class FeatureRows:
         names = ("encoder", "decoder", "bias", "threshold")
         if not isinstance(value, Mapping) or set(value) != set(names):
             raise SpecError(
-                f"{where} is {shown(value)}; it is an SAE that vllm_scope.saes loaded, in JSON an "
-                f"object with {', '.join(names)}."
+                f"{where} is {shown(value)}; it must be an SAE that vllm_scope.saes loaded, in "
+                f"JSON an object with {', '.join(names)}."
             )
         try:
             return FeatureRows(*(value[name] for name in names))
@@ -148,8 +148,8 @@ def _flags(value: object, count: int, where: str) -> tuple[bool, ...]:
     flags = tuple(one for one in given if isinstance(one, bool))
     if not len(given) == len(flags) == count:
         raise SpecError(
-            f"{where} is {shown(value)}; it is true or false, or a list with one for each of the "
-            f"{count} features."
+            f"{where} is {shown(value)}; it must be true or false, or a list with one for each of "
+            f"the {count} features."
         )
     return flags
 

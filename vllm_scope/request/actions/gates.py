@@ -94,7 +94,7 @@ class Gate:
         self._set(**given)
         shape = self.vector.shape
         if len(shape) != 1:
-            raise SpecError(f"Gate.vector has shape {shape}; it is [hidden_size].")
+            raise SpecError(f"Gate.vector has shape {shape}; it must be [hidden_size].")
         if self.site not in STREAM_SITES:
             raise SpecError(
                 f"Gate.site is {shown(self.site)}; a gate reads {', '.join(STREAM_SITES)}."
@@ -114,11 +114,11 @@ class Gate:
     def _check_numbers(self) -> None:
         if self.kind not in get_args(Kind):
             kinds = ", ".join(get_args(Kind))
-            raise SpecError(f"Gate.kind is {shown(self.kind)}; it is one of {kinds}.")
+            raise SpecError(f"Gate.kind is {shown(self.kind)}; it must be one of {kinds}.")
         for name in ("threshold", "sharpness", "bias"):
             self._set(**{name: number(getattr(self, name), f"Gate.{name}")})
         if not np.float32(self.sharpness) > 0:
-            raise SpecError(f"Gate.sharpness is {self.sharpness:g}; it is above 0 in float32.")
+            raise SpecError(f"Gate.sharpness is {self.sharpness:g}; it must be above 0 in float32.")
         if self.sharpness != 1 and self.kind != "sigmoid":
             raise SpecError(
                 f"Gate.sharpness is {self.sharpness:g}, and Gate.kind is {self.kind!r}, which has "
@@ -127,7 +127,7 @@ class Gate:
         if self.bias and self.kind in _COSINES:
             raise SpecError(f"Gate.bias is {self.bias:g}; a cosine takes none.")
         if not isinstance(self.above, bool):
-            raise SpecError(f"Gate.above is {shown(self.above)}; it is true or false.")
+            raise SpecError(f"Gate.above is {shown(self.above)}; it must be true or false.")
         self._set(state=parse_state(self.state, "Gate.state"))
         if self.state is not None:
             assert self.threshold is not None
@@ -145,7 +145,7 @@ class Gate:
         if value is None or isinstance(value, Gate):
             return value
         if not isinstance(value, Mapping):
-            raise SpecError(f"{where} is {shown(value)}; it is a Gate, in JSON an object.")
+            raise SpecError(f"{where} is {shown(value)}; it must be a Gate, in JSON an object.")
         known = [each.name for each in fields(Gate) if each.init]
         unknown = sorted(set(value) - set(known), key=str)
         if unknown:

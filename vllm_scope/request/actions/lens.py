@@ -54,11 +54,11 @@ class LensTopK(Action):
         self._place()
         if self.site not in LENS_SITES:
             raise SpecError(
-                f"LensTopK.site is {shown(self.site)}; it is one of {', '.join(LENS_SITES)}."
+                f"LensTopK.site is {shown(self.site)}; it must be one of {', '.join(LENS_SITES)}."
             )
         if type(self.top_k) is not int or not 1 <= self.top_k <= MAX_TOP_K:
             raise SpecError(
-                f"LensTopK.top_k is {shown(self.top_k)}; it is a whole number from 1 to "
+                f"LensTopK.top_k is {shown(self.top_k)}; it must be a whole number from 1 to "
                 f"{MAX_TOP_K:,}."
             )
         if self.lens is not None:

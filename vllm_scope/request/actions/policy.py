@@ -38,7 +38,7 @@ class Policy:
     def __post_init__(self) -> None:
         checked_name(self.name, "Policy.name")
         if not isinstance(self.options, Mapping):
-            raise SpecError(f"Policy.options is {shown(self.options)}; it is an object.")
+            raise SpecError(f"Policy.options is {shown(self.options)}; it must be an object.")
         try:
             text = json.dumps(dict(self.options), allow_nan=False, sort_keys=True)
         except (TypeError, ValueError, RecursionError):

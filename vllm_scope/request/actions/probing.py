@@ -96,7 +96,7 @@ class Probe(Action):
             raise SpecError(f"Probe.layers is {shown(given)}; name one layer, or a list of them.")
         if self.activation not in ACTIVATIONS:
             raise SpecError(
-                f"Probe.activation is {shown(self.activation)}; it is 'sigmoid' or None."
+                f"Probe.activation is {shown(self.activation)}; it must be 'sigmoid' or None."
             )
         self._set(aggregate=parse_aggregate(self.aggregate, "Probe.aggregate"))
         self._check_weights(len(self.layer_numbers))
@@ -111,7 +111,7 @@ class Probe(Action):
 
     def _check_verdict(self) -> None:
         if self.action not in PROBE_ACTIONS:
-            raise SpecError(f"Probe.action is {shown(self.action)}; it is 'flag' or 'stop'.")
+            raise SpecError(f"Probe.action is {shown(self.action)}; it must be 'flag' or 'stop'.")
         if self.threshold is None:
             if self.action != "flag":
                 raise SpecError(f"Probe.action is {self.action!r}; give a threshold with it.")
@@ -192,13 +192,14 @@ def _parsed(value: object, where: str) -> Array | Module | tuple[Mlp | Attention
         alike = all(type(each) is type(found[0]) for each in found)
         if not alike or len({each.net.num_values for each in found if each is not None}) > 1:
             raise SpecError(
-                f"{where} is {shown(value)}; it is a list of Mlp, or one of AttentionPool with "
-                "the same number of heads."
+                f"{where} is {shown(value)}; it must be a list of Mlp, or one of AttentionPool "
+                "with the same number of heads."
             )
         return tuple(each for each in found if each is not None)
     vector = vector_or_module(value, where)
     if isinstance(vector, Array) and len(vector.shape) > 2:
         raise SpecError(
-            f"{where} has shape {vector.shape}; it is [width of a row], or [num_layers, width]."
+            f"{where} has shape {vector.shape}; it must be [width of a row], or [num_layers, "
+            "width]."
         )
     return vector

@@ -19,7 +19,8 @@ from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import MODEL_SITES, canonical_site
 
 DEFAULT_TOP_K, MAX_TOP_K = 32, 1024
-#: Most features that one request names by their numbers: 1 KiB of JSON can ask for 4 MiB of rows.
+#: The largest number of features that one request names by their numbers: 1 KiB of JSON can ask for
+#: 4 MiB of rows.
 MAX_INDICES = 256
 
 
@@ -60,20 +61,20 @@ class EncoderRows:
         found = Array.parse(self.encoder, "sae.encoder")
         if len(found.shape) != 2 or not 1 <= found.shape[0] <= MAX_INDICES:
             raise SpecError(
-                f"sae.encoder has shape {found.shape}; it is [num_features, width of a row], of at "
-                f"most {MAX_INDICES} features."
+                f"sae.encoder has shape {found.shape}; it must be [num_features, width of a row], "
+                f"of at most {MAX_INDICES} features."
             )
         object.__setattr__(self, "encoder", found)
         for name in ("bias", "threshold"):
             one = Array.parse(getattr(self, name), f"sae.{name}")
             if one.shape != found.shape[:1]:
                 raise SpecError(
-                    f"sae.{name} has shape {one.shape} for {found.shape[0]} features; it is "
+                    f"sae.{name} has shape {one.shape} for {found.shape[0]} features; it must be "
                     "[num_features]."
                 )
             object.__setattr__(self, name, one)
         if self.threshold.numpy.min() < 0:
-            raise SpecError("sae.threshold has a number below 0; it is 0 or above.")
+            raise SpecError("sae.threshold has a number below 0; it must be 0 or above.")
 
     @staticmethod
     def of(sae: Any, indices: tuple[int, ...]) -> EncoderRows:
@@ -105,8 +106,8 @@ class EncoderRows:
         names = ("encoder", "bias", "threshold")
         if not isinstance(value, Mapping) or set(value) != set(names):
             raise SpecError(
-                f"{where} is {shown(value)}; it is the name of an SAE that the engine holds, an "
-                "SAE that vllm_scope.saes loaded, or in JSON an object with "
+                f"{where} is {shown(value)}; it must be the name of an SAE that the engine holds, "
+                "an SAE that vllm_scope.saes loaded, or in JSON an object with "
                 f"{', '.join(names)}."
             )
         try:
@@ -175,7 +176,7 @@ class Features(Action):
             top_k = DEFAULT_TOP_K if self.top_k is None else self.top_k
             if type(top_k) is not int or not 1 <= top_k <= MAX_TOP_K:
                 raise SpecError(
-                    f"Features.top_k is {shown(top_k)}; it is a whole number from 1 to "
+                    f"Features.top_k is {shown(top_k)}; it must be a whole number from 1 to "
                     f"{MAX_TOP_K:,}."
                 )
             self._set(top_k=top_k)
@@ -233,8 +234,8 @@ class Features(Action):
         self._place()
         if self.layer_numbers is None or len(self.layer_numbers) != 1:
             raise SpecError(
-                f"Features.layers is {shown(given)}; it is one layer. Send one Features for each "
-                "layer."
+                f"Features.layers is {shown(given)}; it must be one layer. Send one Features for "
+                "each layer."
             )
 
     def of_engine(self, saes: Mapping[str, Any]) -> Features:

@@ -78,7 +78,7 @@ class Pid:
         if self.most_sum is not None:
             most = number(self.most_sum, "Pid.most_sum")
             if most < 0:
-                raise SpecError(f"Pid.most_sum is {most:g}; it is 0 or more.")
+                raise SpecError(f"Pid.most_sum is {most:g}; it must be 0 or more.")
             object.__setattr__(self, "most_sum", most)
         if not (self.kp or self.ki or self.kd):
             raise SpecError("Pid.kp, ki and kd are 0; such a gate never opens.")
@@ -108,12 +108,13 @@ def parse_state(value: object, where: str) -> State | None:
     if not isinstance(value, Mapping):
         classes = ", ".join(cls.__name__ for cls in STATES.values())
         raise SpecError(
-            f"{where} is {shown(value)}; it is one of {classes}, in JSON an object with a kind."
+            f"{where} is {shown(value)}; it must be one of {classes}, in JSON an object with a "
+            "kind."
         )
     kind = value.get("kind")
     cls = STATES.get(kind) if isinstance(kind, str) else None
     if cls is None:
-        raise SpecError(f"{where}.kind is {shown(kind)}; it is one of {', '.join(STATES)}.")
+        raise SpecError(f"{where}.kind is {shown(kind)}; it must be one of {', '.join(STATES)}.")
     known = [each.name for each in fields(cls)]
     unknown = sorted(set(value) - {"kind", *known}, key=str)
     if unknown:

@@ -54,4 +54,6 @@ class Moments(Action):
         if self.target is not None:
             self._set(target=number(self.target, "Moments.target"))
         if not isinstance(self.covariance, bool):
-            raise SpecError(f"Moments.covariance is {shown(self.covariance)}; it is true or false.")
+            raise SpecError(
+                f"Moments.covariance is {shown(self.covariance)}; it must be true or false."
+            )
