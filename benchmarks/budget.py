@@ -31,7 +31,7 @@ PARTS = [
     ("vllm_scope.engine.worker.steps.Steps", "begin", "before the forward"),
     ("vllm_scope.worker.plan.Planner", "begin_step", "  plan"),
     ("vllm_scope.transport.ring.HostRing", "acquire", "  room in the ring"),
-    ("vllm_scope.graph.tap.tables.Tables", "load_step", "  upload"),
+    ("vllm_scope.graph.tap.tables.Tables", "load_step", "  upload, if any"),
     ("vllm_scope.engine.worker.steps.Steps", "end", "after the forward"),
     ("vllm_scope.worker.drain.Drain", "submit_written", "  event"),
     ("vllm_scope.worker.drain.Drain", "submit", "  copy"),

@@ -135,5 +135,8 @@ def test_the_kernels_operations_have_the_programs_numbers():
     names = [name for name in vars(program) if name.startswith("OP_")]
     assert len(names) == len(CODES)
     assert kernel.CHECKED.value == definition.CHECKED
+    assert kernel.TOKEN_COLUMNS.value == definition.NUM_TOKEN_COLUMNS
+    for name in ("SLOT", "TO_HOST", "OWNER", "SINCE", "STRIDE", "STEPS"):
+        assert getattr(kernel, f"TOKEN_{name}").value == getattr(definition, name), name
     for name in names:
         assert getattr(kernel, name).value == getattr(program, name), name

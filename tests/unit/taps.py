@@ -240,6 +240,10 @@ def random_tap(
         strides = torch.tensor(rng.choices((0, 1, 7), k=num_rows + PADDING))
         tokens[:, 1] -= since * strides
         tokens[:, 4], tokens[:, 5] = positions - since, strides
+        # A step too far stays within what it was told.
+        less = torch.tensor(rng.choices((0, 1), k=num_rows + PADDING))
+        tokens[:, 6] = (since - less).clamp(min=0)
+        tokens[:, 1] += strides * (since - tokens[:, 6])
     num_slots = (num_rows + PADDING) * (tap_slots if tap_by_tap else token_slots) + 2
     arena = torch.full((num_slots, SLOT_BYTES // 4), POISON, dtype=torch.int32).view(dtype)
     return Tap(
@@ -327,8 +331,8 @@ def outcome(tap: Tap) -> Outcome:
     dtype, registers = tap.hidden.dtype, tap.registers.clone()
     number, acts = tap.tap[:2].tolist()
     for row in range(tap.hidden.shape[0]) if acts else ():
-        program, slot, _, owner, since, stride = tap.tokens[row, :6].tolist()
-        slot += stride * (int(tap.positions[row]) - since)
+        program, slot, _, owner, since, stride, steps = tap.tokens[row, :7].tolist()
+        slot += stride * min(max(int(tap.positions[row]) - since, 0), steps)
         if program < 0:
             continue
         at = int(tap.programs[program, number])

@@ -97,7 +97,7 @@ def load(path: Path, layer: int | None, tokens: str | None, template: str) -> Wa
         place = read_place(beside)
         if layer not in (None, place["layer"]):
             raise SpecError(
-                f"{beside} has layer {place['layer']}, --layer {layer}; leave that out."
+                f"{beside} has layer {place['layer']}, and --layer is {layer}; leave --layer out."
             )
     elif layer is None:
         raise SpecError(f"there is no {beside} that says whose rows it scores; give --layer.")

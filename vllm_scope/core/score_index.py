@@ -187,7 +187,7 @@ class ScoreIndex:
         self._forgotten += [key for key, _ in self._known.clear()]
         self._ended_chains.clear()
         self._ended_bytes = 0
-        # The blocks of running requests are computed again.
+        # vLLM computes the blocks of running requests again, from the first one on.
         for request_id in self._told:
             self.begin(request_id, 0)
 

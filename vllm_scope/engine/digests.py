@@ -50,7 +50,7 @@ class Comparison:
         version: the version of the installed vLLM.
         release: the release with which `version` is compared: among those that were read, the same
             one, or else the last one before `version`.
-        is_new: True if the installed version was not read.
+        is_new: True if the installed version is not one of the releases in digests.json.
     """
 
     version: str

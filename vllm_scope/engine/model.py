@@ -1,6 +1,6 @@
 """Finds a model's decoder layers, and checks whether taps support the model in this engine.
 
-Owns:  what vLLM's configuration and module classes say about taps.
+Owns:  what follows from vLLM's configuration and module classes for sites, layers and taps.
 Runs:  in every worker, after load; the parts that need only the configuration, in EngineCore too.
 """
 

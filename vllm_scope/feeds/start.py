@@ -3,7 +3,7 @@
 Owns:  `start_feed`, which `vllm_scope.stream` calls.
 To:    feeder (a process, or a thread if an LLM was given), row_feed.
 
-A process of its own keeps the engine's front-end away from the trainer's GIL. This process is
+The engine runs in another process than the trainer, so they do not share a GIL. This process is
 started as a command, not by multiprocessing, so that a script needs no `if __name__ == "__main__"`.
 """
 

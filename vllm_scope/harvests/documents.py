@@ -70,8 +70,8 @@ class Documents:
                 if key in seen:
                     raise SpecError(
                         f"two rows of {self.source} have the {self.id_column} "
-                        f"{shown(row[self.id_column])}; ids are distinct. Name another column, or "
-                        "none, for row numbers."
+                        f"{shown(row[self.id_column])}; ids must be distinct. Name another "
+                        "column, or leave id_column out: row numbers are then the ids."
                     )
                 seen.add(key)
             yield one

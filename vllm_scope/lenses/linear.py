@@ -223,7 +223,7 @@ def load_lens(
             "safetensors.torch.save_file, because a worker unpickles nothing."
         )
     if sha256 is not None and (found := sha256_of(file)) != sha256.lower():
-        raise SpecError(f"{file} has the SHA-256 {found}, and {sha256} was wanted: another file.")
+        raise SpecError(f"{file} is another file: its SHA-256 is {found}, not {sha256}.")
     tensors = map_safetensors(file)
     with safe_open(file, framework="pt") as opened:
         said = opened.metadata() or {}

@@ -502,7 +502,7 @@ def parse_selector(value: object, where: str, depth: int = 0) -> Selector:
 
 def _parse_object(kind: str, body: list[Any], where: str, depth: int) -> Selector:
     if not body:
-        raise SpecError(f"{where} is empty; give it at least one.")
+        raise SpecError(f"{where} is empty; give at least one item.")
     if kind == "token_ids":
         _check_ints(tuple(body), where, least=0)
         return TokenIds(*body)

@@ -141,7 +141,7 @@ class Share:
                 f"the prompt alone delivers {needed / 2**20:.1f} MiB of rows and scores, of all "
                 "its completions; this server holds at "
                 f"most {most / 2**20:.1f} MiB (3/4 of VLLM_SCOPE_ROWS_MIB) of one key's running "
-                "requests. Read fewer layers or tokens, or send them to a sink."
+                "requests. Read fewer layers or tokens, or send the rows to a sink."
             )
         if promised and not budget.take(owner, promised):
             raise CapacityError(

@@ -22,8 +22,8 @@ from vllm_scope.results.allocator import PLAIN, CachingAllocator
 from vllm_scope.results.copiers import Copy
 from vllm_scope.results.snapshot import What
 
-#: Values of at most this many bytes are copied when they are added: to list their copies, so that
-#: threads can share them, would take longer.
+#: Values of at most this many bytes are copied at once. To hand the copies to threads would take
+#: longer.
 SMALL_BYTES = 4096
 
 

@@ -37,8 +37,8 @@ def load(path: Path, given: Given) -> Sae:
         )
     if k is None:
         raise SpecError(
-            f"{path}: no folder is named as in SAE-Res-Qwen3-8B-Base-W64K-L0_50; give k=..., the "
-            "number of features that a row has."
+            f"{path}: no folder in this path has a name that ends in L0_NUMBER, such as L0_50; "
+            "give k=..., the number of features that a row has."
         )
     tensors = only(_map_pt(path), _NAMES, path)
     return Sae(

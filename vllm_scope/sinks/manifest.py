@@ -1,4 +1,4 @@
-"""What became of one request at one sink.
+"""How one request ended at one sink.
 
 Owns:  Manifest.
 From:  reports.   To: results (`result.manifests`), server.encode.
@@ -17,7 +17,7 @@ _RELATIVE = re.compile(r"(?![/~])(?!(?:.*/)?\.\.(?:/|$))[^\\:]+", re.DOTALL)
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What became of one request at one sink: `result.manifests[sink]`.
+    """How one request ended at one sink: `result.manifests[sink]`.
 
     Attributes:
         expected, delivered, dropped: numbers of rows and scores.

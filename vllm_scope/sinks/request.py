@@ -61,7 +61,7 @@ class Ended:
 
 
 class Delivery:
-    """A request's life at one sink.
+    """The rows of one request at one sink: which to deliver, to keep, and to report as lost.
 
     Args:
         asked: the whole request.

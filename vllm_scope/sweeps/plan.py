@@ -184,9 +184,9 @@ class Plan:
         num = len(lengths) * len(self.places) * num_positions * num_heads
         if num > most:
             raise SpecError(
-                f"the sweep has {len(lengths)} prompts times {len(self.places)} layers, "
-                f"{num_positions} positions and {num_heads} heads, {num:,} cells; at most "
-                f"{most:,} are allowed here, so name fewer, or send several sweeps."
+                f"the sweep has {num:,} cells ({len(lengths)} prompts x {len(self.places)} layers "
+                f"x {num_positions} positions x {num_heads} heads); at most {most:,} are allowed "
+                "here. Name fewer prompts, layers, positions or heads, or send several sweeps."
             )
 
     def _check_cells(self) -> None:

@@ -173,7 +173,7 @@ def _linear(layer: tuple[Floats, Floats], scaler: dict[str, object]) -> ProbeWei
 
 def _pool(layers: Layers, bias: Floats) -> ProbeWeights:
     # A bias of the query adds the same number to the logits of all positions, so the softmax does
-    # not change. The weights of an average sum to 1, so the average has the bias of the value.
+    # not change. The weights of an average sum to 1, so the bias of the value is added unchanged.
     (query, _), (value, of_value) = layers
     if bias.size != 1 or of_value.shape != np.atleast_2d(value).shape[:1]:
         raise SpecError(

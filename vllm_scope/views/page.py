@@ -63,7 +63,7 @@ def token_page(
     thresholds = {strip.threshold for group in groups.values() for strip in group}
     if len(thresholds) != 1:
         raise SpecError(
-            f"the strips have {len(thresholds)} thresholds; a page has one legend, so pass at "
-            "least one strip, and strips of one threshold."
+            f"the strips have {len(thresholds)} thresholds; a page has one legend. Pass at "
+            "least one strip, and only strips with the same threshold."
         )
     return TokenPage(title, groups, texts_of(intro, "intro"))

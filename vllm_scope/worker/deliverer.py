@@ -1,12 +1,12 @@
-"""Does the drain thread's work in order, and gives adjacent steps to the sink as one batch.
+"""Does the drain thread's work, and gives adjacent steps to the sink as one batch.
 
-Owns:  Deliverer.
+Owns:  Deliverer; Waiting, the steps that are written together.
 Runs:  on the drain thread.
 From:  drain (the items), filler.   To: a BatchSink (sinks.router), the score store.
 
-Promise: rows reach the sink in the order of their steps, and a request's `finish` after all of its
-rows. If rows cannot be delivered, the error is logged, and their requests report them as dropped;
-the engine and later steps go on.
+Promise: rows reach the sink in the order of their steps, and `finish` is called after all rows of
+its request. If rows cannot be delivered, the error is logged, and their requests report them as
+dropped; the engine and later steps go on.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 
 @dataclass
-class _Waiting:
-    """Steps that will be written together, and what is done after them, in this order: scores of
-    some blocks are kept, those of others are forgotten, and requests end."""
+class Waiting:
+    """Steps that will be written together, and the work that follows them: first the store keeps
+    scores, then it forgets scores, then requests end."""
 
     steps: list[Rows] = field(default_factory=list)
     kept: list[Filled] = field(default_factory=list)
@@ -50,7 +50,11 @@ class _Waiting:
     ended: list[Finish] = field(default_factory=list)
 
     def may_take(self, step: Rows) -> bool:
-        """True if the step may be written together with those that wait."""
+        """True if the step may be written together with those that wait. The end of a request does
+        not wait for a step that the device has not finished, because the request's caller waits."""
+        if self.ended and not (self.steps and step.is_done):
+            return False
+        # The store holds single tokens of only so many steps before it keeps their block.
         late = bool(self.kept) and len(self.steps) >= MOST_STEPS_KEPT
         return not self.steps or (not late and may_join(self.steps, step))
 
@@ -61,13 +65,13 @@ class _Waiting:
             self.forgotten.update(item.keys)
         else:
             self.kept += item.filled
-            if self.forgotten:
-                again = ((h, one.probes) for one in item.filled for h in one.hashes)
-                self.forgotten.difference_update(again)
+            if self.forgotten:  # a block that is kept again must not be forgotten
+                for one in item.filled:
+                    self.forgotten.difference_update((each, one.probes) for each in one.hashes)
 
 
 class Deliverer:
-    """Gives rows, scores and ends of requests to a sink, and scores to keep to the store."""
+    """Gives rows, scores and the ends of requests to a sink. Gives the store the scores to keep."""
 
     def __init__(
         self, filler: Filler, ring: HostRing, sink: BatchSink, widths: Widths,
@@ -79,21 +83,22 @@ class Deliverer:
     def deliver(self, items: Sequence[Item]) -> None:
         """Do the items: write rows and scores, keep and forget scores, end requests, make calls.
 
-        Steps are written together as far as possible. What follows a step here may be done after
-        later steps too, except that a call, or scores from the store, may need all items before
-        them.
+        Steps are written together as far as possible. A Keep, Forget or Finish may therefore be
+        done after later steps, and never before earlier steps. A call and a Stored wait for all
+        items before them. A Collect is done at once.
         """
-        waiting = _Waiting()
+        waiting = Waiting()
         stored: list[Stored] = []
         for item in items:
-            # A call does not change scores in the ring: Stored items around it may be one batch.
+            # A call changes no scores in the ring, so the Stored items before and after it may be
+            # one batch.
             if stored and isinstance(item, Rows | Finish):
                 self._write_all_stored(stored)
                 stored = []
             if isinstance(item, Rows):
                 if not waiting.may_take(item):
                     self._do(waiting)
-                    waiting = _Waiting()
+                    waiting = Waiting()
                 waiting.steps.append(item)
             elif isinstance(item, Collect):
                 if self._store is not None:
@@ -103,9 +108,9 @@ class Deliverer:
                 waiting.add(item)
             else:
                 self._do(waiting)
-                waiting = _Waiting()
+                waiting = Waiting()
                 if isinstance(item, Stored):
-                    # Now: a later call may make the store forget these scores.
+                    # Fill the lease now: a later item may make the store forget these scores.
                     self._guard(partial(self._fill_stored, item))
                     stored.append(item)
                 else:  # a call
@@ -114,7 +119,7 @@ class Deliverer:
         if stored:
             self._write_all_stored(stored)
 
-    def _do(self, waiting: _Waiting) -> None:
+    def _do(self, waiting: Waiting) -> None:
         if waiting.steps:
             self._guard(partial(self.write, waiting.steps))
         if self._store is not None:
@@ -146,13 +151,13 @@ class Deliverer:
             logger.exception("vllm-scope: rows could not be delivered")
 
     def write(self, steps: Sequence[Rows]) -> None:
-        """Give steps that may be joined (`may_join`) to the sink. Waits until their rows are in the
-        ring."""
+        """Wait until the rows of steps that may be joined (`may_join`) are in the ring, then give
+        them to the sink, without those that are lost. Releases the leases."""
         try:
             waiting = [step for step in steps if step.waits]
             lost = {id(step) for step in waiting} - set(map(id, self._filler.fill_waiting(waiting)))
-            # Copies are on one stream, taps that write into the ring on another. On each stream,
-            # the last event follows all earlier ones.
+            # The side stream copies rows; taps write into the ring on the model's stream. On each
+            # stream, the last event follows all earlier ones.
             for written in (True, False):
                 events = [s.copied for s in steps if (s.region is None) is written and s.copied]
                 if events:

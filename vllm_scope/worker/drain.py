@@ -4,8 +4,8 @@ Owns:  Drain: the drain thread, and the items that wait for it.
 Runs:  `submit` and `finish_request` on the worker's thread, after the forward was enqueued.
 From:  arena, step_plan (labels).   To: filler (copies into transport.ring), deliverer, pace.
 
-Promise: rows reach the sink in the order of their steps, and a request's `finish`
-after all of its rows. If the sink is slow, the worker waits; nothing is lost.
+Promise: rows reach the sink in the order of their steps, and `finish` is called after all rows of
+its request. If the sink is slow, the worker waits; nothing is lost.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ T = TypeVar("T")
 #: If more bytes of rows than this wait, the drain thread looks soon, even if no caller follows its
 #: request.
 MOST_UNSEEN_BYTES = 8 << 20
-#: How long a question about sums, or a change of the weights, waits for the rows before it.
+#: How long another thread waits for the drain thread: for sums, or before the weights change.
 ANSWER_S = 300.0
 
 
@@ -65,7 +65,7 @@ class Drain:
     """Copies regions of the arena to the host ring and hands them to a sink, in order.
 
     Args:
-        watch: gets the rows of each step, while it has requests.
+        watch: gets the rows of each step, while the watch has requests.
         store: collects scores from the rows of each step, on the drain thread.
         saes: the SAEs that the worker holds, by name.
         moments_bytes: bytes of device memory for the sums of Moments.
@@ -74,7 +74,7 @@ class Drain:
             False on a CPU.
 
     Attributes:
-        defers: True if stored scores wait for `nudge`.
+        defers: True on a GPU: without a watch, scores of `submit_stored` wait for `nudge`.
 
     Verbs: `add_request`, `submit` (a written region), `finish_request`, `close`.
     """
@@ -97,12 +97,12 @@ class Drain:
         self._summing, self._stream = self.filler.summing, self.filler.stream
         self._deliverer = Deliverer(self.filler, ring, sink, widths, store)
         self._pace = Pace()
-        # Bounded by the ring: each step that waits holds a lease.
+        # Each step that waits holds a lease, so the ring bounds the number of steps here.
         self._items: deque[Item] = deque()
         self._closing = False
-        #: Slots of the arena or the ring: how many may wait while no request is followed, and how
-        #: many were submitted since the thread last looked. At most a quarter of the arena and
-        #: of the ring waits, which leaves room for the next steps.
+        #: If no request is followed, the thread looks soon once more than `_most_unseen` slots of
+        #: the arena or the ring wait: at most a quarter of them, which leaves room for the next
+        #: steps. `_num_unseen` slots were submitted since the thread last looked.
         most = min(MOST_UNSEEN_BYTES // SLOT_BYTES, arena.num_slots // 4, len(ring.slots) // 4)
         self._most_unseen, self._num_unseen = most, 0
         self.defers = self._stream.is_cuda
@@ -162,14 +162,16 @@ class Drain:
             self._summing.accept(key, count)
 
     def _in_order(self, call: Callable[[], None]) -> None:
-        """Call a function after the rows that were submitted so far have been added to sums."""
+        """Call a function after the rows that were submitted so far have been added to sums. On a
+        GPU, `submit` has enqueued these additions, so the function is called now."""
         if self._stream.is_cuda:
             call()
         else:
             self.later(call)
 
     def of_sums(self, call: Callable[[Summing], T]) -> T:
-        """The result of a call on the sums, made after the rows that were submitted so far."""
+        """Call a function on the sums, after the rows that were submitted so far are in them.
+        Returns its result. Raises TimeoutError after ANSWER_S."""
         if self._stream.is_cuda:
             with self._stream.entered():
                 return call(self._summing)
@@ -232,7 +234,7 @@ class Drain:
     # Scores that were kept, and scores to keep
 
     def submit_stored(self, labels: Labels, write: Callable[[Lease], bool]) -> None:
-        """Deliver scores that were kept.
+        """Deliver the scores that the store kept for cached tokens.
 
         On a GPU, without a watch, the drain thread does not wake up for these scores before
         `nudge`, because it would delay the worker's thread, which is about to launch the model. On
@@ -259,10 +261,10 @@ class Drain:
             self._pace.wake()
 
     def nudge(self) -> None:
-        """Let the drain thread deliver stored scores: soon if a caller reads rows as they arrive or
-        much waits, at once if the thread sleeps, and otherwise with the next rows. Call it once the
-        step of their requests is launched: the thread then works while the device computes the
-        prompts' other tokens."""
+        """Let the drain thread deliver stored scores. If the thread sleeps, it delivers them at
+        once. If a caller follows its request, or many slots wait, it delivers them soon. Otherwise
+        it delivers them after its rest. Call this after the launch of the requests' step: the
+        thread then works while the device computes the prompts' other tokens."""
         if not self._unseen_scores:
             return
         self._unseen_scores = False
@@ -309,20 +311,23 @@ class Drain:
         self._pace.end_launch()
 
     def hurry(self) -> None:
-        """Let the thread look now, without rest. Call this if something waits for the thread, or if
-        no request runs, so that the thread's work delays no request."""
+        """Let the thread look now, without rest. Call this if something waits for the thread. Also
+        call it if no request runs, because the thread's work then delays no request."""
         self._pace.hurry()
 
     def settle(self) -> None:
         """Wait until heads have worked on all rows that were submitted so far. The weights that
-        heads read on the device, such as the model's unembedding, may then be changed."""
+        heads read on the device, such as the model's unembedding, may then be changed. Waits at
+        most ANSWER_S."""
         if not self._thread.is_alive():
             return
         done = threading.Event()
         self.later(done.set)
         self.hurry()
         if not done.wait(ANSWER_S):
-            logger.error("vllm-scope: rows wait for a sink; a lens may read later weights for them")
+            logger.error(
+                "vllm-scope: the drain thread is late; a lens may apply new weights to earlier rows"
+            )
         if self._stream.is_cuda:
             self._stream.synchronize()  # the thread has enqueued all work
 
@@ -340,7 +345,8 @@ class Drain:
                 self._unfilled = not self._stream.is_cuda
         self._items.append(item)
         if isinstance(item, Rows):
-            # On a GPU the region is free once its copy, which is enqueued, is done.
+            # On a GPU the copy is enqueued, and the region is free after it. The region of a step
+            # that is put off (`tapped`) is counted by `filler.much_waits`.
             region = None if item.tapped else item.waits
             held = 0 if region is None else region.num_slots
             self._num_unseen += max(held, item.lease.stop - item.lease.start)
@@ -361,7 +367,7 @@ class Drain:
 
     def _wait_for_sums(self) -> None:
         """If requests have Moments, wait until the drain thread has filled the leases of all
-        earlier steps: a request's rows are added to sums in the order of their positions."""
+        earlier steps. Otherwise this step's rows would be added to sums before earlier rows."""
         if self._summing:
             filled = threading.Event()
             self.later(filled.set)

@@ -55,6 +55,12 @@ class Rows(msgspec.Struct, frozen=True, eq=False):
     watched: bool = False
 
     @property
+    def is_done(self) -> bool:
+        """True if the device has written these rows, so that nobody has to wait for it."""
+        event = self.copied or self.tapped
+        return event is None or event.query()
+
+    @property
     def waits(self) -> Region | None:
         """The region, if the drain thread copies it."""
         return self.region if self.copied is None else None
@@ -112,7 +118,7 @@ class Forget:
     keys: Sequence[ScoreKey]
 
 
-#: An item of work for the drain thread. A function is called after all items before it are done.
+#: An item of work for the drain thread. A function is called.
 Item = Rows | Finish | Stored | Collect | Keep | Forget | Callable[[], None]
 
 

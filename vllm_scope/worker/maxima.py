@@ -1,7 +1,7 @@
 """The largest feature of each group of an SAE's features, in one pass over the products.
 
 Owns:  `maxima`, a Triton kernel.
-Runs:  as worker.held_saes, on GPUs.
+Runs:  on GPUs, on the thread that computes features (see worker.held_saes).
 
 Promise: a feature is computed as held_saes computes it. If a group has a NaN, its maximum is NaN.
 """

@@ -275,7 +275,7 @@ class Packer:
         return batch
 
     def _made(self, move: _Move, words: Tensor, failed: set[Head]) -> Tensor:
-        """int64 [n, words of each]: raw rows, or the head's results."""
+        """int64 [n, words of one row or of one result]: raw rows, or the head's results."""
         rows = move.rows(words)
         if move.head is None:
             return rows

@@ -85,6 +85,12 @@ class Planner:
     def __contains__(self, req_id: str) -> bool:
         return req_id in self._requests.index_of
 
+    @property
+    def is_steady(self) -> bool:
+        """True if the step that was planned last has one token of each request, and the next step
+        may have the same plan, one position later."""
+        return self._steady is not None
+
     def key_of(self, req_id: str) -> int | None:
         """A request's key; None if it is not known."""
         index = self._requests.index_of.get(req_id)

@@ -49,13 +49,6 @@ class StepPlan(msgspec.Struct, frozen=True, eq=False):
     optimistic: bool
     walks: tuple[Ints, NDArray[np.int32]] | None = None
 
-    @property
-    def positions(self) -> Ints:
-        """int64 [num_rows], the position of each row that delivers; 0 for others."""
-        found = np.zeros(len(self.rows), np.int64)
-        found[self.delivers] = self.labels.positions
-        return found
-
 
 class PlannedTokens(NamedTuple):
     """Some tokens of a step, [n] each: their rows, positions, the indices of their requests, and

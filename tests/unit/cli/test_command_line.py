@@ -99,7 +99,7 @@ def test_a_probe_is_watched_at_the_place_of_its_files(tmp_path):
         assert (probe.site, probe.layers) == (same.site, (same.layer,)) == ("resid_mid", (1,))
         assert probe.weight.numpy.tolist() == same.weight.tolist() == [1.0, 0.5]
         assert probe.bias == same.bias == -19.0
-    with pytest.raises(SpecError, match="has layer 1, --layer 3; leave that out"):
+    with pytest.raises(SpecError, match="has layer 1, and --layer is 3; leave --layer out"):
         watch.load(path, 3, None, "none")
 
 

@@ -43,6 +43,7 @@ from vllm_scope import Add, CapacityError, Read, Spec
 from vllm_scope.batch.labels import StepBatch
 from vllm_scope.engine.worker.delivery import NOBODY
 from vllm_scope.engine.worker.sizes import Limits
+from vllm_scope.graph.tap.definition import SINCE, STEPS, STRIDE, TO_HOST
 from vllm_scope.request.sites import LEVELS, boundary_of_point
 from vllm_scope.request.ticket import Recipient
 from vllm_scope.sinks import RequestInfo
@@ -328,6 +329,50 @@ def test_reads_upload_once_while_the_batch_stays_the_same_and_the_ring_does_not_
         for number in range(count)
     ]
     assert sorted(found) == sorted(expected)
+
+
+def test_steps_whose_positions_taps_cannot_read_are_uploaded_each_time():
+    request = Request("r", 10, Spec((Read("embed"),)), 2, [1] * 40)
+    with running_worker(EVERYWHERE, 100) as (worker, sink):
+        add(worker, request.sent())
+        uploads = []
+        for number in range(5):
+            step = Step([(request, 2 + number, 1)], [0])
+            worker.steps.begin(step.batch(), torch.tensor([99], dtype=torch.int32))
+            run_taps(worker, step, number, random.Random(0))
+            worker.steps.end()
+            uploads.append(worker._tables.num_uploads)
+        worker.finish_requests(["r"])
+    assert [later - earlier for earlier, later in pairwise(uploads)] == [1] * 4
+    rows = sorted(row for rows in sink.found.values() for row in rows)
+    assert rows == [[10, 2 + number, 0, number] for number in range(5)]
+
+
+def test_prompts_are_not_said_to_repeat_and_steps_into_the_ring_are(monkeypatch):
+    request = Request("r", 10, Spec((Read("embed"),)), 4, [1] * 40)
+    positions = torch.arange(4)
+    with running_worker(EVERYWHERE, 100) as (worker, _):
+        add(worker, request.sent())
+        steps, tables = worker.steps, worker._tables
+        steps.begin(Step([(request, 0, 4)], [0]).batch(), positions)
+        assert tables.tokens[:4, STRIDE].tolist() == [0] * 4
+        steps.fail()
+
+        def take(plan) -> int:  # as on a GPU
+            steps._lease = steps._delivery.ring.acquire(plan.num_slots)
+            return steps._lease.start
+
+        monkeypatch.setattr(steps, "_take_room", take)
+        uploads = []
+        for position in (4, 5, 6):
+            positions[0] = position
+            steps.begin(Step([(request, position, 1)], [0]).batch(), positions)
+            uploads.append(tables.num_uploads)
+            steps.fail()
+        assert uploads[0] == uploads[2]
+        ring = steps._delivery.ring.num_slots
+        assert tables.tokens[0, [TO_HOST, SINCE, STRIDE, STEPS]].tolist() == [1, 4, 1, ring - 1]
+        worker.finish_requests(["r"])
 
 
 def _edited() -> Sent:

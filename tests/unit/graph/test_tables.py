@@ -18,6 +18,7 @@ from vllm_scope.graph.tap.definition import (
     PROGRAM,
     SINCE,
     SLOT,
+    STEPS,
     STRIDE,
     TO_HOST,
     VECTOR,
@@ -25,7 +26,7 @@ from vllm_scope.graph.tap.definition import (
     WORD_IN_TAP,
 )
 from vllm_scope.graph.tap.program_tables import HELD_OPS, HELD_PROGRAMS, capacity
-from vllm_scope.graph.tap.tables import Tables
+from vllm_scope.graph.tap.tables import Repeat, Tables
 from vllm_scope.program.layout import Widths
 from vllm_scope.program.operations import (
     NO_PROGRAM,
@@ -498,47 +499,49 @@ def test_a_step_with_the_same_array_of_ids_gets_its_own_slots():
             assert (tables.tokens[:, PROGRAM] >= 0).sum() == 3
 
 
+@pytest.mark.parametrize("to_host", [False, True])
 @pytest.mark.parametrize(
-    "change",
-    ["nothing", "ids", "slot", "host-memory", "no-stride", "cleared", "another-step", "programs"],
+    "change", ["nothing", "ids", "slot", "host-memory", "cleared", "another-step", "programs"]
 )
-def test_a_table_is_right_for_the_next_step_if_each_row_is_one_position_further(change):
+def test_a_table_is_right_for_the_next_step_if_each_row_is_one_position_further(change, to_host):
     tables, rows, ids = _tables(), np.array([2, 3]), np.array([1, 0], np.int32)
-    given = {"since": np.array([7, 90]), "stride": 0 if change == "no-stride" else 4}
-    tables.load_step(rows, ids, rows, np.array([20, 21]), **given)
-    assert tables.tokens[rows, SINCE].tolist() == [7, 90]
-    if change != "no-stride":
-        assert tables.tokens[rows, STRIDE].tolist() == [4, 4]
-        assert tables.move_on(ids, 24, False)
-        assert tables.move_on(ids, 28, False)
+    repeat = Repeat(np.array([7, 90]), 4, 30)
+    tables.load_step(rows, ids, rows, np.array([20, 21]), to_host, repeat)
+    assert tables.tokens[rows][:, [SINCE, STRIDE, STEPS]].tolist() == [[7, 4, 30], [90, 4, 30]]
+    assert tables.move_on(ids, 24, to_host)
+    assert tables.move_on(ids, 28, to_host)
     uploads = tables.num_uploads
     if change == "cleared":
         tables.clear_step()
     elif change == "another-step":
-        tables.load_step(rows, ids.copy(), rows, np.array([28, 29]), **given)
+        tables.load_step(rows, ids.copy(), rows, np.array([28, 29]), to_host, repeat)
     elif change == "programs":  # the device does not have them all
         tables.program_id(_adds(1.0), hold=True)
     else:
         assert tables.num_uploads == uploads
     again = ids.copy() if change == "ids" else ids
     slot = 28 if change == "slot" else 32
-    assert tables.move_on(again, slot, change == "host-memory") == (change == "nothing")
+    assert tables.move_on(again, slot, to_host ^ (change == "host-memory")) == (change == "nothing")
 
 
-def test_a_step_without_a_stride_takes_back_that_of_the_step_before_it():
+def test_a_step_that_may_not_be_repeated_takes_back_the_stride_of_the_step_before_it():
     tables, rows, ids = _tables(), np.array([2, 3]), np.array([1, 0], np.int32)
-    for stride in (4, 0, 9):
-        tables.load_step(rows, ids, rows, rows, since=rows, stride=stride)
+    for stride in (4, 0, 9, 5):
+        repeat = Repeat(rows, stride, 1) if stride else None
+        tables.load_step(rows, ids, rows, rows, False, repeat)
         assert tables.tokens[rows, STRIDE].tolist() == [stride, stride]
+        assert not tables.move_on(ids, 2 if stride == 0 else 3, False)
 
 
-def test_taps_read_positions_only_if_they_are_int64_in_a_row():
+def test_taps_read_positions_only_if_they_are_a_contiguous_int64_tensor():
     tables = _tables()
     positions = torch.arange(8)
     assert tables.point_at(positions)
     assert tables.host[5] == positions.data_ptr()
     for other in (positions.int(), positions[1::2]):
         assert not tables.point_at(other)
+        with pytest.raises(ScopeError, match="states need a contiguous int64 tensor"):
+            tables.load_walks(np.array([0]), np.zeros((1, 8), np.int32), other)
     assert tables.host[5] == positions.data_ptr()
 
 

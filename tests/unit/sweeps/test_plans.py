@@ -469,7 +469,9 @@ def test_prompts_are_refused_that_have_no_token():
 def test_a_table_that_is_too_large_is_not_made():
     asked = Sweep("xyzxyz", metric=METRIC, layers=[0, 1])
     assert Plan(asked, ["abcabc"], SITES, Letters(), most_cells=14).num_cells == 14
-    with pytest.raises(SpecError, match=r"1 prompts times 2 layers, 7 positions and 1 heads, 14"):
+    with pytest.raises(
+        SpecError, match=r"14 cells \(1 prompts x 2 layers x 7 positions x 1 heads\)"
+    ):
         Plan(asked, ["abcabc"], SITES, Letters(), most_cells=13)
     with pytest.raises(SpecError, match="at most 1,000,000"):  # 2**60 values
         Plan(Sweep(torch.ones(8), metric=METRIC), [{"prompt_token_ids": [1]}] * 2000 + ["a" * 2000],

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_scope.program.layout import SLOT_BYTES
-from vllm_scope.worker.arena import Arena, HostFence, Region
+from vllm_scope.worker.arena import Arena, HostFence, Region, StreamFence
 
 CPU = torch.device("cpu")
 
@@ -112,3 +114,12 @@ def test_a_view_is_the_region_itself_and_nothing_else(dtype):
     assert (arena.slots[2:5] == 1).all()
     assert arena.slots[[0, 1, 5]].isnan().all()
     assert arena.num_bytes == 6 * SLOT_BYTES
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_stream_waits_only_for_a_copy_that_is_not_done(monkeypatch, done):
+    waits = []
+    event = SimpleNamespace(query=lambda: done, wait=lambda: waits.append(1))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    StreamFence().wait()
+    assert len(waits) == (not done)

@@ -25,8 +25,9 @@ from vllm_scope.request.sites import Place, point_of
 from vllm_scope.sinks import RowBatch
 from vllm_scope.transport.ring import HostRing
 from vllm_scope.worker.arena import Arena
+from vllm_scope.worker.deliverer import Waiting
 from vllm_scope.worker.drain import Drain
-from vllm_scope.worker.drain_items import Rows, may_join
+from vllm_scope.worker.drain_items import Finish, Rows, may_join
 from vllm_scope.worker.score_store import MOST_STEPS_KEPT, Filled
 from vllm_scope.worker.watch import Watch
 
@@ -412,7 +413,7 @@ def test_a_block_that_is_kept_again_stays_and_stored_scores_come_after_what_was_
     with _collecting() as (_, drain, sink, store):
         a, b = (b"a", b"probes"), (b"b", b"probes")
         drain.forget([a, b])
-        drain.keep([Filled(1, 0, [b"a"], b"probes"), Filled(1, 1, [b"b"], b"other")])
+        drain.keep([Filled(1, 0, [b"b"], b"other"), Filled(1, 1, [b"a"], b"probes")])
         told: list[Any] = []
 
         def write(lease) -> bool:
@@ -427,6 +428,60 @@ def test_a_block_that_is_kept_again_stays_and_stored_scores_come_after_what_was_
     assert told == [("keep", 0), ("keep", 1), ("forget", [b])]
     assert store.told[3:] == [("forget", [a]), ("end", 2)]
     assert sink.events[-2:] == [(2, 0, 0, 0.0), (2, None)]
+
+
+def test_an_end_does_not_wait_for_a_step_that_came_later():
+    with _collecting() as (arena, drain, sink, _):
+        drain.finish_request(10)
+        _submit(arena, drain, 1, 0, 1)
+        sink.gate.set()
+        until(lambda: len(sink.events) == 3, PATIENCE_S)
+    assert sink.events[1:] == [(10, None), *_rows(1, 0, 1)]
+
+
+@pytest.mark.parametrize("name", ["copied", "tapped"])
+def test_an_end_does_not_wait_for_a_step_that_the_device_has_not_finished(name):
+    with _collecting() as (arena, drain, sink, _):
+        _submit(arena, drain, 1, 0, 1)
+        _submit(arena, drain, 1, 1, 1)
+        first, later = drain._items
+        waiting = Waiting([first])
+        assert waiting.may_take(replace(later, **{name: Event(done=False)}))
+        waiting.add(Finish(1, None))
+        assert waiting.may_take(later)
+        assert waiting.may_take(replace(later, **{name: Event()}))
+        assert not waiting.may_take(replace(later, **{name: Event(done=False)}))
+        sink.gate.set()
+
+
+def test_stored_scores_come_before_the_rows_of_later_steps():
+    with _collecting() as (arena, drain, sink, _):
+        labels = labels_of([2], [0], layouts=(reads_at(0),))
+        drain.submit_stored(labels, lambda lease: bool(lease.slots.fill_(0).numel()))
+        _submit(arena, drain, 1, 0, 1)
+        sink.gate.set()
+        until(lambda: len(sink.events) == 3, PATIENCE_S)
+    assert sink.events[1:] == [(2, 0, 0, 0.0), *_rows(1, 0, 1)]
+
+
+def test_blocks_are_forgotten_although_no_rows_follow_and_a_store_that_fails_harms_no_row(caplog):
+    store: Any = Store()
+    with _drain(64, store=store) as (arena, drain, sink):
+        until(lambda: drain._pace.sleeping, PATIENCE_S)
+        drain.forget([(b"a", b"probes")])
+        until(lambda: store.told == [("forget", [(b"a", b"probes")])], PATIENCE_S)
+
+        def fail(*_) -> None:
+            raise ZeroDivisionError("the store")
+
+        store.begin = store.forget = fail
+        drain.collect(1, reads_at(0), 4)
+        drain.forget([(b"a", b"probes")])
+        _submit(arena, drain, 1, 0, 1)
+        drain.finish_request(1)
+        until(lambda: (1, None) in sink.events, PATIENCE_S)
+    assert sink.events == [*_rows(1, 0, 1), (1, None)]
+    assert caplog.text.count("the store") >= 2
 
 
 def test_joined_steps_come_to_the_store_with_their_sizes_rows_and_true_positions():
@@ -679,8 +734,11 @@ def test_kept_scores_that_lie_side_by_side_come_as_one_batch_and_those_missing_a
 class Event:
     """A CUDA event, as far as the drain thread knows one."""
 
-    def __init__(self) -> None:
-        self.waited = False
+    def __init__(self, done: bool = True) -> None:
+        self.waited, self.done = False, done
+
+    def query(self) -> bool:
+        return self.done
 
     def synchronize(self) -> None:
         self.waited = True

@@ -105,7 +105,7 @@ def merged(text: str | None, wanted: Wanted, alone: bool) -> str | None:
 
 
 def _places(edit: Edit) -> list[_Place]:
-    """The places of an edit in its tier; [] if the edit belongs to no tier."""
+    """(kind, tokens, site, layer) of an edit at each layer; [] if the edit belongs to no tier."""
     values = getattr(edit, edit.fields[0])
     tokens, layers = edit.tokens.to_json(), edit.layer_numbers
     plain = isinstance(edit, Add | Clamp) and edit.gate is None and edit.dose is None

@@ -86,8 +86,8 @@ def withdraw(scheduler: Scheduler, request: Request) -> set[str]:
 
 
 def _free_blocks(original: Callable[..., T], self: Scheduler, request: Request) -> T:
-    """Scheduler._free_request_blocks, when a request ends or is preempted: withdraw the blocks that
-    steps in flight write."""
+    """Scheduler._free_request_blocks, when a request ends or is preempted. If the request has
+    edits, withdraw the blocks with edited KV that steps in flight write."""
     first = first_edited(request)
     if first is not None and request.num_in_flight_tokens:
         written = max(request.num_computed_tokens - request.num_in_flight_tokens, 0)

@@ -76,8 +76,8 @@ def fill_blocks(scheduler: Scheduler, output: SchedulerOutput, news: StepNews) -
 
 
 def finish_request(scheduler: Scheduler, request: Request) -> None:
-    """Forget a request that has ended. The next news has the blocks that it filled and that no news
-    has had yet."""
+    """Forget a request that has ended. The next news names the blocks that the request filled and
+    that no earlier news has named."""
     index = index_of(scheduler.kv_cache_manager)
     if index is not None and index.num_told(request.request_id) is not None:
         index.finish_request(request.request_id, _filled(index, request))

@@ -10,8 +10,9 @@ The step that computes a token's row also samples the next token. If the row's s
 request, the sampled token is kept as the last one, because the row's position then counts as
 processed.
 
-New scales hold from the first position that no step has begun to compute. That is the next
-position; with async scheduling, where one step is always ahead, it is the position after the next.
+New scales hold from the first position that no step has begun to compute. Without async scheduling
+this is the position after the scored row. With async scheduling one more step has begun, so it is
+one position later.
 """
 
 from __future__ import annotations

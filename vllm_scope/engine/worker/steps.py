@@ -21,7 +21,7 @@ from torch import Tensor
 from vllm_scope.batch.labels import StepBatch
 from vllm_scope.engine.functions import StepFunctions
 from vllm_scope.engine.worker.delivery import WorkerDelivery
-from vllm_scope.graph.tap.tables import Tables
+from vllm_scope.graph.tap.tables import Repeat, Tables
 from vllm_scope.program.layout import SLOT_BYTES, Widths
 from vllm_scope.transport.ring import Lease
 from vllm_scope.worker.arena import Arena, Region
@@ -113,21 +113,26 @@ class Steps:
                 self._tables.load_step(plan.rows, plan.program_ids, plan.owners, plan.offsets)
             return
         first = self._take_room(plan)
-        in_ring = self._lease is not None
-        since, stride = None, 0
+        in_ring, repeat = self._lease is not None, None
         if first is None:
             # Drained tap by tap: a token's slot is its index among the tokens that deliver.
             slots: NDArray[np.int64] = np.cumsum(plan.delivers) - plan.delivers
         else:
-            if not plan.optimistic and self._tables.point_at(positions):
-                # Usually the next step has the same rows, one position and `num_slots` further.
+            # Usually the next step has the same rows, one position and `num_slots` further.
+            if self._planner.is_steady and self._tables.point_at(positions):
                 if self._tables.move_on(plan.program_ids, first, in_ring):
                     return
-                since, stride = plan.positions, plan.num_slots
+                repeat = self._repeat(plan, first)
             slots = first + plan.offsets
-        self._tables.load_step(
-            plan.rows, plan.program_ids, plan.owners, slots, in_ring, since, stride
-        )
+        self._tables.load_step(plan.rows, plan.program_ids, plan.owners, slots, in_ring, repeat)
+
+    def _repeat(self, plan: StepPlan, first: int) -> Repeat:
+        """How a step whose first slot is `first` may be repeated."""
+        assert self._delivery is not None
+        since = np.zeros(len(plan.rows), np.int64)
+        since[plan.delivers] = plan.labels.positions
+        ring = self._arena if self._lease is None else self._delivery.ring
+        return Repeat(since, plan.num_slots, (ring.num_slots - first) // plan.num_slots - 1)
 
     def _take_room(self, plan: StepPlan) -> int | None:
         """The step's first slot, in the ring (`_lease`) or the arena (`_region`); None if it must

@@ -239,8 +239,8 @@ class ScopeWorker:
             steps.active = False
 
     def _check_rows(self, forward: Forward) -> None:
-        """Serve the model without taps if its compiled graph computes other rows than the forward
-        that proved where the stream is."""
+        """Compare the rows of the compiled graph with the rows of the forward that proved where
+        the stream is. If they differ, serve the model without taps."""
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
         proved, reason = self._proved, None
@@ -344,8 +344,8 @@ class ScopeWorker:
                     self._finish(key, str(error))
                     program, key = None, NOBODY
             if program is None:
-                # The edits still apply: ranks that deliver nothing make them too, and do not know
-                # that room is lacking here.
+                # The edits must apply all the same: the other ranks apply them, and do not know
+                # that this rank has no room.
                 program = self._compile(asked, prompt_ids, False)
             if delivery is not self._delivery:
                 key = NOBODY

@@ -43,8 +43,8 @@ from vllm_scope.program.operations import (
 ) = range(12)  # fmt: skip
 NUM_COLUMNS = 12
 #: Columns of the token table. A row has 32 bytes, so that all rows have one alignment for the
-#: kernel; two columns are empty.
-PROGRAM, SLOT, TO_HOST, OWNER, SINCE, STRIDE = range(6)
+#: kernel; one column is empty.
+PROGRAM, SLOT, TO_HOST, OWNER, SINCE, STRIDE, STEPS = range(7)
 NUM_TOKEN_COLUMNS = 8
 #: Columns of the table of taps. A row has 16 bytes, so that all rows have one alignment for the
 #: kernel; two columns are empty.
@@ -99,9 +99,9 @@ def tap_rows(
         residual: like `hidden`; None if the model has added it already.
         arena: [num_slots, elements of a slot], model dtype. Written in place.
         tokens: [max_rows, 8] int32: program (-1 for none), slot, 1 if the token's slots are
-            in host memory, owner, since, stride; two numbers that are not used. The token's first
-            slot is `slot` at the position `since`, and `stride` slots further at each later
-            position. If `stride` is 0, it is `slot`. Rows from num_rows on are not read.
+            in host memory, owner, since, stride, steps; one number that is not used. The token's
+            first slot is slot + min(max(position - since, 0), steps) * stride, so that no position
+            leads beyond the slots of the arena or the ring. Rows from num_rows on are not read.
         programs: [num_programs, num_taps] int32: index of the first op, -1 for none.
         ops: [num_ops, NUM_COLUMNS] int32: see the columns above. Numbers are float32 bits.
         vectors: [num_vectors, hidden_size or more] float32.
@@ -134,7 +134,7 @@ def tap_rows(
     words, numbers = arena.view(torch.int32).view(-1).numpy(), ops.numpy()
     registers = states.array_at(ctypes.c_float, int(host[2]), (len(tokens), REGISTERS))
     vectors = vectors[:, : hidden.shape[1]]
-    first = _first_slots(table, host, slot_base, slots_per_token)
+    first = _first_slots(table, rows, host, slot_base, slots_per_token)
     while len(live := np.flatnonzero(at >= 0)):
         told = numbers[at[live]]
         for code in set(told[:, CODE].tolist()):
@@ -143,7 +143,7 @@ def tap_rows(
             # Usually all rows have the same operation; a slice copies no row.
             some = slice(None) if len(here) == len(rows) else torch.from_numpy(here)
             column = WORD_IN_TAP if slots_per_token else WORD
-            start = first[rows[here]] * WORDS_PER_SLOT + op[:, column]
+            start = first[here] * WORDS_PER_SLOT + op[:, column]
             if code in SETTERS:
                 values, score = _condition(code, x[some], op, vectors)
                 if code != OP_FEATURE and (kept := op[:, SOURCE] >= 0).any():
@@ -215,15 +215,19 @@ def _report(host: Tensor, owners: NDArray[np.int32], fault: int) -> None:
 
 
 def _first_slots(
-    table: NDArray[np.int32], host: Tensor, base: int, per_token: int
+    table: NDArray[np.int32], rows: NDArray[np.int64], host: Tensor, base: int, per_token: int
 ) -> NDArray[np.int64]:
-    """The first slot of each row of the token table."""
-    first = table[:, SLOT].astype(np.int64)
+    """The first slot of the token of each of these rows."""
+    columns = table[rows]
+    first = columns[:, SLOT].astype(np.int64)
     if per_token:
         return base + first * per_token
-    if (moves := (table[:, PROGRAM] >= 0) & (table[:, STRIDE] > 0)).any():
-        positions = states.array_at(ctypes.c_int64, int(host[5]), (len(table), 1))[:, 0]
-        first[moves] += (positions[moves] - table[moves, SINCE]) * table[moves, STRIDE]
+    stride = columns[:, STRIDE]
+    if stride.any():
+        last = int(rows[-1]) + 1
+        positions = states.array_at(ctypes.c_int64, int(host[5]), (last, 1))[rows, 0]
+        steps = np.clip(positions - columns[:, SINCE], 0, columns[:, STEPS])
+        first += np.where(stride > 0, steps, 0) * stride
     return first
 
 

@@ -41,6 +41,13 @@ OP_PID = tl.constexpr(17)
 STATE_NUMBERS = tl.constexpr(3)
 REGISTERS = tl.constexpr(32)
 COLUMNS = tl.constexpr(12)
+# Columns of the token table, as in tap.definition.
+TOKEN_SLOT = tl.constexpr(1)
+TOKEN_TO_HOST = tl.constexpr(2)
+TOKEN_OWNER = tl.constexpr(3)
+TOKEN_SINCE = tl.constexpr(4)
+TOKEN_STRIDE = tl.constexpr(5)
+TOKEN_STEPS = tl.constexpr(6)
 TOKEN_COLUMNS = tl.constexpr(8)
 CHECKED = tl.constexpr(1 << 30)
 
@@ -126,17 +133,18 @@ def _tap_kernel(
     x = tl.load(hidden, keep, 0.0).to(tl.float32)
     if HAS_RESIDUAL:
         x += tl.load(residual, keep, 0.0).to(tl.float32)
-    slot = tl.load(token + 1).to(tl.int64)
-    stride = tl.load(token + 5).to(tl.int64)
+    slot = tl.load(token + TOKEN_SLOT).to(tl.int64)
+    # These loads wait for each other, but for no load of the program below.
     positions = tl.load(host_ptr + 5).to(tl.pointer_type(tl.int64))
-    since = tl.load(token + 4).to(tl.int64)
-    slot += (tl.load(positions + row, stride > 0, 0) - since) * stride
+    stride = tl.load(token + TOKEN_STRIDE).to(tl.int64)
+    steps = tl.load(positions + row, stride > 0, 0) - tl.load(token + TOKEN_SINCE)
+    slot += tl.minimum(tl.maximum(steps, 0), tl.load(token + TOKEN_STEPS)) * stride
     offset_column = 1
     if slots_per_token > 0:
         slot = slot_base + slot * slots_per_token
         offset_column = 2
     base = arena_ptr
-    if tl.load(token + 2) == 1:
+    if tl.load(token + TOKEN_TO_HOST) == 1:
         base = tl.load(host_ptr).to(tl.pointer_type(dtype))
     words = base.to(tl.pointer_type(tl.float32), bitcast=True) + slot * 4
     edited = 0
@@ -294,7 +302,7 @@ def _tap_kernel(
         # The faults are in host memory: to report one costs a write across PCIe.
         faults = tl.load(host_ptr + 1)
         if faults != 0:
-            owner = tl.load(token + 3)
+            owner = tl.load(token + TOKEN_OWNER)
             tl.store(faults.to(tl.pointer_type(tl.int32)) + owner, fault)
 
 

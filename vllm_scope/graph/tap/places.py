@@ -41,7 +41,7 @@ class Places(Generic[Content]):
         return self._contents[number]
 
     def take(self, count: int) -> list[int]:
-        """Take free places for contents that are not looked up here, until `give_back`."""
+        """Take free places, until `give_back`, for contents that `find` need not find."""
         first = len(self._free) - count
         taken, self._free[first:] = self._free[first:], []
         return taken[::-1]

@@ -134,7 +134,7 @@ class _HeldSet:
 
     Attributes:
         ids: as `Tables.hold` returns them.
-        numbers, ops, vectors: the places that they take.
+        numbers, ops, vectors: the places that these programs take in the tables.
         single: ids of programs that are held one by one.
     """
 

@@ -4,11 +4,13 @@ Owns:  Tables: device tensors of fixed size and address, with what the rows of a
 Runs:  in every worker. The host writes; taps read.
 From:  plan, program_tables.   To: op.
 
-Promise: in a forward that was not planned every token's program is -1, so that dummy runs,
-graph captures and idle steps do nothing.
+Promise: in a forward that was not planned, every token's program is -1. Dummy runs, graph captures
+and idle steps therefore do nothing.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from vllm_scope.graph.tap.definition import (
     PROGRAM,
     SINCE,
     SLOT,
+    STEPS,
     STRIDE,
     TO_HOST,
 )
@@ -43,18 +46,35 @@ def log_places(states_mib: float) -> int:
     return int(states_mib * 2**20) // (4 * STATE_NUMBERS)
 
 
+class Repeat(NamedTuple):
+    """How a step may be repeated without an upload: with the same rows, each one position later.
+
+    Attributes:
+        since: int64 [num_rows], the position of each row.
+        stride: slots between a token's places at two adjacent positions.
+        steps: how many times at most, before the arena or the ring ends.
+    """
+
+    since: NDArray[np.int64]
+    stride: int
+    steps: int
+
+
 class Tables(ProgramTables):
     """Persistent device tables: the program tables, and what each row of a step does.
 
     Attributes:
-        tokens: [max_rows, 8] int32: definition's columns, what each row of the step does.
-        taps: [num_taps, 4] int32: the tap's number; 1, or 0 if no row does anything at the tap in
-            this step; two numbers that are not used. A tap gets a view of its row.
-        registers: [max_rows, REGISTERS] float32: values of conditions in one forward.
+        tokens: [max_rows, 8] int32, columns as in tap.definition: what each row of the step does.
+        taps: [num_taps, 4] int32. Column 0 is the tap's number. Column 1 is 1, or 0 if no row does
+            anything at the tap in this step. Two columns are not used. A tap gets a view of its
+            row.
+        registers: [max_rows, REGISTERS] float32: numbers of each row that one operation sets and
+            another one uses in the same forward.
         walks: [max_rows, 8] int32: tap.states' columns, for rows whose gates have states.
         log: [num_places, STATE_NUMBERS] float32: the states of gates.
-        host: [6] int64, addresses. In host memory: the slots, or 0; `faults`, or 0 if nobody reads
-            them. On the device: `registers`, `walks`, `log`, and the rows' positions, or 0.
+        host: [6] int64, addresses. In host memory: the ring's slots, 0 if taps write none there;
+            `faults`, 0 if nobody reads them. On the device: `registers`, `walks`, `log`; the rows'
+            positions, 0 before the first `point_at`.
         faults: int32 [MOST_OWNERS], host: owner -> 0, or a fault for `definition.fault_at`.
             Taps write; any thread may read and clear.
     """
@@ -103,8 +123,8 @@ class Tables(ProgramTables):
         self._positions = 0
         #: The program ids of the last `load_step`; None after `clear_step`.
         self._loaded: NDArray[np.int32] | None = None
-        #: Whether its slots are in host memory, how much further they are in each later step, and
-        #: the first slot of the coming step.
+        #: Of the last `load_step`: True if its slots are in host memory; its stride. Then the first
+        #: slot that `move_on` expects in the next step.
         self._to_host, self._stride, self._next_slot = False, 0, 0
         #: [num_taps], the ACTS column of `taps`.
         self._acts = np.ones(num_taps, bool)
@@ -116,8 +136,7 @@ class Tables(ProgramTables):
         owners: NDArray[np.int32],
         slots: NDArray[np.int64],
         to_host: bool = False,
-        since: NDArray[np.int64] | None = None,
-        stride: int = 0,
+        repeat: Repeat | None = None,
     ) -> None:
         """Give each of these rows of the next forward its program, and all other rows none.
 
@@ -126,42 +145,48 @@ class Tables(ProgramTables):
         Args:
             rows: indices of the rows, ascending.
             program_ids, owners: the program and the owner of each row; owner 0 for none.
-            slots: the first slot of each row's token.
+            slots: the first slot of each row's token; if the step is drained tap by tap, the
+                token's index among the tokens that deliver.
             to_host: True if the slots are in host memory, not in the arena.
-            since, stride: the position of each row, and how many slots further its token is at each
-                later position (`move_on`). 0: this is not known.
+            repeat: how the step may be repeated (`move_on`); None if it may not.
         """
         if self._is_stale:
             self._flush()
         buffer = self._staging.next()
-        if buffer.holds is not program_ids or buffer.to_host != to_host:
+        repeats = repeat is not None
+        if (
+            buffer.holds is not program_ids
+            or buffer.to_host != to_host
+            or buffer.repeats != repeats
+        ):
             buffer.array[: buffer.num_rows, PROGRAM] = NO_PROGRAM
             buffer.array[rows, PROGRAM] = program_ids
             buffer.array[rows, TO_HOST] = to_host
             buffer.array[rows, OWNER] = owners
-            buffer.array[rows, STRIDE] = stride
+            buffer.array[rows, STRIDE] = 0
             buffer.holds, buffer.to_host, buffer.rows = program_ids, to_host, _as_slice(rows)
-            buffer.num_rows, buffer.stride = int(rows[-1]) + 1, stride
-        elif buffer.stride != stride:
-            buffer.array[buffer.rows, STRIDE] = buffer.stride = stride
+            buffer.num_rows, buffer.repeats = int(rows[-1]) + 1, repeats
         buffer.array[buffer.rows, SLOT] = slots
-        if since is not None:
-            buffer.array[buffer.rows, SINCE] = since
+        if repeat is not None:
+            buffer.array[buffer.rows, SINCE] = repeat.since
+            buffer.array[buffer.rows, STRIDE] = repeat.stride
+            buffer.array[buffer.rows, STEPS] = repeat.steps
         self._staging.upload(buffer, max(buffer.num_rows, self._rows_written))
         self._rows_written = buffer.num_rows
         if self._loaded is not program_ids:
             self._load_acts(program_ids)
-        self._loaded, self._to_host, self._stride = program_ids, to_host, stride
-        self._next_slot = int(slots[0]) + stride
+        self._loaded, self._to_host = program_ids, to_host
+        self._stride = 0 if repeat is None else repeat.stride
+        self._next_slot = int(slots[0]) + self._stride
         self.num_uploads += 1
 
     def move_on(self, program_ids: NDArray[np.int32], slot: int, to_host: bool) -> bool:
-        """True if the table is right for the next forward without `load_step`: each row of the last
-        forward is there again, one position later.
+        """If the table is right for the next forward too, note that it is used again, and return
+        True. The caller makes sure that the rows are those of the last forward, one position later.
 
         Args:
             program_ids: as in `load_step`; the same array in each such step.
-            slot: the first slot of the first row's token.
+            slot: the first slot of the step.
         """
         if (
             self._loaded is not program_ids
@@ -178,8 +203,8 @@ class Tables(ProgramTables):
         """Have taps read the rows' positions from this tensor. Returns False if they cannot.
 
         Args:
-            positions: [num_rows or more], device: the true positions by batch row. Taps need int64
-                in a row. The memory is read during the forward.
+            positions: [num_rows or more], device: the true positions by batch row. Taps need a
+                contiguous int64 tensor. Its memory is read during the forward.
         """
         if positions.data_ptr() == self._positions:
             return True
@@ -192,8 +217,8 @@ class Tables(ProgramTables):
     def load_walks(
         self, rows: NDArray[np.int64], walks: NDArray[np.int32], positions: Tensor
     ) -> None:
-        """Write the walks of these rows for the next forward. The table keeps the walks until the
-        next call.
+        """Write the walks of these rows for the next forward. The table keeps the walks until this
+        is called with other walks.
 
         Args:
             rows: indices of the rows, ascending.
@@ -204,7 +229,10 @@ class Tables(ProgramTables):
             ScopeError: taps cannot read these positions.
         """
         if not self.point_at(positions):
-            raise ScopeError(f"positions are {positions.dtype}; states need int64 in a row.")
+            raise ScopeError(
+                f"positions are {positions.dtype} with strides {positions.stride()}; states need a "
+                "contiguous int64 tensor."
+            )
         if self._walks is walks:
             return
         self._walks = walks
@@ -218,9 +246,9 @@ class Tables(ProgramTables):
         return self._loaded is program_ids
 
     def _load_acts(self, program_ids: NDArray[np.int32]) -> None:
-        """Write for each tap whether any of these programs does something there. Without
-        this, each row would look up its program at each tap, and an idle tap would take a GPU twice
-        as long."""
+        """Write for each tap whether any of these programs does something there. If every tap
+        acted, each row would look up its program at each tap, and an idle tap would take a GPU
+        twice as long."""
         alike = bool((program_ids == program_ids[0]).all())  # the usual case, and a fast one
         used = program_ids[:1] if alike else np.unique(program_ids)
         acts = (self._host_programs[used[used != NO_PROGRAM]] >= 0).any(axis=0)
@@ -240,7 +268,8 @@ class Tables(ProgramTables):
         return None if self._loaded is None else self._acts
 
     def clear_step(self) -> None:
-        """Take the programs away from all rows. Does nothing if no row has a program."""
+        """Take the programs away from all rows. `acting` is then None, and `move_on` returns
+        False."""
         self._loaded = None
         if self._rows_written:
             self.tokens[: self._rows_written].fill_(NO_PROGRAM)
@@ -248,6 +277,6 @@ class Tables(ProgramTables):
 
 
 def _as_slice(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
-    """The rows as a slice if they are consecutive."""
+    """The rows as a slice if they are consecutive, else the rows as they are."""
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if last - first == len(rows) - 1 else rows

@@ -102,8 +102,8 @@ class FeatureRows:
         names = ("encoder", "decoder", "bias", "threshold")
         if not isinstance(value, Mapping) or set(value) != set(names):
             raise SpecError(
-                f"{where} is {shown(value)}; it must be an SAE that vllm_scope.saes loaded, in "
-                f"JSON an object with {', '.join(names)}."
+                f"{where} is {shown(value)}; it must be an SAE that vllm_scope.saes loaded; in "
+                f"JSON, an object with {', '.join(names)}."
             )
         try:
             return FeatureRows(*(value[name] for name in names))
