@@ -273,7 +273,7 @@ def test_a_trainer_that_ends_while_the_engine_starts_ends_the_engine_at_once(sen
         ({"texts": [{"text": uuid.UUID(int=1)}]}, "are no JSON"),
         ({"split": None}, "split is None; it must be a split's name"),
         ({"column": 3}, "column is 3; it must be a column's name or None"),
-        ({"config": b"a"}, "config is b'a'; it is"),
+        ({"config": b"a"}, "config is b'a'; it must be"),
         ({"context": True}, "context is True; it must be an int of at least 1 or None"),
         ({"long": "cut"}, "long is 'cut'"),
     ],

@@ -83,7 +83,7 @@ def test_another_file_is_refused_in_one_sentence(tmp_path):
     digest = random_lens("a", [1], SIZE).save(path)
     other = "0" * 64
     assert refused(lambda: load_lens(path, sha256=other)).startswith(
-        f"{path} has the SHA-256 {digest}, and {other} was wanted"
+        f"{path} is another file: its SHA-256 is {digest}, not {other}."
     )
     (tmp_path / "params.pt").write_bytes(b"\x80\x04")
     assert "has no params.safetensors; save the tensors of its params.pt" in refused(
@@ -101,8 +101,8 @@ def test_another_file_is_refused_in_one_sentence(tmp_path):
         ({"1.bias": weight[0]}, {}, "has 1.bias and no 1.weight"),
         ({"1.weight": weight[:2]}, {}, r"has torch.float32 [2, 6]; it must be of floats, [6, 6]"),
         ({"1.weight": weight.int()}, {}, "has torch.int32 [6, 6]; it must be of floats"),
-        ({"1.weight": weight, "1.bias": weight + 1}, {}, "it is of floats, [6]"),
-        ({"1.weight": weight, "2.weight": torch.eye(3)}, {}, "it is of floats, [6, 6]"),
+        ({"1.weight": weight, "1.bias": weight + 1}, {}, "it must be of floats, [6]"),
+        ({"1.weight": weight, "2.weight": torch.eye(3)}, {}, "it must be of floats, [6, 6]"),
         ({"1.weight": weight}, {"site": "z"}, "a map is of 'z'; sites are resid_pre, resid_mid"),
         (
             {"1.weight": weight},

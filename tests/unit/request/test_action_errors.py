@@ -102,7 +102,7 @@ def test_a_missing_field_is_named_alone(body, sentence):
         pytest.param(
             lambda: Add(V, layer=1, scale="2"), "'2'", "it must be a number", id="scale-text"
         ),
-        pytest.param(lambda: Add(V, layer=1, scale=True), "True", "it is a number", id="bool"),
+        pytest.param(lambda: Add(V, layer=1, scale=True), "True", "it must be a number", id="bool"),
         pytest.param(lambda: Add(V, layer=1, scale=NAN), "nan", "finite", id="scale-nan"),
         pytest.param(lambda: Add(V, layer=1, scale=-INF), "-inf", "finite", id="scale-infinite"),
         pytest.param(

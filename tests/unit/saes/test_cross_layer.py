@@ -91,7 +91,10 @@ def test_another_folder_is_refused_in_one_sentence(tmp_path):
     for tensors, words in (
         ({"W_dec_1": np.ones((D_SAE, WIDTH))}, "W_dec_1 is [11, 6]; it must be [d_sae, number of"),
         ({"W_dec": np.ones((D_SAE, 2, WIDTH))}, "W_dec_1 is no such tensor"),
-        ({"W_dec_1": np.ones((D_SAE, 1, WIDTH))}, "its W_dec_1 is torch.float64 [11, 1, 6]; it is"),
+        (
+            {"W_dec_1": np.ones((D_SAE, 1, WIDTH))},
+            "its W_dec_1 is torch.float64 [11, 1, 6]; it must be",
+        ),
     ):
         save(decoder, tensors)
         assert words in refused(written.path)
@@ -105,7 +108,7 @@ def test_another_folder_is_refused_in_one_sentence(tmp_path):
         (lambda: found.decoder_of(3, 0), "layer is 3; it has 0 to 2"),
         (lambda: found.decoder_of(0, 11), "layer 0 has features 0 to 10"),
         (lambda: found.decode([torch.ones(D_SAE)], 1), "features are of 1 layers; layer 1 is made"),
-        (lambda: found.decode([torch.ones(3)], 0), r"features of layer 0 are \[3\]; they are"),
+        (lambda: found.decode([torch.ones(3)], 0), r"features of layer 0 are \[3\]; they must be"),
     ):
         with pytest.raises(SpecError, match=words):
             call()

@@ -93,7 +93,7 @@ NAN[2] = np.nan
         pytest.param(without("b_dec"), "has no 'b_dec'", id="no-b_dec"),
         pytest.param(tensor("threshold", floats(D_SAE)), "has 'threshold'", id="one-too-many"),
         pytest.param(tensor("W_dec", floats(D_IN, D_SAE)), "decoder [6, 11]", id="transposed"),
-        pytest.param(tensor("W_enc", floats(D_IN)), "it is a matrix", id="no-matrix"),
+        pytest.param(tensor("W_enc", floats(D_IN)), "it must be a matrix", id="no-matrix"),
         pytest.param(tensor("W_enc", floats(D_IN, 0)), "has d_sae 11", id="empty"),
         pytest.param(
             tensor("W_dec", np.ones((D_SAE, D_IN), np.int32)), "matrix of floats", id="integers"

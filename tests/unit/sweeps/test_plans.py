@@ -427,7 +427,7 @@ def test_tokens_are_ids_or_texts_one_for_all_or_one_for_each_prompt():
     ("options", "said"),
     [
         pytest.param({"mode": "swap"}, "patch, ablate, add", id="mode"),
-        pytest.param({"metric": "logit"}, "it is a LogitDifference", id="metric"),
+        pytest.param({"metric": "logit"}, "it must be a LogitDifference", id="metric"),
         pytest.param(
             {"metric": LogitDifference("ba", ["bc", 2])},
             r"has the token 2 as a and as b of prompts\[0\], the first of 'ba' and of 'bc'; the "

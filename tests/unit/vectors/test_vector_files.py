@@ -113,7 +113,7 @@ def test_the_steering_forks_json_is_read(tmp_path):
     ("body", "words"),
     [
         pytest.param("{", "is not JSON", id="not-json"),
-        pytest.param("[]", "it is an object", id="no-object"),
+        pytest.param("[]", "it must be an object", id="no-object"),
         pytest.param({"mlp_out": {"1": [1]}}, "its fields are vectors", id="unknown-hook"),
         pytest.param({"vectors": {"mlp_in": {}}}, "hooks are pre_attn", id="hook-of-the-mlp"),
         pytest.param({"vectors": {}}, "no vectors but zeros", id="nothing"),

@@ -52,7 +52,8 @@ FEATURES, LENS = samples.features(), samples.lens()
         (side_by_side, STRIP, {"other": STRIP, "names": ["a"]}, "a name for each of the two"),
         (token_page, "title", {"strips": STRIP}, "strips is TokenStrip.*; it must be a list of "
             "what"),
-        (token_page, "title", {"strips": {"x": ["a"]}}, "it is a list of what token_strip returns"),
+        (token_page, "title", {"strips": {"x": ["a"]}}, "it must be a list of what token_strip "
+            "returns"),
         (token_page, "t", {"strips": [STRIP], "intro": "x"}, "intro is 'x'; it must be a list of "
             "texts"),
         (feature_page, FEATURES, {"decode": str}, "found is .*; it must be a MaxActivating"),
@@ -71,7 +72,8 @@ FEATURES, LENS = samples.features(), samples.lens()
         (token_strip, ["a"], {"scores": [1], "threshold": 10**400}, "it must be finite"),
         (side_by_side, STRIP, {"other": STRIP, "title": None}, "title is None; it must be a text"),
         (token_page, None, {"strips": [STRIP]}, "title is None; it must be a text"),
-        (token_page, "t", {"strips": {3: [STRIP]}}, "it is a list of what token_strip returns, or"),
+        (token_page, "t", {"strips": {3: [STRIP]}}, "it must be a list of what token_strip "
+            "returns, or"),
         (monitor_page, {"monitors": {}}, {}, r"activity is \{.*; it must be an Activity, such as"),
         (monitor_page, samples.activity(), {"title": 3}, "title is 3; it must be a text"),
     ],

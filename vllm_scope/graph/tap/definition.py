@@ -226,8 +226,8 @@ def _first_slots(
     if stride.any():
         last = int(rows[-1]) + 1
         positions = states.array_at(ctypes.c_int64, int(host[5]), (last, 1))[rows, 0]
-        steps = np.clip(positions - columns[:, SINCE], 0, columns[:, STEPS])
-        first += np.where(stride > 0, steps, 0) * stride
+        steps = np.maximum(positions - columns[:, SINCE], 0)
+        first += np.minimum(steps, columns[:, STEPS]) * stride
     return first
 
 
