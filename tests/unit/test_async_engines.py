@@ -34,8 +34,7 @@ SWEEP = Sweep(np.zeros(8, np.float32), mode="add", metric=LogitDifference(5, 6))
 def test_an_async_llm_is_refused_with_what_to_call(call, instead):
     with pytest.raises(
         SpecError,
-        match=r"the engine is <AsyncLLM>; it must be a "
-        r"vllm\.LLM",
+        match=r"the engine is <AsyncLLM>; it must be a vllm\.LLM",
     ) as error:
         call(AsyncLLM())
     assert f"await vllm_scope.{instead}(engine" in str(error.value)

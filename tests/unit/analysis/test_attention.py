@@ -163,15 +163,13 @@ def test_no_query_has_an_empty_pattern():
             2,
             {"kernel": PLAIN, "heads": [True]},
             SpecError,
-            r"heads is \[True\]; it must be a list "
-            r"of",
+            r"heads is \[True\]; it must be a list of",
         ),
         (
             2,
             {"kernel": PLAIN, "heads": ["a"]},
             SpecError,
-            r"heads is \['a'\]; it must be a list "
-            r"of",
+            r"heads is \['a'\]; it must be a list of",
         ),
         (
             2,

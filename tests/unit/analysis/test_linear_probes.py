@@ -222,8 +222,8 @@ def test_rows_may_be_numpy_arrays(dtype):
         ),
         pytest.param({"stream": ("nowhere", 5)}, "has site 'nowhere'", id="no-site"),
         pytest.param(
-            {"rows": {STREAM: torch.ones(2, 3)}}, r"rows is \{.*; it must be a tensor or a numpy "
-                r"array",
+            {"rows": {STREAM: torch.ones(2, 3)}},
+                r"rows is \{.*; it must be a tensor or a numpy array",
             id="rows-by-stream",
         ),
         pytest.param({"rows": [[1.0], [2.0]]}, r"rows is \[\[1.0\]", id="lists"),

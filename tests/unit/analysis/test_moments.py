@@ -181,8 +181,7 @@ def test_bad_input_is_refused_in_one_sentence(found):
         (lambda: ridge_probe(found, STREAM, targets={}), r"at least two labels"),
         (
             lambda: ridge_probe(found, STREAM, targets=["a"]),
-            r"targets is \['a'\]; it must be a "
-            r"dict",
+            r"targets is \['a'\]; it must be a dict",
         ),
         (lambda: ridge_probe(found, STREAM, targets={"a": "x", "b": 1}), r"targets\['a'\] is 'x'"),
         (

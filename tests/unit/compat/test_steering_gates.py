@@ -108,8 +108,8 @@ def when(**fields):
 REFUSED = {
     "not-a-list": (GATE, "^steering is .*; it must be a list of gates"),
     "no-scope": ({"when": PROBE, "apply": ADD}, r"^steering\[0\] has .*it has when, scope, apply"),
-    "unknown-scope": (GATE | {"scope": "soon"}, r"\[0\]\.scope is 'soon'; it must be this_token "
-        r"or"),
+    "unknown-scope": (GATE | {"scope": "soon"},
+        r"\[0\]\.scope is 'soon'; it must be this_token or"),
     "a-step": (GATE | {"scope": "next_step"}, r"scope is 'next_step': steps are the scheduler's"),
     "a-conversation": (OPEN | {"scope": "rest_of_conversation"}, "requests share no state"),
     "a-latch": (

@@ -142,7 +142,6 @@ def test_an_operators_entry_is_a_path_or_an_object_with_a_digest(tmp_path):
     for bad in (3, {}, {"path": 3}, {"path": "p", "sha": "x"}, {"path": "p", "sha256": "abc"}):
         with pytest.raises(
             ConfigError,
-            match=r"lenses\.c is .*; it must be a path, or an object "
-            r"with",
+            match=r"lenses\.c is .*; it must be a path, or an object with",
         ):
             load_lenses({"c": bad})

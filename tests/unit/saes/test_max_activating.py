@@ -213,8 +213,7 @@ def test_a_damaged_file_is_refused(tmp_path):
 def test_a_wrong_size_is_refused(name, value):
     with pytest.raises(
         ConfigError,
-        match=rf"{name} is {value}; it must be a whole number from "
-        rf"[01]\.",
+        match=rf"{name} is {value}; it must be a whole number from [01]\.",
     ):
         MaxActivating(**({"num_features": 4} | {name: value}))
 

@@ -92,8 +92,7 @@ def test_an_input_that_no_tap_reads_is_said(tmp_path):
         ({"apply_b_dec_to_input": True}, "b_dec is added to its output"),
         (
             {"skip": torch.ones(2, 2)},
-            rf"its skip is \[2, 2\]; it must be \[d_out, d_model\], "
-            rf"\[{D_OUT}",
+            rf"its skip is \[2, 2\]; it must be \[d_out, d_model\], \[{D_OUT}",
         ),
         ({"decoder": torch.ones(3, D_OUT)}, f"encoder has {D_SAE} features and its decoder 3"),
         ({"output": None, "skip": torch.ones(D_OUT, D_IN)}, "only a transcoder has a skip"),

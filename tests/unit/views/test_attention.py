@@ -42,8 +42,8 @@ def test_fewer_queries_are_the_last_positions():
 @pytest.mark.parametrize(
     ("given", "options", "sentence"),
     [
-        (samples.attention()[0], {}, r"weights have the shape \[6, 6\]; it must be \[heads, "
-            r"queries"),
+        (samples.attention()[0], {},
+            r"weights have the shape \[6, 6\]; it must be \[heads, queries"),
         (samples.attention(), {"heads": [4]}, "heads has 4; the layer has heads 0 to 3"),
         (samples.attention(300), {}, "4 heads of 300 queries and 300 keys are more than 262,144"),
     ],

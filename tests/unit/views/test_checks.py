@@ -26,15 +26,15 @@ FEATURES, LENS = samples.features(), samples.lens()
 @pytest.mark.parametrize(
     ("show", "given", "options", "sentence"),
     [
-        (attention_map, [[["a"]]], {}, r"found is \[\[\['a'\]\]\]; it must be a result with q and "
-            r"k"),
+        (attention_map, [[["a"]]], {},
+            r"found is \[\[\['a'\]\]\]; it must be a result with q and k"),
         (attention_map, object(), {}, "found is <object object at .*>; it must be a result"),
         (attention_map, WEIGHTS, {"heads": 1}, "heads is 1; it must be a list of whole numbers"),
-        (attention_map, WEIGHTS, {"heads": [True]}, r"heads is \[True\]; it must be a list of "
-            r"whole"),
+        (attention_map, WEIGHTS, {"heads": [True]},
+            r"heads is \[True\]; it must be a list of whole"),
         (attention_map, WEIGHTS, {"heads": ["1"]}, r"heads is \['1'\]; it must be a list of whole"),
-        (attention_map, WEIGHTS, {"tokens": "abcdef"}, "tokens is 'abcdef'; it must be a list of "
-            "texts"),
+        (attention_map, WEIGHTS, {"tokens": "abcdef"},
+            "tokens is 'abcdef'; it must be a list of texts"),
         (attention_map, WEIGHTS, {"tokens": [1]}, r"tokens is \[1\]; it must be a list of texts"),
         (lens_grid, {"lens": LENS}, {}, r"found is \{'lens': .*; it must be layer -> tokens"),
         (lens_grid, LENS, {"positions": [-1]}, r"positions has none of these tokens, which are at"),
@@ -42,38 +42,38 @@ FEATURES, LENS = samples.features(), samples.lens()
         (lens_grid, LENS, {"tokens": "text"}, "tokens is 'text'; it must be a list of texts"),
         (feature_list, {"toy": FEATURES}, {}, r"found is \{'toy': .*; it must be SparseFeatures"),
         (feature_list, FEATURES, {"positions": [999]}, "positions has none of these tokens"),
-        (feature_list, FEATURES, {"labels": ["x"]}, r"labels is \['x'\]; it must be number -> "
-            r"text"),
+        (feature_list, FEATURES, {"labels": ["x"]},
+            r"labels is \['x'\]; it must be number -> text"),
         (feature_list, FEATURES, {"strongest": 0}, "strongest is 0; it must be a whole number"),
         (side_by_side, STRIP, {"other": "text"}, "other is 'text'; it must be a list of texts"),
         (side_by_side, STRIP, {"other": 7}, "other is 7; it must be a list of texts"),
-        (side_by_side, STRIP, {"other": STRIP, "names": "ab"}, "names is 'ab'; it must be a list "
-            "of"),
+        (side_by_side, STRIP, {"other": STRIP, "names": "ab"},
+            "names is 'ab'; it must be a list of"),
         (side_by_side, STRIP, {"other": STRIP, "names": ["a"]}, "a name for each of the two"),
-        (token_page, "title", {"strips": STRIP}, "strips is TokenStrip.*; it must be a list of "
-            "what"),
-        (token_page, "title", {"strips": {"x": ["a"]}}, "it must be a list of what token_strip "
-            "returns"),
-        (token_page, "t", {"strips": [STRIP], "intro": "x"}, "intro is 'x'; it must be a list of "
-            "texts"),
+        (token_page, "title", {"strips": STRIP},
+            "strips is TokenStrip.*; it must be a list of what"),
+        (token_page, "title", {"strips": {"x": ["a"]}},
+            "it must be a list of what token_strip returns"),
+        (token_page, "t", {"strips": [STRIP], "intro": "x"},
+            "intro is 'x'; it must be a list of texts"),
         (feature_page, FEATURES, {"decode": str}, "found is .*; it must be a MaxActivating"),
         (attention_map, {"a": 1}, {"layer": 0}, r"found is \{'a': 1\}; it must be a result with q"),
-        (lens_grid, LENS, {"tokenizer": 3}, "tokenizer is 3; it must be one with `decode`, such "
-            "as llm"),
-        (lens_grid, LENS, {"tokenizer": "gpt2"}, "tokenizer is 'gpt2'; it must be one with "
-            "`decode`"),
-        (lens_grid, {0: STRIP}, {}, r"found is \{0: TokenStrip.*; it must be layer -> tokens, "
-            r"such as"),
-        (lens_grid, LENS, {"tokens": np.array(1)}, r"tokens is array\(1\); it must be a list of "
-            r"texts"),
+        (lens_grid, LENS, {"tokenizer": 3},
+            "tokenizer is 3; it must be one with `decode`, such as llm"),
+        (lens_grid, LENS, {"tokenizer": "gpt2"},
+            "tokenizer is 'gpt2'; it must be one with `decode`"),
+        (lens_grid, {0: STRIP}, {},
+            r"found is \{0: TokenStrip.*; it must be layer -> tokens, such as"),
+        (lens_grid, LENS, {"tokens": np.array(1)},
+            r"tokens is array\(1\); it must be a list of texts"),
         (token_strip, ["a"], {"scores": [1], "caption": 3}, "caption is 3; it must be a text"),
         (token_strip, None, {"scores": [1]}, "tokens is None; it must be a list of texts"),
         (token_strip, ["a"], {"scores": [1], "first_position": "x"}, "first_position is 'x'; it"),
         (token_strip, ["a"], {"scores": [1], "threshold": 10**400}, "it must be finite"),
         (side_by_side, STRIP, {"other": STRIP, "title": None}, "title is None; it must be a text"),
         (token_page, None, {"strips": [STRIP]}, "title is None; it must be a text"),
-        (token_page, "t", {"strips": {3: [STRIP]}}, "it must be a list of what token_strip "
-            "returns, or"),
+        (token_page, "t", {"strips": {3: [STRIP]}},
+            "it must be a list of what token_strip returns, or"),
         (monitor_page, {"monitors": {}}, {}, r"activity is \{.*; it must be an Activity, such as"),
         (monitor_page, samples.activity(), {"title": 3}, "title is 3; it must be a text"),
     ],

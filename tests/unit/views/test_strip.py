@@ -155,8 +155,7 @@ def test_what_is_not_printed_is_shown_as_a_sign(text, seen):
         pytest.param(("text", [1]), "tokens is 'text'; it must be a list of texts", id="one-text"),
         pytest.param(
             ([17, 4], [1, 2]),
-            r"tokens is \[17, 4\]; it must be a list of "
-            r"texts",
+            r"tokens is \[17, 4\]; it must be a list of texts",
             id="ids",
         ),
         pytest.param((["a"], ["x"]), r"scores are \['x'\]; pass a list of numbers", id="words"),
