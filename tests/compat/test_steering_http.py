@@ -514,7 +514,7 @@ BAD = {
         {"steering_module_ref": ("nobody", 1.0)},
         "^steering_module_ref names the steering module 'nobody', which this engine does not hold",
     ),
-    "no-scale": ({"steering_module_ref": ("formal",)}, r"it is \(name, scale\)"),
+    "no-scale": ({"steering_module_ref": ("formal",)}, r"it must be \(name, scale\)"),
 }  # fmt: skip
 
 

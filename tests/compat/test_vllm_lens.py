@@ -141,8 +141,8 @@ BAD = {
     "an-empty-list": ({"output_residual_stream": []}, "True for all layers"),
     "a-word": ({"output_residual_stream": "yes"}, "is not JSON"),
     "attention": ({"output_qk": [1]}, "does not tap queries and keys; start it with"),
-    "hooks": ({"apply_hooks": [object()]}, "it is a list of Hook"),
-    "no-vector": ({"apply_steering_vectors": [3]}, "it is a SteeringVector"),
+    "hooks": ({"apply_hooks": [object()]}, "it must be a list of Hook"),
+    "no-vector": ({"apply_steering_vectors": [3]}, "it must be a SteeringVector"),
     "unknown-field": ({"apply_steering_vectors": [{"layer": 3}]}, "its fields are activations"),
     "wrong-size": (
         {"apply_steering_vectors": [SteeringVector(torch.ones(1, 64), [0])]},

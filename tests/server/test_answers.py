@@ -343,7 +343,7 @@ def test_answers_without_a_place_for_a_scope_say_so(path, body, stream, server):
             {"vllm_xargs": {"scope": "{}", "scope_tensor": "auto"}}, "there are scope_tensors",
             id="misspelt",
         ),
-        pytest.param({"vllm_xargs": {"scope": 5}}, "it is a JSON string", id="a-number"),
+        pytest.param({"vllm_xargs": {"scope": 5}}, "it must be a JSON string", id="a-number"),
         pytest.param(
             {"vllm_xargs": {"scope": {"reads": [{"site": "embed"}]}}},
             "vllm_xargs['scope'] is {'reads': [{'site': 'embed'}]}; it must be a "

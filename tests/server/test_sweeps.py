@@ -182,7 +182,7 @@ def test_rows_and_modules_are_sources(client, hooks):
         pytest.param({"heads": [0]}, "have no heads", id="heads"),
         pytest.param({"positions": [12]}, "has 12 tokens", id="position"),
         pytest.param({"model": "toyworld"}, "the body has 'model'", id="unknown-field"),
-        pytest.param({"stream": 1}, "it is true or false", id="stream"),
+        pytest.param({"stream": 1}, "it must be true or false", id="stream"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
