@@ -178,7 +178,10 @@ def test_the_example_turns_reviews(lens):
 
 
 BAD = {
-    "transport": ({"activations_transport": "pigeon", "capture_layers": [1]}, "it must be 'binary'"),
+    "transport": (
+        {"activations_transport": "pigeon", "capture_layers": [1]},
+        "it must be 'binary'",
+    ),
     "attention": ({"capture_qk": True}, "does not tap queries and keys; start it with"),
     "a-layer": ({"capture_layers": [99]}, "layers 0 to 5"),
     "a-size": ({"steering_vectors": [SteeringVector(torch.ones(1, 8), [0])]}, "rows have 256"),
