@@ -51,7 +51,7 @@ class Waiting:
 
     def may_take(self, step: Rows) -> bool:
         """True if the step may be written together with those that wait. The end of a request does
-        not wait for a step that the device has not finished, because the request's caller waits."""
+        not wait for a later step that the device has not finished: the request's caller waits."""
         if self.ended and not (self.steps and step.is_done):
             return False
         # The store holds single tokens of only so many steps before it keeps their block.
@@ -83,9 +83,9 @@ class Deliverer:
     def deliver(self, items: Sequence[Item]) -> None:
         """Do the items: write rows and scores, keep and forget scores, end requests, make calls.
 
-        Steps are written together as far as possible. A Keep, Forget or Finish may therefore be
-        done after later steps, and never before earlier steps. A call and a Stored wait for all
-        items before them. A Collect is done at once.
+        Steps are written together as far as `Waiting.may_take` allows. A Keep, Forget or Finish may
+        therefore be done after later steps, and never before earlier steps. A call and a Stored
+        wait for all rows, Keeps, Forgets and ends before them. A Collect is done at once.
         """
         waiting = Waiting()
         stored: list[Stored] = []

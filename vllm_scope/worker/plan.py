@@ -87,8 +87,9 @@ class Planner:
 
     @property
     def is_steady(self) -> bool:
-        """True if the step that was planned last has one token of each request, and the next step
-        may have the same plan, one position later."""
+        """True if the plan of the last step is kept: if the next step has the same requests, each
+        one token later, and no request has changed, its plan has the same `program_ids` array. If
+        False, the next plan has a new array."""
         return self._steady is not None
 
     def key_of(self, req_id: str) -> int | None:

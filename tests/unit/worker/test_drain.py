@@ -451,6 +451,7 @@ def test_an_end_does_not_wait_for_a_step_that_the_device_has_not_finished(name):
         assert waiting.may_take(later)
         assert waiting.may_take(replace(later, **{name: Event()}))
         assert not waiting.may_take(replace(later, **{name: Event(done=False)}))
+        assert not waiting.may_take(replace(later, **{name: Event(done=None)}))
         sink.gate.set()
 
 
@@ -734,10 +735,12 @@ def test_kept_scores_that_lie_side_by_side_come_as_one_batch_and_those_missing_a
 class Event:
     """A CUDA event, as far as the drain thread knows one."""
 
-    def __init__(self, done: bool = True) -> None:
+    def __init__(self, done: bool | None = True) -> None:
         self.waited, self.done = False, done
 
     def query(self) -> bool:
+        if self.done is None:
+            raise RuntimeError("an illegal memory access")
         return self.done
 
     def synchronize(self) -> None:

@@ -50,7 +50,7 @@ class Repeat(NamedTuple):
     """How a step may be repeated without an upload: with the same rows, each one position later.
 
     Attributes:
-        since: int64 [num_rows], the position of each row.
+        since: int64 [num_rows], the position of each row; any number for a row without slots.
         stride: slots between a token's places at two adjacent positions.
         steps: how many times at most, before the arena or the ring ends.
     """
@@ -148,7 +148,8 @@ class Tables(ProgramTables):
             slots: the first slot of each row's token; if the step is drained tap by tap, the
                 token's index among the tokens that deliver.
             to_host: True if the slots are in host memory, not in the arena.
-            repeat: how the step may be repeated (`move_on`); None if it may not.
+            repeat: how the step may be repeated (`move_on`); None if it may not. Call `point_at`
+                before: taps then read the rows' positions.
         """
         if self._is_stale:
             self._flush()
