@@ -56,9 +56,9 @@ class Rows(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def is_done(self) -> bool:
-        """True if the device has written these rows to the ring, or to the region if the step is put
-        off. True on a CPU. False also after an error of the device: whoever waits for it learns of
-        that."""
+        """True if the device has written these rows to the ring, or to the region if the step is
+        put off. True on a CPU. False also after an error of the device: whoever waits for it learns
+        of that."""
         event = self.copied or self.tapped
         try:
             return event is None or event.query()
