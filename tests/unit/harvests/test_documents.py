@@ -75,7 +75,7 @@ def test_a_list_is_a_data_set():
         ([{"text": "x"}], {"id_column": "key"}, r"row 0 of a list of 1 has no 'key'; it has text"),
         (
             [{"text": "x", "key": 1}] * 2, {"id_column": "key"},
-            r"two rows of a list of 2 have the key 1; ids are distinct",
+            r"two rows of a list of 2 have the key 1; ids must be distinct",
         ),
         (
             [{"text": "x", "key": "a\ud83d"}], {"id_column": "key"},
