@@ -167,7 +167,7 @@ def test_what_cannot_be_given_is_an_error_of_that_request(case, llm):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        pytest.param(lambda: SteeringVector(V, [0]), "is \\[num_layers", id="one-dimension"),
+        pytest.param(lambda: SteeringVector(V, [0]), "must be \\[num_layers", id="one-dimension"),
         pytest.param(lambda: SteeringVector(TWO, [0]), "2 rows for 1", id="layers"),
         pytest.param(
             lambda: SteeringVector(V[None], [0], position_indices=[1, 1]), "twice", id="twice"
