@@ -236,14 +236,12 @@ def random_tap(
     tokens[:, 3] = torch.arange(num_rows + PADDING) + 1
     if not tap_by_tap:
         # Some rows were told their slots at an earlier position.
-        since = torch.tensor(rng.choices(range(4), k=num_rows + PADDING))
+        ago = torch.tensor(rng.choices(range(4), k=num_rows + PADDING))
         strides = torch.tensor(rng.choices((0, 1, 7), k=num_rows + PADDING))
-        tokens[:, 1] -= since * strides
-        tokens[:, 4], tokens[:, 5] = positions - since, strides
-        # A step too far stays within what it was told.
-        less = torch.tensor(rng.choices((0, 1), k=num_rows + PADDING))
-        tokens[:, 6] = (since - less).clamp(min=0)
-        tokens[:, 1] += strides * (since - tokens[:, 6])
+        # Some of these may move fewer steps than their positions did.
+        steps = (ago - torch.tensor(rng.choices((0, 1), k=num_rows + PADDING))).clamp(min=0)
+        tokens[:, 1] -= steps * strides
+        tokens[:, 4], tokens[:, 5], tokens[:, 6] = positions - ago, strides, steps
     num_slots = (num_rows + PADDING) * (tap_slots if tap_by_tap else token_slots) + 2
     arena = torch.full((num_slots, SLOT_BYTES // 4), POISON, dtype=torch.int32).view(dtype)
     return Tap(

@@ -24,7 +24,7 @@ from vllm_scope.server.access import Route, asked, engine_of, state_of
 from vllm_scope.views.document import live_page
 from vllm_scope.views.monitors import monitor_page
 
-#: Seconds from an answer to the page's next request, and most seconds for an answer.
+#: Seconds from an answer to the page's next request, and how long the page waits for an answer.
 _EVERY_S, _TIMEOUT_S = 2.0, 30.0
 
 #: Outside of /v1, because vLLM asks for an API key below /v1.

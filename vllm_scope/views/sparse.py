@@ -15,8 +15,8 @@ from vllm_scope.views.checks import decoder_of, expect, labels_of, numbers_of, t
 from vllm_scope.views.document import Picture
 from vllm_scope.views.parts import Part, cell, grid, legend, text
 
-#: The largest number of positions that are shown if the caller names none; and the largest number
-#: of features at each.
+#: The largest number of positions that are shown if the caller names none, and the largest number
+#: of features that are shown at each position.
 MOST_POSITIONS, MOST_FEATURES = 64, 8
 
 

@@ -84,7 +84,7 @@ class Deliverer:
         """Do the items: write rows and scores, keep and forget scores, end requests, make calls.
 
         Steps are written together as far as `Waiting.may_take` allows. A Keep, Forget or Finish may
-        therefore be done after later steps, and never before earlier steps. A call and a Stored
+        therefore be done after later steps, but never before earlier steps. A call and a Stored
         wait for all rows, Keeps, Forgets and ends before them. A Collect is done at once.
         """
         waiting = Waiting()

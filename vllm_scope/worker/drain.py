@@ -57,7 +57,7 @@ T = TypeVar("T")
 #: If more bytes of rows than this wait, the drain thread looks soon, even if no caller follows its
 #: request.
 MOST_UNSEEN_BYTES = 8 << 20
-#: How long another thread waits for the drain thread: for sums, or before the weights change.
+#: How long another thread waits for the drain thread, for example before the weights change.
 ANSWER_S = 300.0
 
 

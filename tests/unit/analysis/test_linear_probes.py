@@ -223,7 +223,7 @@ def test_rows_may_be_numpy_arrays(dtype):
         pytest.param({"stream": ("nowhere", 5)}, "has site 'nowhere'", id="no-site"),
         pytest.param(
             {"rows": {STREAM: torch.ones(2, 3)}},
-                r"rows is \{.*; it must be a tensor or a numpy array",
+            r"rows is \{.*; it must be a tensor or a numpy array",
             id="rows-by-stream",
         ),
         pytest.param({"rows": [[1.0], [2.0]]}, r"rows is \[\[1.0\]", id="lists"),
@@ -231,7 +231,7 @@ def test_rows_may_be_numpy_arrays(dtype):
         pytest.param(
             {"pooling": "lastprompt"},
             "pooling is 'lastprompt'; it must be one of all, prompt, generated, last_prompt, "
-                "last, or",
+            "last, or",
             id="no-pooling",
         ),
     ],

@@ -144,7 +144,7 @@ class Sweeping:
         return num
 
     def _num_logprobs(self) -> int:
-        """The most log-probabilities that a cell's answer has."""
+        """The largest number of log-probabilities that a cell's answer has."""
         each = self.plan.token_ids
         return max(map(len, each)) if all(each) else self._num_tokens
 

@@ -118,7 +118,7 @@ class Steps:
             # Drained tap by tap: a token's slot is its index among the tokens that deliver.
             slots: NDArray[np.int64] = np.cumsum(plan.delivers) - plan.delivers
         else:
-            # Usually the next step has the same rows, one position and `num_slots` further.
+            # Usually the next step has the same rows one position later, and the slots that follow.
             if self._planner.is_steady and self._tables.point_at(positions):
                 if self._tables.move_on(plan.program_ids, first, in_ring):
                     return

@@ -224,9 +224,7 @@ def _first_slots(
         return base + first * per_token
     stride = columns[:, STRIDE]
     if stride.any():
-        last = int(rows[-1]) + 1
-        positions = states.array_at(ctypes.c_int64, int(host[5]), (last, 1))[rows, 0]
-        steps = np.maximum(positions - columns[:, SINCE], 0)
+        steps = np.maximum(states.positions_of(rows, host) - columns[:, SINCE], 0)
         first += np.minimum(steps, columns[:, STEPS]) * stride
     return first
 

@@ -27,7 +27,6 @@ class Buffer:
         tensor, array: the same memory, int32 [max_rows, number of columns].
         holds: the program ids that were last written to the buffer; compared by identity.
         to_host: the value of the TO_HOST column in its rows.
-        repeats: False if its rows have no stride.
         rows: the indices of its rows with a program.
         num_rows: rows with this index or a larger one have no program.
         first: a slice of `tensor`: as many of its first rows as the last upload had.
@@ -38,7 +37,6 @@ class Buffer:
     array: NDArray[np.int32]
     holds: NDArray[np.int32] | None = None
     to_host: bool = False
-    repeats: bool = False
     rows: slice | NDArray[np.int64] | None = None
     num_rows: int = 0
     first: Tensor | None = None

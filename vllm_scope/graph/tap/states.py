@@ -64,7 +64,7 @@ def advance(
         The gates' values, [num_rows].
     """
     walks = array_at(ctypes.c_int32, int(host[3]), (len(registers), NUM_WALK_COLUMNS))[rows]
-    positions = array_at(ctypes.c_int64, int(host[5]), (int(rows.max()) + 1, 1))[rows, 0]
+    positions = positions_of(rows, host)
     register, source = op[:, _REGISTER], op[:, _SOURCE]
     values: Floats = registers[rows, register]
     start, width, tokens, begin, known, index = walks[:, : INDEX + 1].T.astype(np.int64)
@@ -118,6 +118,11 @@ def _advanced(
         value = b * error + c * one + d * (error - np.where(begun, two, error))
         value, two = np.where(value > 0, np.minimum(value, 1), 0), error
     return np.stack([value, one, two], axis=1).astype(np.float32)
+
+
+def positions_of(rows: NDArray[np.int64], host: Tensor) -> NDArray[np.int64]:
+    """The positions of these rows. `host` is as in definition.tap_rows."""
+    return array_at(ctypes.c_int64, int(host[5]), (int(rows.max()) + 1, 1))[rows, 0]
 
 
 def array_at(kind: Any, address: int, shape: tuple[int, int]) -> NDArray[Any]:

@@ -154,31 +154,25 @@ class Tables(ProgramTables):
         if self._is_stale:
             self._flush()
         buffer = self._staging.next()
-        repeats = repeat is not None
-        if (
-            buffer.holds is not program_ids
-            or buffer.to_host != to_host
-            or buffer.repeats != repeats
-        ):
+        if buffer.holds is not program_ids or buffer.to_host != to_host:
             buffer.array[: buffer.num_rows, PROGRAM] = NO_PROGRAM
             buffer.array[rows, PROGRAM] = program_ids
             buffer.array[rows, TO_HOST] = to_host
             buffer.array[rows, OWNER] = owners
-            buffer.array[rows, STRIDE] = 0
             buffer.holds, buffer.to_host, buffer.rows = program_ids, to_host, _as_slice(rows)
-            buffer.num_rows, buffer.repeats = int(rows[-1]) + 1, repeats
+            buffer.num_rows = int(rows[-1]) + 1
+        stride = 0 if repeat is None else repeat.stride
         buffer.array[buffer.rows, SLOT] = slots
+        buffer.array[buffer.rows, STRIDE] = stride
         if repeat is not None:
             buffer.array[buffer.rows, SINCE] = repeat.since
-            buffer.array[buffer.rows, STRIDE] = repeat.stride
             buffer.array[buffer.rows, STEPS] = repeat.steps
         self._staging.upload(buffer, max(buffer.num_rows, self._rows_written))
         self._rows_written = buffer.num_rows
         if self._loaded is not program_ids:
             self._load_acts(program_ids)
-        self._loaded, self._to_host = program_ids, to_host
-        self._stride = 0 if repeat is None else repeat.stride
-        self._next_slot = int(slots[0]) + self._stride
+        self._loaded, self._to_host, self._stride = program_ids, to_host, stride
+        self._next_slot = int(slots[0]) + stride
         self.num_uploads += 1
 
     def move_on(self, program_ids: NDArray[np.int32], slot: int, to_host: bool) -> bool:
