@@ -122,7 +122,9 @@ def _advanced(
 
 def positions_of(rows: NDArray[np.int64], host: Tensor) -> NDArray[np.int64]:
     """The positions of these rows. `host` is as in definition.tap_rows."""
-    return array_at(ctypes.c_int64, int(host[5]), (int(rows.max()) + 1, 1))[rows, 0]
+    last = int(rows.max())
+    found: NDArray[np.int64] = array_at(ctypes.c_int64, int(host[5]), (last + 1, 1))[rows, 0]
+    return found
 
 
 def array_at(kind: Any, address: int, shape: tuple[int, int]) -> NDArray[Any]:
