@@ -190,7 +190,10 @@ def test_an_engine_with_a_wrong_lens_does_not_start(llama, lenses, tmp_path):
     random_lens("small", [0], 64).save(tmp_path / "small")
     for entry, sentence in (
         ({"lenses": {"small": str(tmp_path / "small")}}, "small is of rows of 64 .* have 128"),
-        ({"lenses": {"a": {"path": lenses["tuned"], "sha256": "0" * 64}}}, "has the SHA-256"),
+        (
+            {"lenses": {"a": {"path": lenses["tuned"], "sha256": "0" * 64}}},
+            "is another file: its SHA-256 is",
+        ),
         (
             {"lenses": lenses, "lenses_mib": 0.1},
             r"lenses_mib is 0\.1; the maps of 'named', 'tuned'",
