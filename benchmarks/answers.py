@@ -3,11 +3,11 @@
     python -m benchmarks.answers
     python -m benchmarks.answers --layers 32 --tokens 64 --width 4096
 
-A server process answers with recorded rows: vLLM's own response classes, and everything of
+A server process answers with recorded rows. The server uses vLLM's response classes and all code of
 vllm-scope from the finished result to the socket. The client reads the answers without parsing
-them. Each kind of answer takes turns with the others. The figures are CPU milliseconds of the
-server process: of a request, and of a megabyte of rows beyond what the same plain request costs;
-and the longest time for which the server's event loop ran nothing else.
+them. The kinds of answers take turns. There are three figures. The first is the CPU time of the
+server process for a request. The second is the CPU time for one MB of rows: the difference to a
+plain request, in ms. The third is the longest time in which the event loop did not run other tasks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from benchmarks.turns import order
 from vllm_scope.request import media
 
 BINARY = {"Accept": media.BINARY}
-#: kind -> (its plain twin, headers, streams, options of the scope)
+#: kind -> (the plain kind to compare with, headers, whether it streams, options of the scope)
 KINDS: dict[str, tuple[str, dict[str, str], bool, dict[str, str]]] = {
     "plain": ("plain", {}, False, {}),
     "JSON": ("plain", {}, False, {}),
@@ -48,12 +48,12 @@ KINDS: dict[str, tuple[str, dict[str, str], bool, dict[str, str]]] = {
     "binary, streamed": ("plain, streamed", BINARY, True, {"stream": "rows"}),
 }
 NUM_PROMPT = 16
-#: Rows arrive in parts of so many tokens, as from an engine whose worker is read every few steps.
+#: Tokens in one part of the rows. An engine delivers the rows of a few steps together.
 PART = 8
 
 
 def recorded(layers: int, tokens: int, width: int) -> Any:
-    """A function: number of tokens (None: all) -> the ScopeResult after so many; bfloat16."""
+    """A function: number of tokens (None: all) -> the ScopeResult after them; bfloat16."""
     import numpy as np
     import torch
 
@@ -86,7 +86,7 @@ def recorded(layers: int, tokens: int, width: int) -> Any:
 
 
 def make_app() -> FastAPI:
-    """`/v1/completions` as vLLM has it, with recorded results in the place of the engine."""
+    """`/v1/completions` as in vLLM, with recorded results instead of an engine."""
     from vllm.entrypoints.openai.completion.protocol import (
         CompletionResponse,
         CompletionResponseChoice,
@@ -175,14 +175,14 @@ def make_app() -> FastAPI:
 
 
 class Client:
-    """One connection, whose answers are read and not looked at."""
+    """One connection. The client reads the answers, and does not parse them."""
 
     def __init__(self, url: str, process: psutil.Process, shape: list[int]) -> None:
         self._connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=600)
         self._process, self._shape = process, shape
 
     def measure(self, kind: str, seconds: float) -> dict[str, float]:
-        """Of requests one after another, for so long."""
+        """Figures of requests that are sent one after another, for this many seconds."""
         self._ask("GET", "/late")
         count, size, before, started = 0, 0, self._cpu(), time.perf_counter()
         while time.perf_counter() - started < seconds:
@@ -193,7 +193,7 @@ class Client:
         return {"ms": 1e3 * cpu / count, "mb": size / count / 1e6, "late_ms": 1e3 * late}
 
     def ask(self, kind: str) -> int:
-        """Bytes that came."""
+        """Send a request, and return the number of bytes in the answer."""
         _, headers, streams, options = KINDS[kind]
         asked = None if kind.startswith("plain") else options
         body = {"stream": streams, "options": asked, "shape": self._shape}
@@ -230,7 +230,7 @@ def main() -> None:
     if args.serve:
         import uvicorn
 
-        # As vLLM runs it.
+        # The same options as in vLLM.
         uvicorn.run(make_app(), host=args.host, port=args.port, log_level="warning", loop="uvloop")
         return
     shape = [args.layers, args.tokens, args.width]
@@ -241,7 +241,7 @@ def main() -> None:
     kinds = [k for k in KINDS if k in args.kinds or k in {KINDS[x][0] for x in args.kinds}]
     command = [sys.executable, "-m", "benchmarks.answers", "--serve"]
     with tempfile.TemporaryDirectory() as folder:
-        # So that answers in JSON have all rows too.
+        # With this limit, answers in JSON have all rows too.
         env = {"VLLM_SCOPE_RESULTS_DIR": folder, "VLLM_SCOPE_INLINE_KIB": str(1 << 20)}
         with running(command, env, Path(folder) / "log", 300, 20) as (url, process):
             client = Client(url, process, shape)

@@ -3,12 +3,12 @@
     python -m benchmarks.beside                    # toy world on a CPU
     python -m benchmarks.beside --gpu --shape 8b   # random weights
 
-Clients send a request of 128 tokens (32 on a CPU), take its 32 tokens as they come, and send the
-next one. In one phase they are alone. In each of the other phases a sweep runs beside them, with
-another `share`: it patches `resid_pre` of prompts of 24 tokens, at all layers and positions. It
-yields to the clients, so its cells are in the engine for `share / 5` of the time. Every
-turn has all phases, in the opposite order of the turn before; the first turn warms up. A ratio
-divides a percentile beside the sweep by the same percentile without a sweep, of the same turn.
+Each client sends a request of 128 tokens (32 on a CPU), receives 32 generated tokens, and sends the
+next request. In one phase, no sweep runs. In each other phase a sweep runs too, with another
+`share`. The sweep patches `resid_pre` of prompts of 24 tokens, at all layers and positions. The
+sweep yields to the clients, so its cells are in the engine for `share / 5` of the time. Every turn
+has all phases, in the reverse order of the turn before. The first turn warms up. A ratio divides a
+percentile with the sweep by the same percentile without a sweep, of the same turn.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Beside:
         return {"prompt_token_ids": self._random.integers(5, self._most, size).tolist()}
 
     async def _client(self, first: list[float], next_: list[float], whole: list[float]) -> None:
-        """Send requests until it is cancelled; append their times, in seconds, to the lists."""
+        """Send requests until the task is cancelled. Append the times, in seconds, to the lists."""
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -62,7 +62,7 @@ class Beside:
             whole.append(last - started)
 
     async def _sweeps(self, share: float) -> None:
-        """Sweep until it is cancelled."""
+        """Run sweeps until the task is cancelled."""
         from vllm_scope import LogitDifference, Sweep, sweep_async
 
         while True:
@@ -88,7 +88,7 @@ class Beside:
             task.cancel()
         for task in tasks:
             with suppress(asyncio.CancelledError):
-                await task  # raises what ended the phase early
+                await task  # raises the error that ended the phase early
         if not times["request"]:
             raise RuntimeError("no request ended within a phase; give more --seconds")
         found = {

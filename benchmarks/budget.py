@@ -1,12 +1,12 @@
-"""Where a step's time on the host goes while every request reads one layer.
+"""The host's time for each part of a step, while every request reads one layer.
 
     python -m benchmarks.budget --shape 0.5b --gpu
 
-The engine and its front-end run in this process, and the parts of vllm-scope that the worker's
-main thread runs are timed as they are called: what is within others in a run of its own, since to
-time a part costs the whole some 3 microseconds. Microseconds of one step, median of a decode run:
-on the clock, and of CPU. The clock counts waits for Python's lock, which the front-end and the
-drain's thread hold too; with a front-end in a process of its own there are fewer.
+The engine and its front-end run in this process. The benchmark times the parts of vllm-scope that
+the worker's main thread calls. Parts within other parts are timed in another run, because timing a
+part takes about 3 microseconds. A figure is microseconds of a step, the median of a decode run: by
+the clock, and of CPU. The clock includes waits for Python's lock, which the front-end and the drain
+thread hold too. If the front-end is in another process, these waits are shorter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.engine import Workload, measure
 from benchmarks.shapes import SHAPES, make_shape
 
 ROOT = Path(__file__).parent.parent
-#: What is timed: (class, method, how the table calls it). Indented ones are within.
+#: The timed parts: (class, method, name in the table). An indented part is within an earlier part.
 PARTS = [
     ("vllm_scope.engine.worker.steps.Steps", "begin", "before the forward"),
     ("vllm_scope.worker.plan.Planner", "begin_step", "  plan"),
@@ -58,7 +58,7 @@ def timed(totals: Times, on: set[str], name: str, function: Callable[..., Any]) 
 
 
 def watch(on: set[str]) -> Times:
-    """Time those of PARTS whose names are in `on`, from now on."""
+    """From now on, time the parts of PARTS whose names are in `on`."""
     from importlib import import_module
 
     totals: Times = defaultdict(list)

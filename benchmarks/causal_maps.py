@@ -5,10 +5,10 @@
 
 FOLDER has TransformerLens: `pip install --no-deps --target FOLDER -r requirements/training.txt`.
 
-A map patches `resid_pre` of one prompt's run into another's, at every layer and position, and takes
-the difference of two logits of the next token. All systems get the same prompts and take turns. A
-turn's time has everything except the start of the engine and the loading of the models; the run on
-the source's prompt is in it. The first turn warms up, with one prompt.
+A map patches `resid_pre` of one prompt's run into another prompt's run, at every layer and
+position. The value is the difference of two logits of the next token. All systems get the same
+prompts and take turns. A turn's time includes the run on the source's prompt. A turn's time leaves
+out the start of the engine and of the models. The first turn warms up, with one prompt.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from benchmarks.shapes import SHAPES, make_shape, make_tokenizer
 from benchmarks.turns import order, ratio_of
 
 ROOT = Path(__file__).parents[1]
-#: The metric is the logit of A less the logit of B.
+#: The metric is the logit of token A minus the logit of token B.
 A, B = 5, 50
-#: int64 [num_prompts, num_positions] of the prompts and of the source's -> float64 [num_prompts,
-#: num_layers, num_positions], the metric of every cell.
+#: A function of the token ids of the prompts and of the sources, int64 [num_prompts, num_positions]
+#: each. It returns the metric of every cell, float64 [num_prompts, num_layers, num_positions].
 Map = Callable[[Tensor, Tensor], Tensor]
 #: Changes the stream [num_cells, num_positions, hidden_size] at the entry of a layer, in place.
 Patch = Callable[[Tensor], None]
@@ -46,17 +46,17 @@ class Hooked(Protocol):
     """A model that is patched by hooks."""
 
     def rows(self, ids: Tensor) -> Sequence[Tensor]:
-        """Of each layer `resid_pre`, [num_positions, hidden_size]; ids: int64 [num_positions]."""
+        """`resid_pre` of each layer, [num_positions, hidden_size]; ids: int64 [num_positions]."""
 
     def logits(self, ids: Tensor, patches: Mapping[int, Patch]) -> Tensor:
-        """[num_cells, vocab] of the next token; ids: int64 [num_cells, num_positions]."""
+        """The next token's logits [num_cells, vocab]; ids: int64 [num_cells, num_positions]."""
 
 
 class HuggingFace:
     """Hugging Face's model with forward hooks.
 
     Args:
-        model: with `model.model.layers`, as Llama and Qwen have them.
+        model: a model with `model.model.layers`, such as Llama or Qwen.
     """
 
     def __init__(self, model: Any) -> None:
@@ -68,7 +68,7 @@ class HuggingFace:
 
     def logits(self, ids: Tensor, patches: Mapping[int, Patch]) -> Tensor:
         def enter(patch: Patch, module: object, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            # The embedding of a batch may be a view of the same rows.
+            # The embedding of a batch can be a view in which cells share rows.
             stream = args[0].clone()
             patch(stream)
             return stream, *args[1:]
@@ -105,7 +105,7 @@ class TransformerLens:
         return self.model.run_with_cache(ids[None], names_filter=wanted.__contains__)[1]
 
     def map(self, asked: Tensor, other: Tensor) -> Tensor:
-        """By TransformerLens's own function, which runs one cell at a time."""
+        """A map by TransformerLens's own function, which runs one cell at a time."""
         from transformer_lens.patching import get_act_patch_resid_pre
 
         def metric(logits: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class TransformerLens:
 
 
 def by_hooks(system: Hooked, at_once: int, asked: Tensor, other: Tensor) -> Tensor:
-    """A map, with so many cells in a forward."""
+    """A map, with `at_once` cells in one forward."""
     return torch.stack(
         [_map(system, at_once, one, source) for one, source in zip(asked, other, strict=True)]
     )
@@ -137,7 +137,7 @@ def _map(system: Hooked, at_once: int, ids: Tensor, source: Tensor) -> Tensor:
 
 
 def _patches(rows: Sequence[Tensor], cells: Sequence[tuple[int, int]]) -> dict[int, Patch]:
-    """Layer -> the patch of the cells of this layer; the n-th cell is the n-th of the batch."""
+    """Layer -> the patch of this layer's cells. The n-th cell is item n of the batch."""
     places: dict[int, list[tuple[int, int]]] = {}
     for n, (layer, position) in enumerate(cells):
         places.setdefault(layer, []).append((n, position))
@@ -196,7 +196,7 @@ def bridge_of(folder: Path, args: argparse.Namespace) -> Any:
 
 
 def maps_of(folder: Path, args: argparse.Namespace) -> dict[str, Map]:
-    """The systems of the table. The first is Hugging Face's, with which values are compared."""
+    """The systems of the table. The values of the first system are the reference."""
     scope = partial(by_sweep, engine_of(folder, args))
     hooks = HuggingFace(model_of(folder, args))
     lens = TransformerLens(bridge_of(folder, args))
@@ -211,7 +211,7 @@ def maps_of(folder: Path, args: argparse.Namespace) -> dict[str, Map]:
 
 
 def prompts_of(turn: int, num: int, args: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """Other ones in each turn: what an engine remembers of a prompt is of no use to a sweep."""
+    """Prompts that are new in each turn, so that a sweep cannot use caches of earlier turns."""
     random = torch.Generator().manual_seed(turn)
     asked, other = torch.randint(5, 1000, (2, num, args.tokens), generator=random)
     return asked.to(args.device), other.to(args.device)

@@ -1,9 +1,9 @@
-"""What each codec loses and saves, on the residual streams of the trained toy model.
+"""The error and the size of each codec, on the residual streams of the trained toy model.
 
     python -m benchmarks.codecs
 
-prints the table of docs/codecs.md. Rows are of every layer and every token of a few
-prompts, in bf16, from Hugging Face's model: nothing here needs an engine.
+The output is the table of docs/codecs.md. The rows are of every layer and every token of a few
+prompts, in bf16, from Hugging Face's model. No engine is needed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NUM_PROMPTS = 40
 
 @dataclass(frozen=True)
 class Loss:
-    """Of one codec on some rows.
+    """The figures of one codec on some rows.
 
     Attributes:
         relative_error: |decoded - row| / |row|, the mean over rows.
-        worst_error: the largest of them.
-        cosine: of a decoded row with its row, the mean.
-        share: bytes of the parts, of the rows' bytes.
+        worst_error: the largest relative error of a row.
+        cosine: the cosine similarity of a row and its decoded row, the mean over rows.
+        share: the bytes of the parts, divided by the bytes of the rows.
     """
 
     relative_error: float
@@ -63,14 +63,14 @@ def toyworld_rows() -> Tensor:
     with torch.no_grad():
         for prompt in world.sentiment_prompts(NUM_PROMPTS, 0, "test"):
             ids = tokenizer(prompt.text, return_tensors="pt").input_ids
-            # The last is after the final norm, and no residual stream.
+            # The last hidden state is after the final norm, so it is not on the residual stream.
             streams = model(ids, output_hidden_states=True).hidden_states[:-1]
             rows += [stream[0] for stream in streams]
     return torch.cat(rows)
 
 
 def table(rows: Tensor) -> str:
-    """Markdown."""
+    """The table as Markdown."""
     lines = [
         "| codec | bytes | relative error, mean | worst row | cosine, mean |",
         "|---|---|---|---|---|",

@@ -3,16 +3,16 @@
     python -m benchmarks.delivery            # all layers of 8B's shape
     python -m benchmarks.delivery --small    # 64 requests x 1 layer x 128 tokens
 
-A worker in a process of its own has a ring that it has written once. It sends what the drain would
-send: headers that name spans of the ring, as fast as the ring has room. The front-end is this
+A worker process has a ring, whose rows were written one time. The worker sends the messages of the
+drain: headers that name spans of the ring, as fast as the ring has room. The front-end is this
 process: a receiver, an inbox, buffers, results. The time of a batch is from the first header to the
-last complete result. As with `LLM.generate`, the results of a batch live together. They are dropped
-before the next batch; with `--kept N` the last N batches stay.
+last complete result. As with `LLM.generate`, all results of a batch are in memory together. The
+results are dropped before the next batch. With `--kept N`, the last N batches stay in memory.
 
-In the same turns numpy copies as many bytes within this process, from touched memory to touched
-memory and to new memory, with as many threads as the inbox has. Each figure is the median of the
-turns with its 95 % interval; the ratio is to the first line, turn by turn. CPU time is of all
-threads of this process.
+In the same turns, numpy copies as many bytes within this process, to touched memory and to new
+memory. numpy uses as many threads as the inbox has. A figure is the median of the turns with its
+95 % interval. The ratio is to the first line, turn by turn. CPU time is the time of all threads of
+this process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from vllm_scope.transport.ring import HostRing
 from vllm_scope.transport.senders import SharedSender
 
 HIDDEN, RING_BYTES = 4096, 256 << 20
-#: How long a batch may take, in seconds.
+#: The most seconds that a batch can take.
 PATIENCE_S = 120.0
 
 
@@ -52,8 +52,8 @@ class Shape(NamedTuple):
     """A batch of requests.
 
     Attributes:
-        by_tap: the step is drained tap by tap, as a large prefill is.
-        step_tokens: tokens of one message.
+        by_tap: True: the step is drained tap by tap, like a large prefill.
+        step_tokens: number of tokens in one message.
     """
 
     requests: int
@@ -72,7 +72,7 @@ class Shape(NamedTuple):
         return self.requests * self.layers * self.tokens * 2 * HIDDEN
 
 
-#: Prompts that are computed tap by tap, and decoding, in which messages join several steps.
+#: Prompts that are drained tap by tap; and decoding, where one message has several steps.
 LARGE = {
     "prefill, tap by tap": Shape(16, 32, 256, 2048, by_tap=True),
     "decode": Shape(64, 32, 64, 256),
@@ -81,7 +81,7 @@ SMALL = Shape(64, 1, 128, 2048)
 
 
 def worker(pipe: Connection, address: Address) -> None:
-    """Answers each (shape, keys) by sending its rows."""
+    """For each (shape, keys) from the pipe, send the rows of the batch."""
     ring = HostRing(RING_BYTES // 16, cuda=False)
     ring.slots.random_(0, 256)
     sender = SharedSender(address, ring)
@@ -102,8 +102,8 @@ def worker(pipe: Connection, address: Address) -> None:
 
 
 def messages(shape: Shape, keys: np.ndarray) -> Iterator[tuple[Labels, int | None]]:
-    """The messages of a batch. A step of decoding has one token of each request; of a prompt, the
-    tokens of one request lie together."""
+    """The messages of a batch. In a step of decoding, each request has one token. In a step of
+    prompts, the tokens of one request are adjacent."""
     asked = Spec((Read("resid_post"),)).resolve(shape.sites)
     points = tuple(s.point(read.when) for read in asked.reads for s in read.streams)
     layout = Layout(tuple(sorted(points)))
@@ -124,7 +124,7 @@ class FrontEnd:
     """An inbox of this process, and a worker that sends to it.
 
     Args:
-        most_bytes: of the allocator.
+        most_bytes: the most bytes that the allocator keeps.
     """
 
     def __init__(self, most_bytes: int, num_copiers: int) -> None:
@@ -187,7 +187,7 @@ def compare(shape: Shape, turns: int, kept: int, num_copiers: int) -> None:
         for name in order(modes, turn):
             started, busy = time.perf_counter(), time.process_time()
             modes[name]()
-            if turn:  # the first warms up
+            if turn:  # the first turn warms up
                 wall[name].append(time.perf_counter() - started)
                 cpu[name].append(time.process_time() - busy)
     for end in ends:

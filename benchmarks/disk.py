@@ -1,13 +1,12 @@
-"""How fast captured rows reach the disk, beside what `dd` writes in the same run.
+"""The speed of writing captured rows to the disk, compared with `dd` in the same run.
 
     python -m benchmarks.disk --folder .bench
 
-Three things on the same file system, in one run, all synced: `dd` (bs=16M
-conv=fdatasync); each layout's writer alone, in turns with dd; and an engine that serves
-toy world with every layer of every token going to sharded files. Writers are given rows
-as an engine would, in blocks of one step that are reused right after. The figure is the
-median of the turns' ratios: the disk of a shared machine drifts by more than the
-difference.
+Three programs write to the same file system, in one run, and all sync: `dd` (bs=16M
+conv=fdatasync); the writer of each layout alone, in turns with dd; and an engine that serves toy
+world and writes every layer of every token to sharded files. The writers get rows as from an
+engine: in blocks of one step, which are reused after the call. The figure is the median of the
+turns' ratios, because the speed of a shared machine's disk changes by more than the difference.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ BLOCK_TOKENS = 512
 REQUEST_BYTES = len(LAYERS) * PROMPT_TOKENS * HIDDEN_SIZE * 2
 LAYOUTS = ("sharded", "packed", "per_request", "npz")
 TOYWORLD = Path(__file__).parent.parent / "toyworld" / "model"
-#: Of the engine: requests, and tokens of each prompt.
+#: The engine's number of requests, and the number of tokens in each prompt.
 ENGINE_REQUESTS, ENGINE_TOKENS = 400, 500
 
 
@@ -72,7 +71,7 @@ def data_files(folder: Path) -> list[Path]:
 
 
 def read_rows(folder: Path, shuffle: bool) -> float:
-    """Bytes per second of one layer, from the page cache, each row touched."""
+    """Bytes per second of reading one layer from the page cache. Each row is read."""
     capture = open_capture(folder)
     started = time.perf_counter()
     num_bytes = 0
@@ -83,7 +82,7 @@ def read_rows(folder: Path, shuffle: bool) -> float:
 
 
 def writers_alone(folder: Path, num_bytes: int, turns: int) -> float:
-    """Prints speeds, ratios and file counts; returns dd's median speed."""
+    """Print speeds, ratios and file counts. Returns dd's median speed."""
     writers = {
         layout: open_writer(
             FileOptions.parse({"root": str(folder / layout), "layout": layout, "fsync": True})
@@ -93,9 +92,9 @@ def writers_alone(folder: Path, num_bytes: int, turns: int) -> float:
     everyone = ["dd", *LAYOUTS]
     found: dict[str, list[float]] = {who: [] for who in everyone}
     num_files: dict[str, int] = {}
-    # The first turn is not counted: it finds writers, and memory, that are new.
+    # The first turn is not counted, because writers and memory are new.
     for turn in range(turns + 1):
-        # Whoever comes later may find the disk tired: take turns at that, too.
+        # The order rotates, because the disk can be slower for a later writer.
         for who in everyone[turn % len(everyone) :] + everyone[: turn % len(everyone)]:
             os.sync()
             if who == "dd":
@@ -122,14 +121,14 @@ def writers_alone(folder: Path, num_bytes: int, turns: int) -> float:
     for writer in writers.values():
         writer.close()
     for shuffle in (False, True):
-        # The best: the first pass also pays for memory that nobody has touched yet.
+        # The best pass, because the first pass also allocates memory.
         speed = max(read_rows(folder / "sharded", shuffle) for _ in range(3))
         print(f"reading {'shuffled' if shuffle else 'in order'}: {speed / 1e9:.1f} GB/s")
     return dd
 
 
 def through_an_engine(folder: Path, dd: float) -> None:
-    """Toy world, every layer of every token: to files, to the caller, and not at all."""
+    """Serve toy world: every layer of every token to files, then to the caller, then no rows."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM, SamplingParams
 

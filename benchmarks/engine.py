@@ -22,28 +22,27 @@ GROUPS = 8
 
 @dataclass(frozen=True)
 class Workload:
-    """`batch` requests of `prompt` tokens that generate `generate` each.
+    """`batch` requests. Each has `prompt` tokens and generates `generate` tokens.
 
     Attributes:
-        layers: whose `resid_post` every token of every request reads; None reads
-            nothing.
-        edits: "own": each request adds a vector of its own in the middle layer;
-            "one": all add the same one; "gated": as "own", each with a gate of its own.
-        probes: how many probes score every token, in the middle layer.
-        named: the probes' weights are steering modules that the engine holds.
-        features: the 32 strongest features of every token of the SAEs of these layers.
-        unembedded: layers whose 10 likeliest tokens a LensTopK delivers of every token.
+        layers: every request reads `resid_post` of these layers at every token; None: no read.
+        edits: "own": each request adds its own vector in the middle layer; "one": all requests add
+            the same vector; "gated": like "own", and each edit has its own gate.
+        probes: number of probes that score every token, in the middle layer.
+        named: True: the probes' weights are steering modules that the engine holds.
+        features: layers whose SAEs' 32 strongest features are read, at every token.
+        unembedded: layers whose 10 likeliest tokens a LensTopK delivers, at every token.
         summed: layers whose rows are added to sums on the device, with their covariance.
-        monitored: how many layers the server-wide monitor reads; 0 for no monitor.
-        shared: tokens that the prompts of a group begin with, beside their own; there are
-            GROUPS groups, the same in all measurements.
-        lens: read through vllm-lens instead.
-        first: measure the time until every request has its first token.
-        clients: 0, or how many clients share the requests. Each sends its next request once its
-            previous one has ended, and the mean time from sending a request to its first token is
-            measured. The requests generate different numbers of tokens, `generate` on average.
-        salt: makes the prompts different, so that no run hits another's cache.
-        keep: a file to which the rows are written, for benchmarks.values; "" for none.
+        monitored: number of layers that the server-wide monitor reads; 0 for no monitor.
+        shared: number of tokens with which all prompts of a group begin, in addition to `prompt`.
+            There are GROUPS groups, the same in all measurements.
+        lens: True: requests read through vllm-lens.
+        first: True: measure the time until every request has its first token.
+        clients: 0, or the number of clients that share the requests. A client sends its next
+            request after its previous request has ended. The figure is the mean time from sending a
+            request to its first token. Requests generate `generate` tokens on average.
+        salt: makes the prompts different, so that a run does not hit another run's cache.
+        keep: a file to which the rows are written, for benchmarks.values; "" for no file.
     """
 
     name: str
@@ -67,8 +66,8 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """What is divided by the measured seconds: generated tokens; the prompts' where one is
-        generated; first tokens where these are measured; 1 where the mean of their times is."""
+        """The count that is divided by the measured seconds: generated tokens; prompt tokens if
+        `generate` is 1; first tokens with `first`; 1 with `clients`, to measure a mean time."""
         if self.clients:
             return 1
         if self.first:
@@ -91,7 +90,7 @@ class Workload:
 
 
 def extra_args(work: Workload, config: Any) -> list[dict[str, Any] | None]:
-    """What each request asks for."""
+    """The extra_args of each request."""
     if work.lens:
         return [{"output_residual_stream": work.layers}] * work.batch
     asked = work.layers is not None or work.edits is not None or work.probes
@@ -123,7 +122,7 @@ def extra_args(work: Workload, config: Any) -> list[dict[str, Any] | None]:
 
 
 def register(llm: Any, num_probes: int) -> None:
-    """Let the engine hold the probes that requests name."""
+    """Register the weights of the probes that requests name."""
     from vllm_scope.vectors import SteeringModule, to_bytes
 
     config = llm.llm_engine.vllm_config.model_config
@@ -136,7 +135,7 @@ def register(llm: Any, num_probes: int) -> None:
 
 
 def set_monitor(llm: Any, num_layers: int) -> None:
-    """A linear probe over so many layers on every request, or none."""
+    """Set a linear probe over `num_layers` layers as a monitor, or no monitor for 0 layers."""
     if os.environ["VLLM_SCOPE"] == "0":
         return
     from vllm_scope import set_monitors
@@ -159,14 +158,14 @@ def vector_of(config: Any, seed: int) -> Any:
 
 
 def drawn(size: int, seed: int) -> Any:
-    """float32 [size]; the edit of the n-th request has the seed 1000 + n."""
+    """float32 [size]. The edit of the n-th request has the seed 1000 + n."""
     import numpy as np
 
     return np.random.default_rng(seed).normal(size=size).astype(np.float32) / size
 
 
 def delivered(work: Workload, outputs: list[Any]) -> int:
-    """Bytes that the caller holds; fails where some are missing."""
+    """Bytes in the caller's results. Fails if rows are missing."""
     if work.lens:
         streams = [output.activations["residual_stream"] for output in outputs]
         tokens = work.prompt + work.generate - 1
@@ -207,7 +206,7 @@ def measure(llm: Any, work: Workload) -> dict[str, Any]:
         for i, one in enumerate(params):
             one.max_tokens = work.generate // 2 + i * 7919 % work.generate
         times, outputs = first_tokens(llm.llm_engine, prompts, params, work.clients)
-        # The clients' first requests are sent at once, as no later ones are.
+        # The clients' first requests are left out, because all are sent at the same time.
         seconds = statistics.fmean(came - sent for sent, came in times[work.clients :])
     elif work.first:
         times, outputs = first_tokens(llm.llm_engine, prompts, params, work.batch)
@@ -229,11 +228,11 @@ def measure(llm: Any, work: Workload) -> dict[str, Any]:
 def first_tokens(
     engine: Any, prompts: list[Any], params: list[Any], clients: int
 ) -> tuple[list[tuple[float, float]], list[Any]]:
-    """Have clients share some requests. Each sends its next one once its previous one has ended.
+    """Let clients share requests. A client sends the next request after the previous one's end.
 
     Returns:
-        For each request, when it was sent and when its first token came, in seconds; and the
-        finished outputs.
+        for each request, the times in seconds when it was sent and when its first token arrived;
+        and the finished outputs.
     """
     waiting = iter(enumerate(zip(prompts, params, strict=True)))
     sent: dict[str, float] = {}
@@ -261,7 +260,7 @@ def first_tokens(
 
 
 def rows(outputs: list[Any]) -> list[Any]:
-    """Of each request [num_layers, num_positions, hidden_size]."""
+    """The rows of each request, [num_layers, num_positions, hidden_size]."""
     import torch
 
     if hasattr(outputs[0], "activations"):
@@ -278,8 +277,8 @@ def keep(work: Workload, token_ids: list[list[int]], rows: list[Any]) -> None:
 def serve(
     load: Callable[[dict[str, Any]], Any], measure: Callable[[Any, Workload], dict[str, Any]]
 ) -> None:
-    """Load what the first line asks for, then measure on it what the others ask for."""
-    # vLLM logs to standard output; results go where only they go.
+    """Load the model of the first line. Then measure the workload of each further line."""
+    # vLLM logs to standard output, so logs go to standard error, and only results to this file.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

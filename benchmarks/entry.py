@@ -1,17 +1,17 @@
-"""What a monitored or probed request costs on the host, stage by stage, without a model.
+"""The host's time for a monitored or probed request, stage by stage, without a model.
 
     python -m benchmarks.entry                # a monitor of 8 layers, prompts of 864 tokens
     python -m benchmarks.entry --probes 64    # named probes on one layer, prompts of 128 tokens
 
 The shape is 8B's: rows of 4096 numbers. The stages are vllm-scope's own functions and vLLM's
-encoder and decoder of messages, called as the engine calls them; the parts of vLLM between them are
-left out. The stages run on one thread, one stage of all requests after another. Microseconds of a
-request, median; of a step, for all requests together.
+encoder and decoder of messages, with the engine's arguments. The parts of vLLM between these stages
+are left out. All stages run on one thread, one stage of all requests after another. A figure is
+the median in microseconds: of a request, or of a step for all requests together.
 
-The drain thread and the front-end's receiver thread run beside the steps, as in an engine. A step
-takes `--step-ms` more, in which this thread sleeps. The last table has the CPU time of both threads
-for one request, from its first row to its end, and of the thread that counts verdicts. The time in
-which heads work on rows is left out of it: on a GPU that work is the device's.
+The drain thread and the front-end's receiver thread run at the same time as the steps, as in an
+engine. After a step, this thread sleeps for `--step-ms`. The last table has CPU times for one
+request: of both threads, from its first row to its end, and of the thread that counts verdicts. The
+time of heads is left out, because on a GPU the device does this work.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ import numpy as np
 from benchmarks.shapes import make_shape
 
 LAYERS = [4 * i + 2 for i in range(8)]
-#: Prompt and generated tokens with a monitor, and with named probes.
+#: Numbers of prompt and generated tokens: with a monitor, and with named probes.
 MONITORED, PROBED = (864, 128), (128, 256)
 #: The layer of named probes.
 MIDDLE = 16
 
 
 class Road:
-    """The processes of an engine without a model, in this one.
+    """The processes of an engine without a model, all in this process.
 
     Args:
-        num_layers: of the monitor.
-        num_probes: named probes of each request, in place of the monitor; 0 for the monitor.
-        most_rows: of a step.
+        num_layers: number of layers of the monitor.
+        num_probes: number of named probes of each request, instead of the monitor; 0: the monitor.
+        most_rows: the most rows of a step.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Road:
         self.held = self.core.registry.hold("", encode_arrays(arrays.values()))
 
     def _name_probes(self, num_probes: int) -> None:
-        """Register the probes' weights, and let each request ask for all of them."""
+        """Register the probes' weights. Each request then has all probes."""
         from vllm_scope import Probe, scope
         from vllm_scope.vectors import SteeringModule
 
@@ -106,7 +106,7 @@ class Road:
         self.asked = scope(*probes)
 
     def _open_worker(self) -> None:
-        """A worker as `load` leaves it, with room for steps of `most_rows` rows."""
+        """Open a worker in the state after `load`, with room for steps of `most_rows` rows."""
         import torch
 
         from vllm_scope.config import ScopeConfig
@@ -207,7 +207,7 @@ class Road:
         return request, news
 
     def look_up(self, given: tuple[Any, Any]) -> None:
-        """The blocks of the prompt whose scores the workers hold, and those that it fills."""
+        """Look up the prompt's blocks whose scores the workers hold, and blocks that it fills."""
         name, (_, found) = given[0].request_id, given
         hashes = [bytes([i]) * 32 for i in range(self.num_prompt // 16)]
         probes, token_bytes = found.asked.scores_alone, found.asked.score_bytes
@@ -225,7 +225,7 @@ class Road:
     # Steps
 
     def step(self, names: list[str], first: int, count: int) -> tuple[float, float]:
-        """Seconds of CPU before and after the forward, on this thread."""
+        """Seconds of CPU of this thread, before the forward and after it."""
         import torch
 
         from vllm_scope.batch.labels import StepBatch
@@ -261,18 +261,18 @@ class Road:
 
 
 def whole(given: tuple[Any, Any, Any]) -> None:
-    """Fails if something is missing. Callers ask this, or do not."""
+    """Fail if the result is not complete. A caller may do this check."""
     result = given[1].snapshot([7] * given[0].sampling_params.max_tokens, "length")
     assert result.status == "complete", result
 
 
 def _thing(**fields: Any) -> Any:
-    """In place of an object of vLLM's; has a weak reference."""
+    """A substitute for an object of vLLM. The object can have weak references."""
     return type("Thing", (), fields)()
 
 
 def timed(name: str, call: Callable[..., Any], given: Iterable[Any]) -> list[Any]:
-    """Call something for each, and print the median."""
+    """Call `call` for each item, and print the median time."""
     found, times = [], []
     for one in given:
         started = time.perf_counter()
@@ -363,7 +363,7 @@ def main() -> None:
         timed("the caller: asks whether it is complete", whole, opened)
         while judge.backlog.waiting:
             time.sleep(0.01)
-        judge.backlog.work_off()  # the last one is counted, too
+        judge.backlog.work_off()  # counts the last verdict too
         in_heads = 1e6 * heads.total / len(names)
         for called, name, less in (
             ("drain thread, all of its rows", "vllm-scope-drain", in_heads),

@@ -1,14 +1,14 @@
-"""A harvest of the toy model, beside loops with Hugging Face's `output_hidden_states`.
+"""A harvest of the toy model, compared with loops that use Hugging Face's `output_hidden_states`.
 
     VLLM_ENABLE_V1_MULTIPROCESSING=0 python -m benchmarks.harvest  # vLLM in this process
     python -m benchmarks.harvest                                   # vLLM in processes of its own
 
-All in one run, on the same token ids, at the same layers, without the time that a model takes to
-start. A loop keeps its rows in memory; the harvest writes shards, hashes and figures. One loop
-computes one document at a time; another one pads batches of documents, whose rows differ in their
-last bits then. Each loop is measured with one thread and with all, and the faster one counts. Turns
-alternate, because other programs' load drifts. The loops have a process of their own, because vLLM
-binds the threads of the process that it computes in.
+All modes have the same token ids and layers, in one run. The time of a model's start is left out. A
+loop keeps its rows in memory. The harvest writes shards, hashes and figures. One loop computes one
+document at a time. The other loop pads batches of documents, whose rows then differ in their last
+bits. Each loop is measured with one thread and with all threads, and the faster figure counts.
+Turns alternate, because the load of other programs changes. The loops have a process of their own,
+because vLLM binds the threads of the process in which it computes.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from vllm_scope.harvests.contexts import Long
 TOYWORLD = Path(__file__).parent.parent / "toyworld" / "model"
 LAYERS = (2, 4)
 CONTEXT = 128
-#: Short documents that a loop computes in a turn, with each number of threads. Its turn then takes
-#: as long as the harvest's, so that both see the same drift of the machine.
+#: The number of short documents that a loop computes in a turn, with each number of threads. A turn
+#: of a loop then takes as long as a turn of the harvest, so both see the same load of the machine.
 LOOPED = 400
-#: Loops, and how many documents each computes at once.
+#: Loop -> the number of documents that the loop computes in one forward.
 LOOPS = {"loop": 1, "loop, batches of 32": 32}
 #: Arguments of the LLM.
 ENGINE: dict[str, Any] = {
@@ -79,14 +79,14 @@ def whole(tokenizer: Any, count: int) -> list[list[int]]:
 
 @contextmanager
 def process_of_loops() -> Iterator[Executor]:
-    """A process in which `loop` has run once."""
+    """A process for loops, in which `loop` has run one time."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         pool.submit(loop, [[1, 2, 3]], 1).result()
         yield pool
 
 
 def loop(ids: Sequence[Sequence[int]], num_threads: int, batch: int = 1) -> Rate:
-    """Args: batch: documents that are computed at once, padded behind the shorter ones' ends."""
+    """Args: batch: documents in one forward. Shorter documents are padded at the end."""
     model = huggingface()
     torch.set_num_threads(num_threads)
     rows = []
@@ -128,10 +128,10 @@ def compare(
     turns: int = 3,
     loops: Mapping[str, int] = LOOPS,
 ) -> list[Ratio]:
-    """Tokens per second of the harvest over those of each loop, turn by turn. Prints all.
+    """Tokens per second of the harvest over those of each loop, turn by turn. Prints all rates.
 
     Args:
-        pool: where the loops run, of `process_of_loops`.
+        pool: the process of the loops (`process_of_loops`).
     """
     mean = sum(map(len, ids)) / len(ids)
     print(f"{len(ids)} documents of {mean:.1f} tokens, {long}; documents and tokens per second")
@@ -172,7 +172,7 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(TOYWORLD)
     with process_of_loops() as pool:
-        # vLLM's CPU backend takes "uni" only where its engine runs in this process.
+        # vLLM's CPU backend accepts "uni" only if its engine runs in this process.
         llm = LLM(str(TOYWORLD), **ENGINE, distributed_executor_backend="uni")
         harvest(llm, facts(tokenizer, 256))  # connects, and warms up
         for ids in (facts(tokenizer, args.documents), whole(tokenizer, args.documents // 4)):

@@ -1,13 +1,13 @@
-"""A harvest to a local disk, beside the same engine that reads nothing, and beside a plain write.
+"""A harvest to a local disk, compared with an engine without reads, and with a plain write.
 
     python -m benchmarks.harvest_rate --shape 8b   # random weights, on a GPU
     python -m benchmarks.harvest_rate              # the toy model
     python -m benchmarks.harvest_rate --ready      # rows that are ready, without an engine
 
-Documents of 1,024 tokens, none of which repeats (512 for the toy model). The modes take turns; the
-first turn, of an eighth of the documents, warms up. A ratio is that of neighbouring turns, with its
-interval. A harvest's time is that of `vllm_scope.harvest`, from its call until all shards and the
-manifest are there; its folder is deleted afterwards.
+All documents differ, and have 1,024 tokens (512 for the toy model). The modes take turns. The first
+turn has an eighth of the documents, and warms up. A ratio compares neighbouring turns, and has an
+interval. A harvest's time is from the call of `vllm_scope.harvest` until all shards and the
+manifest exist. The folder is deleted afterwards.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def compare(llm: Any, folder: str, length: int, num_documents: int, turns: int) 
 
 
 def store(folder: str, num_layers: int, num_contexts: int) -> float:
-    """Bytes per second of rows that are ready: hashes, figures and shards, without an engine."""
+    """Bytes per second of a harvest of ready rows: hashes, figures and shards. No engine runs."""
     ids = list(range(ready.LENGTH))
     span = [DocumentSpan(f"{i}", 0, len(ids), len(ids)) for i in range(num_contexts)]
     engine = ready.ReadyEngine(num_layers=num_layers)
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--ready", action="store_true")
     parser.add_argument("--out", default=".bench", help="folder of the shards")
-    # Half a second at the beginning and the end of a harvest should not count for much.
+    # Large, so that the harvest's start and end, half a second together, are a small share.
     parser.add_argument("--documents", type=int, default=1024)
     parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args()

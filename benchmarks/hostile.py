@@ -1,4 +1,4 @@
-"""Requests that cost a server dearly that does not look at what it is sent.
+"""Hostile requests: expensive for a server that does not check the requests.
 
 Owns:  Hostile, and `hostile`, which makes them for a model.
 To:    soak, tests/server/test_neighbours.py.
@@ -21,11 +21,11 @@ REFUSED = frozenset({400})
 
 @dataclass(frozen=True)
 class Hostile:
-    """One request, and what may come of it.
+    """One hostile request, and the allowed answers.
 
     Attributes:
-        statuses: those that are an answer to it.
-        alike: a server without the plugin can be sent the same.
+        statuses: HTTP statuses that are allowed in the answer.
+        alike: True if a server without the plugin can receive the same request.
     """
 
     content: bytes
@@ -41,11 +41,11 @@ class Hostile:
 
 
 def hostile(model: str, hidden_size: int, max_tokens: int) -> dict[str, Callable[[], Hostile]]:
-    """Name -> what makes the request, which may take megabytes.
+    """Name -> a function that makes the request. A request can have megabytes.
 
     Args:
-        model: the name that it is served by.
-        max_tokens: that a prompt may have.
+        model: the name of the served model.
+        max_tokens: the most tokens of a prompt.
     """
 
     def body(more: dict[str, Any]) -> bytes:
@@ -59,8 +59,8 @@ def hostile(model: str, hidden_size: int, max_tokens: int) -> dict[str, Callable
         return f'{{"edits":[{{{common},"vector":[{vector}]}}]}}'
 
     def bit_masks(num_prompt: int) -> Hostile:
-        """Edits each of which is at the positions with a certain bit: no two tokens have the
-        same edits."""
+        """Edit n is at the positions whose bit n is set, so that no two tokens have the same
+        edits."""
         edits = [
             {"kind": "add", "site": "resid_post", "layers": [1],
              "vector": [1e-3 * (bit + 1)] * hidden_size,
@@ -70,7 +70,7 @@ def hostile(model: str, hidden_size: int, max_tokens: int) -> dict[str, Callable
         return Hostile(scoped(json.dumps({"edits": edits}), prompt=[5] * num_prompt))
 
     def selectors(unions: list[dict[str, Any]], **more: Any) -> Hostile:
-        """An edit for each selector, all of them small."""
+        """Small edits, one for each selector."""
         ones = base64.b64encode(struct.pack(f"<{hidden_size}f", *[1e-3] * hidden_size)).decode()
         vector = {"dtype": "float32", "shape": [hidden_size], "data": ones}
         edits = [{"kind": "add", "layers": [1], "vector": vector, "tokens": u} for u in unions]
@@ -89,13 +89,13 @@ def hostile(model: str, hidden_size: int, max_tokens: int) -> dict[str, Callable
         )
 
     def overflow() -> Hostile:
-        """A request like any other, until its numbers overflow."""
+        """An ordinary request, except that the numbers of its edit overflow."""
         edit = {"kind": "add", "site": "resid_post", "layers": [1], "scale": 3e38,
                 "vector": [3e38] * hidden_size}  # fmt: skip
         return Hostile(scoped(json.dumps({"edits": [edit]}), max_tokens=30), alike=False)
 
     def large() -> Hostile:
-        """Numbers that float16 does not have, and float32 does."""
+        """An edit with numbers that float32 can represent and float16 cannot."""
         vector = [1.0] + [0.0] * (hidden_size - 1)
         edit = {"kind": "add", "site": "resid_post", "layers": [1], "scale": 1e5, "vector": vector}
         return Hostile(
@@ -110,7 +110,7 @@ def hostile(model: str, hidden_size: int, max_tokens: int) -> dict[str, Callable
         return Hostile(content, statuses, False, "PUT", "/v1/scope/edits", headers)
 
     def completions() -> Hostile:
-        """A spec that is long to parse, of a request with many completions."""
+        """A request with many completions, and a spec that takes long to parse."""
         text = json.dumps({"reads": [{"site": "resid_post", "layers": [1], "tokens": [0]}]})
         return Hostile(scoped(text + " " * 1_100_000, n=128, max_tokens=1), frozenset({200}))
 

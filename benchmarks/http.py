@@ -1,9 +1,9 @@
-"""Tokens per second over HTTP: what a scope costs the clients of one server, in turns.
+"""Tokens per second over HTTP: the cost of a scope for the clients of one server, in turns.
 
-The same server serves plain requests and others, one kind after the other, so that a
-machine whose speed drifts slows all. The clients are a process of their own, and read
-answers without parsing them: on few cores what they do counts against the server. The
-first turn warms up and is parsed: nothing may be missing.
+The same server serves plain requests and other kinds, one kind after another. If the machine's
+speed changes, it changes for all kinds. The clients have a process of their own. The clients read
+answers without parsing them, because with few cores the clients' work slows the server. The first
+turn warms up. The first turn's answers are parsed, and no row may be missing.
 
     python -m benchmarks.http                    # toy world on a CPU
     python -m benchmarks.http --gpu --shape 8b   # random weights on a GPU
@@ -34,7 +34,7 @@ from vllm_scope.request.media import BINARY
 
 @dataclass(frozen=True)
 class Load:
-    """`requests` of `prompt` tokens that generate `generate` each, `clients` at a time."""
+    """`requests` requests by `clients` clients: `prompt` tokens each, `generate` generated."""
 
     name: str
     clients: int
@@ -48,8 +48,8 @@ CPU_WORK += [Load("prefill, 16 clients", 16, 48, 200, 1)]
 GPU_WORK = [Load("1 client", 1, 4, 128, 256), Load("64 clients", 64, 256, 128, 256)]
 GPU_WORK += [Load("256 clients", 256, 768, 128, 256), Load("prefill, 64 clients", 64, 256, 1024, 1)]
 
-#: kind -> (its plain twin, streams, reads, probes, more fields of vllm_xargs). The clients of kinds
-#: with "binary" accept binary answers.
+#: kind -> (the plain kind to compare with, streams, reads, probes, more vllm_xargs). The clients of
+#: kinds with "binary" accept binary answers.
 KINDS: dict[str, tuple[str, bool, bool, bool, dict[str, str]]] = {
     "plain": ("plain", False, False, False, {}),
     "1 layer": ("plain", False, True, False, {}),
@@ -70,7 +70,7 @@ KINDS: dict[str, tuple[str, bool, bool, bool, dict[str, str]]] = {
 
 
 class Clients:
-    """Everything that is sent to one server."""
+    """The clients of one server."""
 
     def __init__(self, server: Server, config: dict[str, Any]) -> None:
         self._server, self._config = server, config
@@ -93,7 +93,7 @@ class Clients:
         body |= {"ignore_eos": True, "stream": KINDS[kind][1]} | self.spec(kind)
         accept = BINARY if "binary" in kind else "*/*"
         vocab = self._config["vocab_size"]
-        # Other prompts each time: none hits another's cache.
+        # Prompts differ each time, so that no request hits the prefix cache.
         prompts = iter(self._rng.integers(5, vocab, (load.requests, load.prompt)).tolist())
         size = 0
         headers = {"Authorization": f"Bearer {API_KEY}"}
@@ -107,7 +107,7 @@ class Clients:
                 nonlocal size
                 for prompt in prompts:
                     came = await self._ask(session, body | {"prompt": prompt}, check, accept)
-                    size += came  # after the wait: others add meanwhile
+                    size += came  # after the await, because other clients add meanwhile
 
             before, started = self._server.cpu(), time.perf_counter()
             await asyncio.gather(*(client() for _ in range(load.clients)))
@@ -118,7 +118,7 @@ class Clients:
         return {"tokens_per_s": tokens / seconds, "mb_per_s": size / seconds / 1e6} | cpu
 
     async def _ask(self, session: Any, body: dict[str, Any], check: bool, accept: str) -> int:
-        """Bytes that came."""
+        """Send a request, and return the number of bytes in the answer."""
         headers = {"Accept": accept}
         async with session.post("/v1/completions", json=body, headers=headers) as response:
             answer = await response.read()
@@ -171,7 +171,7 @@ def measure(
             row |= {name: statistics.median(a[name] for a in answers) for name in answers[0]}
             row |= {"ratio": ratio.median, "low": ratio.low, "high": ratio.high}
             cpu = [name for name in row if name.endswith("_cpu_s")]
-            for name in cpu:  # a worker on one GPU is a part of the core
+            for name in cpu:  # with one GPU, the worker runs in EngineCore's process
                 row[f"{name}_ratio"] = row[name] / (statistics.median(t[name] for t in twins) or 1)
             rows.append(row)
             told = " ".join(f"{row[n]:6.2f} {row[f'{n}_ratio']:5.2f}" for n in cpu)

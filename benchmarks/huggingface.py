@@ -1,7 +1,7 @@
 """Hugging Face's model in a process of its own, with `output_hidden_states`.
 
-Speaks as `benchmarks.engine` does. Prompts of one workload have one length, so a
-batch needs no padding; what is "delivered" is on the host, as vllm-scope's is.
+This module uses the lines of JSON of `benchmarks.engine`. All prompts of a workload have the same
+length, so a batch needs no padding. Delivered rows are on the host, as with vllm-scope.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def measure(model: Any, work: Workload) -> dict[str, Any]:
     torch.cuda.synchronize()
     started = time.perf_counter()
     size = 0
-    # A batch of prompts at a time, as the logits of all would not fit.
+    # One batch of prompts at a time, because the logits of all prompts do not fit into memory.
     for some in ids.split(max(1, (1 << 14) // work.prompt)):
         cache, step = None, some
         for _ in range(work.generate):

@@ -1,9 +1,9 @@
 """interp-engine's static backend in a process of its own.
 
-Speaks as `benchmarks.engine` does, with `interp_engine` and the vLLM that it pins on the path. The
-points are declared when the engine starts: `resid_post` of all layers, to read and to write, as it
-does by default, or those of the option `declared`. One call of `generate_steered` is one request;
-requests that take turns on one event loop share batches, as its own benchmarks have them.
+This module uses the lines of JSON of `benchmarks.engine`. `interp_engine` and the vLLM that it pins
+must be on the path. Points are declared when the engine starts: those of the option `declared`, or
+by default `resid_post` of all layers, to read and to write. A request is one call of
+`generate_steered`. Concurrent requests on one event loop share batches, as in its own benchmarks.
 
 Source: interp_engine 1.14.2, interp_engine/vllm_backend.py, VLLMModel.
 """
@@ -29,7 +29,7 @@ class Loaded(NamedTuple):
 def load(options: dict[str, Any]) -> Loaded:
     from interp_engine import load_model
 
-    # Its test at start compares texts.
+    # interp-engine needs the tokenizer, because its test at start compares texts.
     del options["skip_tokenizer_init"]
     declared = options.pop("declared", {"static_points": "auto"})
     own = {"dtype", "max_model_len", "gpu_memory_utilization"} & options.keys()
@@ -84,7 +84,7 @@ def _sampling(work: Workload) -> Any:
 
 
 def _steering(model: Any, work: Workload, number: int) -> Any:
-    """What is added for one request: the vectors of `benchmarks.engine`, in the middle layer."""
+    """The vectors that are added for one request: `benchmarks.engine`'s, in the middle layer."""
     if work.edits is None:
         return None
     import torch
@@ -97,7 +97,8 @@ def _steering(model: Any, work: Workload, number: int) -> Any:
 async def _keep(
     model: Any, work: Workload, prompts: list[list[int]], points: list[str], steering: list[Any]
 ) -> None:
-    """Of the methods that capture, this one returns tokens. It ends at an end of text."""
+    """Write rows to a file. Of the capturing methods, only `capture_generation` returns tokens.
+    This method ends at an end-of-text token."""
     import torch
 
     answers = await _together(

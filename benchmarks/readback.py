@@ -1,10 +1,10 @@
-"""Rows from shards in the page cache, in random order, beside a copy of memory.
+"""Rows from shards in the page cache, in random order, compared with a copy of memory.
 
     python -m benchmarks.readback
 
-Writes shards of random rows, reads them once, and then takes turns: a copy of 256 MiB within
-memory that is used again, `iter_rows` shuffled, and RowDataset. With --cold, the
-shards are dropped from the page cache before each turn. Prints GB per second, and in brackets per
+Writes shards of random rows, and reads them one time. Then three modes take turns: a copy of 256
+MiB within memory that is used again, `iter_rows` shuffled, and RowDataset. With --cold, the shards
+are dropped from the page cache before each turn. Prints GB per second, and in brackets GB per
 second of CPU time.
 """
 
@@ -26,7 +26,7 @@ from benchmarks.turns import order
 from vllm_scope.files import FileOptions, RequestRecord, RowDataset, open_writer
 
 STREAM = ("resid_post", 0)
-#: Tokens of a request.
+#: The number of tokens in a request.
 LENGTH = 1024
 COPIED_BYTES = 256 << 20
 
@@ -48,7 +48,7 @@ def write(root: Path, num_bytes: int, width: int, dtype: torch.dtype, codec: str
 
 
 def copied() -> Callable[[], int]:
-    """A copy of memory; returns its bytes."""
+    """A function that copies memory and returns the number of copied bytes."""
     source, into = (torch.ones(COPIED_BYTES, dtype=torch.uint8) for _ in range(2))
 
     def copy() -> int:
@@ -60,7 +60,7 @@ def copied() -> Callable[[], int]:
 
 
 def read(batches: Iterable[Tensor]) -> int:
-    """Take all batches; returns their bytes."""
+    """Read all batches, and return their bytes."""
     return sum(batch.nbytes for batch in batches)
 
 
@@ -73,9 +73,9 @@ def drop(root: Path) -> None:
 
 
 def measure(root: Path, batch_size: int, turns: int, cold: bool) -> dict[str, tuple[float, float]]:
-    """Of each way, medians of the turns: GB per second, and per second of all threads' CPU time.
+    """Way of reading -> GB per second, and GB per CPU second of all threads: medians of turns.
 
-    If other programs have the cores, the second says more.
+    If other programs use the cores, the second figure is more reliable.
     """
     capture, dataset = vllm_scope.open(root), RowDataset(root, *STREAM, batch_size)
     ways: dict[str, Callable[[], int]] = {
@@ -91,7 +91,7 @@ def measure(root: Path, batch_size: int, turns: int, cold: bool) -> dict[str, tu
             started = time.perf_counter(), time.process_time()
             num_bytes = ways[name]() / 1e9
             seconds = time.perf_counter() - started[0], time.process_time() - started[1]
-            if turn:  # the first fills the page cache
+            if turn:  # the first turn fills the page cache
                 found[name].append((num_bytes / seconds[0], num_bytes / seconds[1]))
     return {
         name: (median(wall for wall, _ in rates), median(cpu for _, cpu in rates))

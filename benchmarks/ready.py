@@ -1,9 +1,9 @@
-"""Rows that are ready, in place of an engine that computes them.
+"""Ready rows, for benchmarks without an engine.
 
 Runs:  in the process of `benchmarks.harvest_rate`; or in a process that `benchmarks.stream` starts
        in place of `vllm_scope.feeds.feeder`.
 
-They show what the way from the engine to the batch or to the disk carries, without a model's time.
+With them, a benchmark measures the way from the engine to the batch or to the disk, and no model.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 
 from vllm_scope.results.column import Column
 
-#: Tokens of a context, and numbers of a row.
+#: The number of tokens in a context, and of numbers in a row.
 LENGTH, WIDTH = 512, 4096
 
 
 @dataclass(frozen=True)
 class Ready:
-    """Rows of a context: the same each time."""
+    """The rows of a context. All contexts have the same rows."""
 
     found: list[Column]
     status: str = "complete"
@@ -40,7 +40,7 @@ class Ready:
 
     @staticmethod
     def of(num_layers: int) -> Ready:
-        """Of `resid_post`; a token's rows lie one behind another, as an engine delivers them."""
+        """Rows of `resid_post`. A token's rows are adjacent, as an engine delivers them."""
         table = torch.randn(LENGTH, num_layers, WIDTH).bfloat16()
         return Ready([
             Column(("resid_post", layer, "after"), table[:, layer], np.arange(LENGTH), (WIDTH,))
@@ -49,7 +49,7 @@ class Ready:
 
 
 class ReadyEngine:
-    """Computes nothing."""
+    """An engine that returns ready rows, and computes no rows."""
 
     most_tokens, vocabulary, end, num_layers, model = LENGTH, 1 << 20, None, None, "ready"
 
@@ -69,7 +69,7 @@ class ReadyEngine:
             yield context, self._rows
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because the engine has no resources."""
 
 
 if __name__ == "__main__":

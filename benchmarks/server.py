@@ -1,6 +1,6 @@
-"""A server in a process of its own, and what is asked of it.
+"""A server in a process of its own.
 
-Owns:  Server (its processes' memory and CPU), `serving`, and `running`, which starts and ends one.
+Owns:  Server (its processes' memory and CPU), `serving`, and `running`, which starts a server.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ START_S = 600.0
 
 @dataclass(frozen=True)
 class Server:
-    """A running server: where it is, its process, and its log."""
+    """A running server: its URL, its process, and its log."""
 
     url: str
     process: psutil.Process
     log: Path
 
     def memory(self) -> int:
-        """Resident bytes of the server's processes, those that they share counted once."""
+        """Resident bytes of the server's processes, without the shared bytes."""
         family = [self.process, *self.process.children(recursive=True)]
         return sum(process.memory_info().rss - process.memory_info().shared for process in family)
 
@@ -53,15 +53,15 @@ def serving(model: Path, options: list[str], log: Path, plugin: bool = True) -> 
     """`vllm serve` of a model under the name "model", on a free port.
 
     Args:
-        plugin: False serves without vllm-scope.
+        plugin: False: serve without vllm-scope.
     """
-    # What `vllm serve` runs with one API server; the command itself does not start in the
-    # CPU build, as it looks for a distribution of another name.
+    # The module that `vllm serve` runs with one API server. The command itself does not start in
+    # the CPU build, because it looks for a distribution with another name.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "model", "--api-key", API_KEY]
     command += ["--disable-uvicorn-access-log", *options]
     env = {"VLLM_SCOPE": str(int(plugin)), "VLLM_SCOPE_ADMIN_KEY": ADMIN_KEY}
-    # A benchmark that is told to end ends its server too.
+    # A signal that ends the benchmark must end its server too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with running(command, env, log, START_S, 60) as (url, process):
         yield Server(url, process, log)
@@ -71,17 +71,17 @@ def serving(model: Path, options: list[str], log: Path, plugin: bool = True) -> 
 def running(
     command: list[str], environment: dict[str, str], log: Path, start_s: float, end_s: float
 ) -> Iterator[tuple[str, psutil.Process]]:
-    """A server's URL and process, on a free port, once it answers; then it is ended.
+    """Start a server on a free port. Yield its URL and process after it answers, then end it.
 
     Args:
-        environment: beside this process's own.
-        start_s, end_s: seconds in which it is to answer, and to end by itself.
+        environment: variables in addition to this process's.
+        start_s, end_s: the most seconds until the server answers, and until it ends by itself.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     env = os.environ | environment
-    # It makes one of its own, as in a shell.
+    # The server makes its own value, as if a shell had started it.
     env.pop("VLLM_SCOPE_RUN", None)
     with log.open("wb") as file:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Models by their shape: a configuration, no weights (vLLM draws random ones)."""
+"""Models by their shape: a configuration without weights. vLLM makes random weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
         "max_position_embeddings": 8192, "rope_theta": 500000.0, "tie_word_embeddings": False,
     },
-    # Qwen2.5-0.5B: where the cost of a step beside the model shows most
+    # Qwen2.5-0.5B: a small model, for which the host's time is a large share of a step
     "0.5b": _COMMON | {
         "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6,
         "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
@@ -42,7 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_shape(name: str, folder: Path, num_layers: int | None = None) -> Path:
-    """A folder that vLLM loads with `load_format="dummy"`; `num_layers` in place of the shape's."""
+    """A folder for vLLM's `load_format="dummy"`. `num_layers` replaces the shape's number."""
     path = folder / name
     path.mkdir(parents=True, exist_ok=True)
     fewer = {} if num_layers is None else {"num_hidden_layers": num_layers}
@@ -51,8 +51,8 @@ def make_shape(name: str, folder: Path, num_layers: int | None = None) -> Path:
 
 
 def make_saes(folder: Path, layers: list[int], hidden_size: int, width: int) -> dict[str, str]:
-    """JumpReLU SAEs of `resid_post` in SAELens's format, sae-LAYER -> its folder; all have the same
-    random weights, in one file."""
+    """Make JumpReLU SAEs of `resid_post` in SAELens's format. Returns sae-LAYER -> folder. All SAEs
+    have the same random weights, in one file."""
     import torch
     from safetensors.torch import save_file
 
@@ -74,7 +74,7 @@ def make_saes(folder: Path, layers: list[int], hidden_size: int, width: int) -> 
 
 
 def make_tokenizer(folder: Path) -> None:
-    """A tokenizer of one word a token, so that a server can answer with text."""
+    """Make a tokenizer whose tokens are words, so that a server can answer with text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,20 +1,19 @@
-"""Half an hour of mixed load over HTTP: memory stays flat, no result is lost, and plain
-requests are as quick as on a server without the plugin, though some mean it harm.
+"""Half an hour of mixed load over HTTP. Memory must not grow, and no result may be lost. Plain
+requests must be as fast as on a server without the plugin, although some requests are hostile.
 
-Two servers are alive, one with the plugin and one without, and take turns of half a
-minute, so that a machine whose speed drifts slows both. In a turn requests come at random
-times (a Poisson process, whatever is still unanswered), the same times and prompts on
-both: 65 % of them plain; 30 % read, score, edit by a module's name, stream, fetch files or
-leave in the middle; 5 % are hostile (benchmarks/hostile.py), and are refused. Half of the
-prompts begin with text that the prefix cache holds. Two monitors score every request, and
-their weights change twice a turn. On the server without the plugin the requests do the same
-without their scopes, and the hostile ones send the same bytes. Latencies are of plain
-requests alone.
+Two servers run at the same time, one with the plugin and one without. The servers take turns of
+half a minute. If the machine's speed changes, it changes for both. In a turn, requests are sent at
+random times (a Poisson process, independent of the answers). Times and prompts are the same for
+both servers. 65 % of the requests are plain. 30 % read, score, edit by a module's name, stream,
+fetch files, or disconnect before the end. 5 % are hostile (benchmarks/hostile.py), and must be
+refused. Half of the prompts begin with text that is in the prefix cache. Two monitors score every
+request, and their weights change twice in a turn. On the server without the plugin, requests have
+no scope, and hostile requests have the same bytes. Latencies are of plain requests only.
 
     make soak                                      # 30 minutes
     python -m benchmarks.soak --minutes 2 --turn 15
 
-Ends with 1 where a result was lost, something stayed behind, or memory grew.
+If a result was lost, a resource was not freed, or memory grew, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -41,26 +40,26 @@ from benchmarks.server import ADMIN_KEY, API_KEY, ROOT, Server, serving
 from benchmarks.shapes import SHAPES, make_shape, make_tokenizer
 from vllm_scope import Add, Probe, Read, scope
 
-#: What comes, and how often.
+#: Kind of request -> its weight among all requests.
 KINDS = {
     "plain": 26, "read": 2, "file": 1, "probe": 2, "edit": 1, "stream": 2,
     "stream of rows": 2, "leaves": 1, "leaves a stream": 1, "hostile": 2,
 }  # fmt: skip
-#: Memory may grow by so much from the second quarter to the last.
+#: The most growth of memory, from the second quarter of the time to the last quarter.
 MOST_GROWTH = 0.02
 SAMPLE_S = 2.0
 MODEL_LENGTH = 512
-#: Tokens of a KV block, and of the text with which half of the prompts begin.
+#: The tokens of a KV block, and of the text with which half of the prompts begin.
 BLOCK, BEGINNING = 32, 96
 
 
 @dataclass
 class Side:
-    """One of the two servers, and what was seen of it.
+    """One of the two servers, and its figures.
 
     Attributes:
-        latencies: seconds of plain requests, by turn.
-        seen: what became of requests, and how many.
+        latencies: for each turn, the seconds of plain requests.
+        seen: outcome of requests -> their number.
         memory: (seconds, bytes) over time.
     """
 
@@ -78,7 +77,7 @@ def hostile_bodies(hidden_size: int) -> list[Hostile]:
 
 
 class Requests:
-    """What clients of one server send, each kind a method's worth of checks."""
+    """The requests of one server's clients, and the checks of the answers."""
 
     def __init__(self, side: Side, session: Any, config: dict[str, Any]) -> None:
         self._side, self._session = side, session
@@ -103,7 +102,7 @@ class Requests:
                 await self._answer(self._body(kind, prompt, generate))
                 self._side.latencies[-1].append(time.perf_counter() - started)
             elif kind == "hostile":
-                # One after the other, in turns too.
+                # One request after another, so that all are sent over several turns.
                 await self._harm(self._hostile[self._side.seen[kind] % len(self._hostile)])
             elif "leaves" in kind:
                 await self._leave(self._body(kind, prompt, 300), kind)
@@ -177,7 +176,7 @@ class Requests:
         )
         async with asked as response:
             text = await response.read()
-            # What the plugin refuses may be an answer without it.
+            # A server without the plugin can answer a request that the plugin refuses.
             assert not self._side.plugin or response.status in one.statuses, text[:300]
 
     async def _leave(self, body: dict[str, Any], kind: str) -> None:
@@ -198,8 +197,8 @@ class Requests:
             task.cancel()
 
     async def change(self, count: int) -> None:
-        """Register a module whose name is used, and others that come and go. Give the monitors
-        other weights."""
+        """Register the module that requests name. Register and remove other modules. Change the
+        weights of the monitors."""
         if not self._side.plugin:
             return
         headers = {"X-Scope-Admin-Key": ADMIN_KEY}
@@ -225,7 +224,7 @@ class Requests:
         self._side.seen["changes"] += 1
 
     async def at_rest(self) -> dict[str, int]:
-        """What the server holds once all have gone."""
+        """The server's resources in use after all requests have ended."""
         for _ in range(100):
             async with self._session.get("/v1/scope") as response:
                 load: dict[str, int] = (await response.json())["load"]
@@ -274,7 +273,7 @@ async def watch(sides: list[Side], started: float) -> None:
 
 
 async def soak(sides: list[Side], config: dict[str, Any], args: argparse.Namespace) -> None:
-    for side in sides:  # warm up: compile, connect, grow pools
+    for side in sides:  # warm up: compile, connect, allocate pools
         await turn(side, config, args.turn, args.rate, 0)
         side.latencies.clear()
         side.seen.clear()
@@ -283,7 +282,7 @@ async def soak(sides: list[Side], config: dict[str, Any], args: argparse.Namespa
     number = 0
     while time.perf_counter() - started < 60 * args.minutes:
         number += 1
-        # Who goes first changes, so that neither has the other's caches.
+        # The order alternates, so that the caches of the machine favour no server.
         for side in sides if number % 2 else sides[::-1]:
             await turn(side, config, args.turn, args.rate, number)
         told(sides)
@@ -309,7 +308,7 @@ def told(sides: list[Side]) -> None:
 
 
 def interval(sides: list[Side], q: float) -> tuple[float, float, float]:
-    """The ratio of a quantile, with to without, and 95 % of it when turns are drawn anew."""
+    """The ratio of a quantile, with to without the plugin, and its 95 % interval (bootstrap)."""
     with_, without = ([np.asarray(t) for t in side.latencies] for side in sides)
     rng = np.random.default_rng(0)
     found = []
@@ -322,7 +321,7 @@ def interval(sides: list[Side], q: float) -> tuple[float, float, float]:
 
 
 def growth(side: Side) -> tuple[float, float]:
-    """Mean bytes of the second quarter of the time, and of the last."""
+    """The mean bytes of memory in the second quarter of the time, and in the last quarter."""
     times, sizes = np.array(side.memory).T
     quarter = (times / times[-1] * 4).astype(int)
     return float(sizes[quarter == 1].mean()), float(sizes[quarter >= 3].mean())
@@ -335,7 +334,7 @@ async def leftovers(side: Side, config: dict[str, Any]) -> dict[str, int]:
 
 
 def report(sides: list[Side], left: dict[str, int]) -> tuple[dict[str, Any], bool]:
-    """Figures as JSON, and whether all is well."""
+    """Figures as JSON, and True if all checks passed."""
     body: dict[str, Any] = {"leftovers": left}
     well = not any(left.values())
     for side in sides:

@@ -1,15 +1,15 @@
-"""Rows per second of `vllm_scope.stream`, beside a loop over `generate` with a Read.
+"""Rows per second of `vllm_scope.stream`, compared with a loop over `generate` with a Read.
 
     python -m benchmarks.stream             # both parts
     python -m benchmarks.stream --ready     # the second part, without an engine
 
-First, rows per second of an engine: the same documents of toy world, the same layers and engine
-options, in one run after another, without the time that an engine takes to start. The loop computes
-64 prompts at a time and joins their rows to batches; the feed mixes them. The rate of a feed begins
-with its first batch, for which half of the buffer has been filled.
+The first part measures rows per second of an engine. All modes have the same documents of toy
+world, layers and engine options. One mode runs after another. The time of the engine's start is
+left out. The loop computes 64 prompts at a time and joins their rows to batches. The feed mixes the
+rows. The rate of a feed begins after its first batch, when half of the buffer has been filled.
 
-Then, GB per second of rows that are ready before the trainer asks (`benchmarks.ready`: 4096 bf16
-values), in turns with a copy within memory that is used again.
+The second part measures GB per second of ready rows (`benchmarks.ready`: 4096 bf16 values), in
+turns with a copy within memory that is used again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def fed(ids: list[list[int]], model: Any, **options: Any) -> Iterator[Tensor]:
 
 
 def rate(batches: Iterator[Tensor]) -> float:
-    """Rows per second behind the first batch."""
+    """Rows per second after the first batch."""
     next(batches)
     started, count = time.perf_counter(), 0
     for batch in batches:
@@ -69,7 +69,7 @@ def rate(batches: Iterator[Tensor]) -> float:
 
 
 def gigabytes_per_second(num_contexts: int = 600, turns: int = 5) -> tuple[float, float]:
-    """Of a feed of rows that are ready, and of a copy of memory: medians of turns."""
+    """GB per second of a feed of ready rows, and of a copy of memory. Medians of the turns."""
     start.COMMAND = ("-m", "benchmarks.ready")
     ids, read, copy = [[1] * ready.LENGTH] * num_contexts, Read("resid_post", layer=0), copied()
     found: list[tuple[float, float]] = []

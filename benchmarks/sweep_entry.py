@@ -1,12 +1,12 @@
-"""What a cell of a sweep costs the host on its way to the worker, stage by stage, without a model.
+"""The host's time for a cell of a sweep, up to the worker, stage by stage, without a model.
 
     python -m benchmarks.sweep_entry            # the worker is in EngineCore's process
-    python -m benchmarks.sweep_entry --apart    # it is in another one, and gets pickled news
+    python -m benchmarks.sweep_entry --apart    # the worker is in another process: pickled news
 
-The shape is that of 8B: rows of 4096 numbers, 32 layers, a prompt of 24 tokens. Steps of 64 cells.
-The stages are vllm-scope's own functions and vLLM's encoder and decoder of messages, as in
-benchmarks.entry. All run on one thread. Microseconds of CPU of a cell: median, and mean, which has
-Python's collections of garbage (the heap that was there before is frozen, as vLLM freezes it).
+The shape is 8B's: rows of 4096 numbers, 32 layers, a prompt of 24 tokens. A step has 64 cells. The
+stages are vllm-scope's own functions and vLLM's encoder and decoder of messages, as in
+benchmarks.entry. All stages run on one thread. A figure is microseconds of CPU for a cell: the
+median and the mean. The mean includes Python's garbage collections. Earlier objects are frozen.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Timed:
         self.times: defaultdict[str, list[float]] = defaultdict(list)
 
     def __call__(self, stage: str, call: Callable[..., Any], *args: Any, num: int = 1) -> Any:
-        """The result of a call, whose time is that of `num` cells."""
+        """Call a function, and return its result. The call's time is the time of `num` cells."""
         started = time.thread_time()
         found = call(*args)
         self.times[stage] += [1e6 * (time.thread_time() - started) / num] * num
@@ -50,7 +50,7 @@ class Timed:
 
 
 class Numbers:
-    """A tokenizer of token ids alone."""
+    """A tokenizer whose texts are token ids."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         raise NotImplementedError
@@ -60,7 +60,7 @@ class Numbers:
 
 
 class Cells:
-    """The cells of one sweep on the processes of an engine without a model, in this one."""
+    """The cells of one sweep, on the processes of an engine without a model, in this process."""
 
     def __init__(self, road: Road, timed: Timed, apart: bool) -> None:
         from vllm_scope import LogitDifference, Sweep
@@ -121,7 +121,7 @@ class Cells:
         return [timed("EngineCore: entered", enter, ticket) for ticket in tickets]
 
     def step(self, num: int) -> int:
-        """Send as many cells through one step; returns the bytes of the last message."""
+        """Send `num` cells through one step. Returns the bytes of the last message."""
         timed, road, each = self.timed, self.road, CELLS_TOGETHER
         messages = [self.opened(each) for _ in range(num // each)]
         entered = [one for message in messages for one in self.entered(message)]

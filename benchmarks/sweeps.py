@@ -1,11 +1,11 @@
-"""What a cell of a sweep costs the processes of an engine, beside a plain request.
+"""CPU time of an engine's processes for a cell of a sweep, compared with a plain request.
 
     python -m benchmarks.sweeps              # CPU of the front-end and of the engine's processes
-    python -m benchmarks.sweeps --profile F  # one process for all; where its time goes, to F
+    python -m benchmarks.sweeps --profile F  # one process for all; writes its profile to F
 
 The toy world, 20 prompts of 12 tokens, 6 layers: 1,440 cells. A plain request has the same prompt
-and returns the same log-probabilities. Sweeps and plain requests take turns; the first turn warms
-up. CPU seconds, because other work on the machine disturbs them less.
+and returns the same log-probabilities. Sweeps and plain requests take turns. The first turn warms
+up. The figures are CPU seconds, because other programs disturb CPU time less than the clock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def cpu() -> tuple[float, float]:
-    """CPU seconds of this process, and of those that it has started."""
+    """CPU seconds of this process, and of the processes that it has started."""
     children = psutil.Process().children(recursive=True)
     times = [child.cpu_times() for child in children if child.is_running()]
     return time.process_time(), sum(one.user + one.system for one in times)
@@ -47,7 +47,7 @@ def measured(call: Callable[[], int], turns: int) -> list[tuple[float, float, fl
 
 
 def calls(llm: Any) -> dict[str, Callable[[], int]]:
-    """Kind -> what sends as many requests as it returns."""
+    """Kind -> a function that sends requests and returns their number."""
     from vllm import SamplingParams
 
     from vllm_scope import LogitDifference, Sweep, sweep
@@ -58,7 +58,7 @@ def calls(llm: Any) -> dict[str, Callable[[], int]]:
     )
 
     def prompts() -> list[Any]:
-        """Other ones at each call: what an engine remembers of a spec is of no use to a sweep."""
+        """Prompts that are new at each call, so that a sweep cannot use caches of earlier calls."""
         ids = random.integers(5, 1000, (NUM_PROMPTS, 12)).tolist()
         return [{"prompt_token_ids": one} for one in ids]
 

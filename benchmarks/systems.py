@@ -1,14 +1,15 @@
 """The systems of a comparison, each in a process of its own.
 
-Owns:  Engine (a child process, told by lines of JSON what to run), and how each system starts.
+Owns:  Engine (a child process that gets lines of JSON), and the start of each system.
 
-Systems other than vLLM have folders of their own, which the environment names and which come first
-on their path. VLLM_LENS_PATH has vllm-lens. INTERP_ENGINE_PATH has interp-engine and its vLLM:
+Systems other than vLLM have folders of their own, which come first on the system's path. The
+environment names the folders. VLLM_LENS_PATH has vllm-lens. INTERP_ENGINE_PATH has interp-engine
+and its vLLM:
 
     make .venv/interp-engine/.ready    # of requirements/interp-engine.txt, with vLLM's CPU build
     pip install --no-deps --target FOLDER vllm==0.28.0 interp_engine==1.14.2 accelerate==1.15.0
 
-The second command is for a GPU, beside the torch 2.13.0 of vLLM 0.32.0.
+The second command is for a GPU, with the torch 2.13.0 of vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-#: An engine that has not answered by then is ended.
+#: If an engine has not answered after this many seconds, it is killed.
 MOST_SECONDS = 150.0
-#: Engines beside plain vLLM, in groups that are alive at the same time.
+#: Engines that are compared with plain vLLM. The engines of a group run at the same time.
 BESIDE = (["scope", "eager"], ["lens", "huggingface"], ["interp-plain", "interp"], ["interp-one"])
 
 
 class Engine:
-    """A child process that runs `benchmarks.engine`, or another module that speaks so."""
+    """A child process that runs `benchmarks.engine`, or a module with the same lines of JSON."""
 
     def __init__(
         self,
@@ -54,11 +55,11 @@ class Engine:
 
     @cached_property
     def start_seconds(self) -> float:
-        """Waits until the engine has started."""
+        """Wait until the engine has started."""
         return float(self._answer()["start_seconds"])
 
     def ask(self, line: str) -> dict[str, Any]:
-        """Raises RuntimeError where the engine has ended, or is ended as it does not answer."""
+        """Raises RuntimeError if the engine has ended, or if it was killed after no answer."""
         assert self.start_seconds
         end = threading.Timer(MOST_SECONDS, self._kill)
         end.start()
@@ -71,13 +72,13 @@ class Engine:
             end.cancel()
 
     def again(self) -> Engine:
-        """A new one, in place of one that has ended."""
+        """A new engine that replaces an ended engine."""
         self._kill()
         self._process.wait()
         return self._again()
 
     def _kill(self) -> None:
-        """With the processes that it has started."""
+        """Kill the engine and the processes that it has started."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -105,7 +106,7 @@ def spread(num_layers: int, count: int) -> list[int]:
 
 
 def start(name: str, options: dict[str, Any], logs: Path) -> Engine:
-    """One of the engines beside plain vLLM."""
+    """Start an engine that is compared with plain vLLM."""
     log, eager = logs / f"{name}.log", options | {"enforce_eager": True}
     if name == "scope":
         return Engine(options, log, plugin=True)
@@ -120,23 +121,23 @@ def start(name: str, options: dict[str, Any], logs: Path) -> Engine:
             options | (one_declared(options) if name == "interp-one" else {}), log,
             module="benchmarks.interp_engine", PYTHONPATH=path_of("INTERP_ENGINE_PATH"),
         )  # fmt: skip
-    # It knows Model Runner V1 alone.
+    # vllm-lens supports Model Runner V1 only.
     return Engine(eager, log, VLLM_USE_V2_MODEL_RUNNER="0", PYTHONPATH=path_of("VLLM_LENS_PATH"))
 
 
 def path_of(variable: str) -> str:
-    """PYTHONPATH with the folder that the variable names before all others."""
+    """PYTHONPATH, with the variable's folder before all others."""
     return f"{Path(os.environ[variable]).absolute()}:{os.environ.get('PYTHONPATH', '')}"
 
 
 def one_declared(options: dict[str, Any]) -> dict[str, Any]:
-    """For an interp-engine that can read one layer and edit none."""
+    """Options of an interp-engine that can read one layer and edit no layer."""
     (layer,) = spread(config_of(options)["num_hidden_layers"], 1)
     return {"declared": {"static_points": [f"resid_post.{layer}"], "static_writes": []}}
 
 
 def config_of(options: dict[str, Any]) -> dict[str, Any]:
-    """The model's, with what the options change in it."""
+    """The model's configuration, with the changes that the options make."""
     config: dict[str, Any] = json.loads((Path(options["model"]) / "config.json").read_text())
     config |= options.get("hf_overrides", {})
     return config

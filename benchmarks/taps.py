@@ -1,10 +1,10 @@
-"""What a tap costs on a GPU: replays of a graph of taps, idle and at work.
+"""The time of a tap on a GPU: replays of a graph of taps, with and without programs.
 
     python -m benchmarks.taps
 
-One graph holds one tap for each of 33 boundaries. Times are of one replay, by CUDA
-events, in all and divided by the taps; the stream between the taps is not computed, so this
-is the taps' own time. What is read goes to the arena, or straight to the host.
+One graph has one tap for each of 33 boundaries. CUDA events measure the time of one replay: the
+total, and the total divided by the taps. No model runs between the taps, so the time is the taps'
+own time. Read rows go to the arena or directly to the host.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tokens per second: plain vLLM, the plugin idle, and reading, in one run.
 
-Both engines are alive at once and take turns, so that a machine whose speed drifts
-slows both. A speed is the median of the turns; the ratio is to plain vLLM's turn beside it, the
-median of these with the interval in which it lies with 95 % certainty.
+Both engines run at the same time and take turns. If the machine's speed changes, it changes for
+both. A speed is the median of the turns. A ratio compares a turn with plain vLLM's turn next to it.
+The table has the median of the ratios and its 95 % interval.
 
     python -m benchmarks.throughput                    # toy world on a CPU
     python -m benchmarks.throughput --shape 8b --gpu   # random weights on a GPU
@@ -10,7 +10,7 @@ median of these with the interval in which it lies with 95 % certainty.
     python -m benchmarks.throughput --shape 8b --gpu --lens 4   # likeliest tokens at 1 and 4 layers
     python -m benchmarks.throughput --shape 8b --gpu --sums     # sums of all layers on the device
 
-Other systems (`--beside`) are in folders of their own: see benchmarks.systems.
+Other systems (`--beside`) are in folders of their own. See benchmarks.systems.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from vllm_scope.batch.sums import bytes_of
 
 CPU_WORK = [Workload("batch 1", 1, 16, 64), Workload("batch 16", 16, 16, 64)]
 CPU_WORK += [Workload("prefill 16x200", 16, 200, 1)]
-#: Engines that get one turn.
+#: Engines that get only one turn.
 SLOW = ("lens", "huggingface")
 GPU_WORK = [Workload("batch 1", 1, 128, 256), Workload("batch 64", 64, 128, 256)]
 GPU_WORK += [Workload("batch 256", 256, 128, 256), Workload("prefill 64x1024", 64, 1024, 1)]
 GPU_WORK += [Workload("prefill 1x512", 1, 512, 1)]
-#: Run where `--only` names them.
+#: Workloads that run only if `--only` names them.
 MORE_CPU_WORK = [Workload("batch 8", 8, 16, 64), Workload("batch 64", 64, 16, 64)]
 MORE_GPU_WORK = [Workload("batch 8", 8, 128, 256)]
-#: Prompts that begin alike: with a prefix cache most of their tokens are hits.
+#: Prompts with the same beginning. With a prefix cache, most of their tokens are hits.
 SHARED = [
     Workload("shared 256", 256, 96, 128, shared=768),
     Workload("first token", 16, 96, 8, shared=768, first=True),
@@ -50,19 +50,19 @@ SHARED = [
 ]
 
 
-#: mode -> (engine, what it changes in the workload)
+#: mode -> (engine, changes of the workload)
 Modes = dict[str, tuple[str, dict[str, Any]]]
 
 
 def modes_of(
     engines: dict[str, Engine], num_layers: int, saes: int = 0, lens: int = 0, sums: bool = False
 ) -> Modes:
-    """The rows of the table, as far as there are engines for them.
+    """The rows of the table for which engines exist.
 
     Args:
         saes: layers that have an SAE.
-        lens: layers to which a LensTopK is applied; the last layer is among them.
-        sums: whether sums of all layers are made.
+        lens: number of layers to which a LensTopK is applied, the last layer included.
+        sums: True: one row of the table has the sums of all layers.
     """
     everything = spread(num_layers, num_layers)
     found: Modes = {"plain vLLM": ("plain", {}), "plugin idle": ("scope", {})}
@@ -106,7 +106,7 @@ def run(
     engines: dict[str, Engine], work: list[Workload], modes: Modes, turns: int,
     reference: Reference | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The rows of the table; with a reference, each with the error of the rows that were read."""
+    """The rows of the table. With a reference, a row has the error of the rows that were read."""
     rows = []
     salt = 0
     dead: set[str] = set()
@@ -116,7 +116,7 @@ def run(
             for mode in order(modes, turn):
                 engine, change = modes[mode]
                 if (turn > 1 and engine in SLOW) or mode in dead:
-                    continue  # far from the others: one turn tells enough
+                    continue  # such an engine is much slower, so one turn is enough
                 salt += 1
                 try:
                     answer = engines[engine].ask(encode(replace(base, salt=salt, **change)))
@@ -143,7 +143,7 @@ def error_of(
     base: Workload,
     reference: Reference,
 ) -> dict[str, Any]:
-    """Of a mode that reads, or that only adds vectors: then all layers are read."""
+    """The error of a mode's rows. If the mode only adds vectors, all layers are read."""
     name, change = mode
     if not change.keys() & {"layers", "edits"} or change.get("edits") == "gated":
         return {}
@@ -155,7 +155,7 @@ def error_of(
 
 
 def figures(answers: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of a mode's turns, and plain vLLM's; of a mode that got fewer, the first ones."""
+    """Figures of a mode, with plain vLLM's first turns if the mode has fewer turns."""
     speeds = [a["tokens"] / a["seconds"] for a in answers]
     ratio = ratio_of(speeds, [a["tokens"] / a["seconds"] for a in plain[: len(answers)]])
     found = {"tokens_per_s": statistics.median(speeds), "turns": len(answers)}
@@ -208,9 +208,9 @@ def main() -> None:
         } | args.options  # fmt: skip
         if args.shape:
             options["load_format"] = "dummy"
-            make_tokenizer(model)  # interp-engine has none without
+            make_tokenizer(model)  # interp-engine needs a tokenizer
         if args.gpu:
-            # Three engines are alive at once.
+            # Three engines run at the same time.
             options.setdefault("gpu_memory_utilization", 0.28)
         logs = Path(os.environ.get("OUT", folder))
         config = config_of(options)
@@ -222,7 +222,7 @@ def main() -> None:
             scope = options.setdefault("additional_config", {}).setdefault("scope", {})
             scope |= {"saes": saes, "saes_mib": max(4096, 2 * most_mib)}
         if args.sums:
-            # Of each layer float64 [width, width], and the rows that wait for their products.
+            # A layer needs float64 [width, width], and the rows that wait for their products.
             most_mib = config["num_hidden_layers"] * bytes_of(config["hidden_size"], 4, True, False)
             scope = options.setdefault("additional_config", {}).setdefault("scope", {})
             scope["moments_mib"] = 1.1 * most_mib / 2**20
@@ -234,11 +234,11 @@ def main() -> None:
         reference = Reference(model, options.get("dtype", "bfloat16")) if args.values else None
         rows: list[dict[str, Any]] = []
         plain = Engine(options, logs / "plain.log")
-        # Engines that start at once would mistake each other's memory for their own.
+        # Engines that start at the same time would count each other's memory as their own.
         together = "kv_cache_memory_bytes" in options
         if not together:
             assert plain.start_seconds
-        # The others come after one another, as far as they would crowd the device.
+        # The groups run one after another, because together they would exceed the device's memory.
         for names in BESIDE:
             others = {}
             for name in names:

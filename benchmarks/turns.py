@@ -1,7 +1,7 @@
-"""Modes that take turns, and what their turns say.
+"""Modes that take turns, and the ratios of their figures.
 
-A machine that others share is fast and slow by turns; what two modes did next to each other is
-compared, never what one did early and the other late.
+The speed of a shared machine changes over time. So a ratio compares the figures of two modes in the
+same turn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Mode = TypeVar("Mode")
 
 
 class Ratio(NamedTuple):
-    """The median of the turns' ratios, and where it lies with 95 % certainty."""
+    """The median of the turns' ratios, and its 95 % interval."""
 
     median: float
     low: float
@@ -27,13 +27,13 @@ class Ratio(NamedTuple):
 
 
 def order(modes: Iterable[Mode], turn: int) -> list[Mode]:
-    """Forwards and backwards by turns: who comes next to whom, and after whom, evens out."""
+    """The modes, in reverse order in every second turn, so that effects of the order cancel."""
     found = list(modes)
     return found[:: 1 if turn % 2 else -1]
 
 
 def ratio_of(values: Sequence[float], others: Sequence[float]) -> Ratio:
-    """values / others, turn by turn; the interval is a bootstrap's of the median."""
+    """values / others, turn by turn. The interval is a bootstrap interval of the median."""
     ratios = np.array([a / b for a, b in zip(values, others, strict=True)])
     picks = np.random.default_rng(0).choice(ratios, (4000, len(ratios)))
     low, high = np.percentile(np.median(picks, axis=1), (2.5, 97.5))

@@ -1,7 +1,7 @@
-"""Rows that an engine delivered, beside those of Hugging Face's model for the same tokens.
+"""Rows that an engine delivered, compared with Hugging Face's rows for the same tokens.
 
-Rows were kept by `benchmarks.engine` or a module that speaks as it does. The model is run on each
-request by itself, so rows of requests that shared a batch are compared with rows that did not.
+`benchmarks.engine`, or a module with the same lines of JSON, has written the rows to a file. The
+model runs on each request alone, so rows of shared batches are compared with rows of single runs.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ class Reference:
 
     @property
     def layers(self) -> list[int]:
-        """All of the model's."""
+        """All layers of the model."""
         return list(range(self._model.config.num_hidden_layers))
 
     def worst(self, work: Workload) -> float:
-        """The largest relative error of a row that was kept of this workload."""
+        """The largest relative error of a row that this workload has kept."""
         kept = torch.load(work.keep)
         found = 0.0
         for number, (ids, rows) in enumerate(zip(kept["token_ids"], kept["rows"], strict=True)):
             wanted = self._rows(ids[: rows.shape[1]], self._added(work, number))
             wanted = wanted[work.layers or []].double()
             errors = (rows.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-            # Python's `max` passes over NaN.
+            # Python's `max` ignores NaN.
             found = max(found, float(errors.nan_to_num(nan=torch.inf).max()))
         return found
 
     def _added(self, work: Workload, number: int) -> Tensor | None:
-        """What is added to the stream of one request in the middle layer."""
+        """The vector that is added to one request's stream in the middle layer."""
         if work.edits is None:
             return None
         size = self._model.config.hidden_size

@@ -1,2 +1,2 @@
-"""Programs that show vllm-scope at work: `python -m examples.demo`, `python -m
+"""Programs that show how to use vllm-scope: `python -m examples.demo`, `python -m
 examples.faces.NAME`, `python examples/sinks/run.py FOLDER`."""

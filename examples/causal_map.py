@@ -1,13 +1,13 @@
-"""Where the toy model keeps a country while it looks up the capital: a causal map.
+"""A causal map: which rows of the toy model hold the country in a question about its capital.
 
 Runs:  `python -m examples.causal_map`.
 From:  toyworld: questions about capitals.
 To:    demo-output/causal-map.png and causal-map.html; a figure on the terminal.
 
-At each layer and token of a question about one country, the row becomes that of the same question
-about another country. The map shows which of these single changes moves the answer to the other
-country's capital: that of the country's own token before layers 0 and 1, and that of the last token
-from there on.
+Each cell replaces one row of a question about one country, at one layer and token. The new row is
+the same row of the same question about another country. The map shows which replacements change the
+answer to the other country's capital. Before layers 0 and 1, it is the replacement at the country's
+token. Before later layers, it is the replacement at the last token.
 """
 
 from pathlib import Path
@@ -33,7 +33,7 @@ NUM_PAIRS: Final = 20
 def pairs(
     tokenizer: "PreTrainedTokenizerBase", num: int = NUM_PAIRS
 ) -> list[tuple[world.Country, world.Country]]:
-    """Countries whose capitals do not begin with the same token."""
+    """Pairs of countries whose capitals begin with different tokens."""
     countries = world.world().countries
     first = {c.name: tokenizer.encode(f" {c.capital}")[1] for c in countries}
     found = zip(countries, countries[1:] + countries[:1], strict=True)
@@ -42,7 +42,7 @@ def pairs(
 
 def causal_map(llm: "LLM", num: int = NUM_PAIRS) -> SweepTable:
     """The map of `num` pairs of countries, [num, num_layers, num_tokens]. A value is the logit of
-    the other country's capital less that of its own."""
+    the other country's capital minus the logit of the country's own capital."""
     asked, others = zip(*pairs(llm.get_tokenizer(), num), strict=True)
     metric = LogitDifference([f" {c.capital}" for c in others], [f" {c.capital}" for c in asked])
     source = [QUESTION.format(c.name) for c in others]
@@ -50,7 +50,7 @@ def causal_map(llm: "LLM", num: int = NUM_PAIRS) -> SweepTable:
 
 
 def write_figure(path: Path, table: SweepTable) -> None:
-    """The mean of the prompts, 0 for the own capital and 1 for the other's."""
+    """Draw the mean over the prompts: 0 is the own capital, 1 is the other country's capital."""
     picture = table.normalised().picture()
     words = ["country" if " " not in name else name.split(" ", 1)[1] for name in picture.columns]
     with mpl.rc_context(STYLE):

@@ -1,15 +1,15 @@
-"""A gated edit that turns lies into truths and leaves each token of honest speakers as it was.
+"""A gated edit that turns lies into truths, and does not change the tokens of honest speakers.
 
 Runs:  `make control`, or `python -m examples.control`.
 From:  toyworld: speakers of three statements, all true or all false.
 To:    demo-output/control.png; figures on the terminal.
 
-The model goes on from `Mira says` with a fourth statement, which is false if the first three are.
-The last word of a statement is its answer. A probe tells the rows of lying speakers from which the
-answer is predicted from all rows of honest speakers. It is the gate of an edit that adds, at the
-same place, the difference between the two kinds of speakers. Both are fitted to true fourth
-statements of training speakers; place, scale and threshold are chosen on other training speakers.
-Test speakers talk about other countries, and all of them have the same edit.
+The model continues `Mira says` with a fourth statement. If the first three statements are false,
+the fourth is false too. The last word of a statement is its answer. A probe distinguishes two kinds
+of rows: rows of lying speakers that predict the answer, and all rows of honest speakers. The probe
+is the gate of an edit. The edit adds the difference of the two kinds of speakers, at the same
+place. Probe and edit are fitted to true fourth statements of training speakers. Place, scale and
+threshold are chosen on other training speakers. Test speakers talk about other countries.
 """
 
 import random
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 NUM_TRAIN, NUM_HELD_OUT, NUM_TEST, MAX_TOKENS = 400, 200, 200, 24
 LAYERS: Final = {"resid_mid": (2, 3), "resid_post": (1, 2, 3)}
 SCALES: Final = (0.5, 1.0, 1.5, 2.0)
-#: The rows from which the model predicts what it generates, and how many the figure shows.
+#: The tokens whose rows predict generated tokens. The figure shows NUM_SHOWN of these rows.
 TOKENS: Final = Positions(-1) | "generated"
 NUM_SHOWN: Final = 11
 
@@ -45,7 +45,7 @@ NUM_SHOWN: Final = 11
 
 @dataclass(frozen=True)
 class Speaker:
-    """Three statements and `Mira says`, and the fourth statement up to its answer, and whole."""
+    """A speaker's prompt, and the speaker's fourth statement: up to its answer, and complete."""
 
     told: str
     begun: str
@@ -54,7 +54,7 @@ class Speaker:
 
 
 def speakers(n: int, part: Split) -> list[Speaker]:
-    """Half of them lie. The fourth statements are true, in any phrasing, on countries of `part`."""
+    """Half of the speakers lie. The fourth statements are true, and name countries of `part`."""
     countries = world().countries[0 if part == "train" else 1 :: 2]
     phrasings = [each for each in PHRASINGS if each.is_statement and not each.held_out]
     rng, found = random.Random(f"control/{part}"), []
@@ -71,7 +71,7 @@ class Said:
     """An answer.
 
     Attributes:
-        given: what of the fourth statement the prompt has.
+        given: the part of the fourth statement that is in the prompt.
         tokens: the text of each generated token.
     """
 
@@ -86,7 +86,7 @@ class Said:
 
     @property
     def true(self) -> bool | None:
-        """None: it is no statement of a fact."""
+        """Whether the statement is true. None: the text is not a statement of a fact."""
         return truth_of(self.statement)
 
     @property
@@ -94,13 +94,13 @@ class Said:
         return list(self.output.outputs[0].token_ids)
 
     def scores(self, name: str) -> Tensor:
-        """float32 [num_generated]: of the rows from which the tokens were predicted."""
+        """float32 [num_generated]: the scores of the rows that predicted the tokens."""
         found: Tensor = self.output.scope.scores[name]
         return found
 
     @property
     def opened(self) -> Tensor:
-        """bool [num_generated]: whether the gate was open there."""
+        """bool [num_generated]: whether the gate was open."""
         return self.scores("gate") > 0
 
 
@@ -114,7 +114,7 @@ def start_engine() -> "LLM":
 def speak(
     llm: "LLM", asked: Sequence[Speaker], *actions: Action, given: Sequence[str] | None = None
 ) -> list[Said]:
-    """The likeliest answers. `given`: of each fourth statement; None: nothing is given."""
+    """The likeliest answers. `given`: a part of each fourth statement; None: no part is given."""
     from vllm import SamplingParams
 
     extra = scope(*actions) if actions else None
@@ -129,7 +129,7 @@ def speak(
 
 
 def split(spoken: Sequence[Said]) -> tuple[list[Said], list[Said]]:
-    """Honest speakers, and lying ones."""
+    """The answers of honest speakers, and the answers of lying speakers."""
     honest = [each for each in spoken if not each.speaker.lying]
     return honest, [each for each in spoken if each.speaker.lying]
 
@@ -142,9 +142,9 @@ class Control:
     """An edit, and its gate at the same place.
 
     Attributes:
-        probe: of rows from which a lying speaker's answer is predicted.
-        direction: [hidden_size], from the mean of such rows to that of honest speakers' rows.
-        threshold: of the probe's score.
+        probe: fitted to rows that predict a lying speaker's answer.
+        direction: [hidden_size], from the mean of these rows to the mean of honest speakers' rows.
+        threshold: threshold of the probe's score.
     """
 
     probe: LinearProbe
@@ -170,7 +170,7 @@ class Control:
 
 
 def fit(llm: "LLM", train: Sequence[Speaker], held_out: Sequence[Speaker]) -> Iterator[Control]:
-    """One for each place. No row of an honest held-out speaker scores above its threshold."""
+    """One control for each place. No honest held-out speaker has a score above the threshold."""
     reads = [Read(site, layers=layers) for site, layers in LAYERS.items()]
     honest, lying = split(speak(llm, train, *reads, given=[e.whole for e in train]))
     others, _ = split(speak(llm, held_out, *reads, given=[e.whole for e in held_out]))
@@ -185,7 +185,7 @@ def fit(llm: "LLM", train: Sequence[Speaker], held_out: Sequence[Speaker]) -> It
 
 
 def _to_answers(llm: "LLM", spoken: Sequence[Said]) -> list[slice]:
-    """The positions in each prompt from which the answer of its whole statement is predicted."""
+    """The positions in each prompt whose rows predict the answer of the complete statement."""
     encode = llm.get_tokenizer().encode
     starts = [len(encode(said.speaker.told + said.speaker.begun)) - 1 for said in spoken]
     # A prompt's last token is the full stop with the closing quote.
@@ -196,7 +196,7 @@ def _to_answers(llm: "LLM", spoken: Sequence[Said]) -> list[slice]:
 def _rows(
     spoken: Sequence[Said], stream: tuple[str, int], at: Sequence[slice] | None = None
 ) -> Tensor:
-    """float32 [num_rows, hidden_size]: of all tokens, or of some of each speaker."""
+    """float32 [num_rows, hidden_size]: rows of all tokens, or of some tokens of each speaker."""
     at = at or [slice(None)] * len(spoken)
     pairs = zip(spoken, at, strict=True)
     return torch.cat([said.output.scope[stream][some] for said, some in pairs]).float()
@@ -204,13 +204,13 @@ def _rows(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of speakers.
+    """Counts of speakers after an edit.
 
     Attributes:
         turned: lying speakers whose fourth statement is true.
         lies: lying speakers whose fourth statement is false.
         honest: honest speakers whose fourth statement is true.
-        kept: honest speakers with the token ids that they have without an edit.
+        kept: honest speakers whose token ids are the same as without an edit.
     """
 
     turned: int
@@ -236,7 +236,7 @@ Compared = dict[Control, Outcome]
 def compare(
     llm: "LLM", controls: Sequence[Control], held_out: Sequence[Speaker], *, gated: bool
 ) -> Compared:
-    """What each edit does at each scale to held-out speakers whose fourth statement is begun."""
+    """The outcome of each edit at each scale, on held-out speakers with a begun statement."""
     given = [each.begun for each in held_out]
     plain = speak(llm, held_out, given=given)
     scaled = [replace(control, scale=scale) for control in controls for scale in SCALES]
@@ -246,7 +246,7 @@ def compare(
 
 
 def best_of(compared: Compared) -> Control:
-    """With the most true statements, and the most honest speakers with the same tokens."""
+    """The control with the largest sum of true statements and of honest speakers kept."""
     return max(compared, key=lambda c: compared[c].turned + compared[c].honest + compared[c].kept)
 
 
@@ -265,7 +265,7 @@ def table_of_places(gated: Compared, always: Compared) -> Table:
 
 
 def table_of(runs: dict[str, list[Said]], title: str) -> Table:
-    """`runs`: name -> answers; the first has no edit."""
+    """`runs`: name -> answers. The first run has no edit."""
     names = ("edit", "lies turned", "lies left", "honest, true", "honest, same tokens")
     table = Table(*names, title=title)
     plain = next(iter(runs.values()))

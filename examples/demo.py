@@ -1,13 +1,12 @@
-"""The demo: find two concepts in the residual stream of a small model, and steer it by one.
+"""The demo: find two concepts in the residual stream of a small model, and steer by one of them.
 
 Runs:  `make demo`, or `python -m examples.demo`. On two CPU cores it takes under two minutes.
 From:  toyworld (a small trained model, labelled prompts).
 To:    demo-output/: auroc.png, tokens.html and steering.png; two tables on the terminal.
 
-One `generate` call serves all reading. Each prompt of the batch carries its own
-reads: the prompts that probes are fitted and measured on give the rows of their
-prompt; the prompts of the page also give those of the tokens they generate. The
-same engine then runs the experiments of steering.py.
+One `generate` call does all reading. Each prompt of the batch has its own reads. Prompts for
+fitting and measuring probes return the rows of the prompt. Prompts for the page also return the
+rows of the generated tokens. The same engine then runs the experiments of steering.py.
 """
 
 import os
@@ -48,9 +47,9 @@ console = Console(highlight=False)
 
 @dataclass(frozen=True)
 class Concept:
-    """A thing that a prompt is or is not, and where its prompts come from.
+    """A property that a prompt has or does not have, and the source of its prompts.
 
-    `absent` and `present` are the words for a label of False and of True.
+    `absent` is the word for the label False, `present` is the word for the label True.
     """
 
     name: str
@@ -66,7 +65,7 @@ CONCEPTS: Final = (
         absent="negative",
         present="positive",
         prompts=sentiment_prompts,
-        # These end in a neutral sentence, so that the model writes the next opinion.
+        # These prompts end in a neutral sentence, so that the model writes the next opinion.
         prompts_to_show=review_openings,
     ),
     Concept(
@@ -110,18 +109,18 @@ def main() -> None:
 
 
 def set_environment() -> None:
-    """Defaults for this process and the engine's: work offline, and say only what matters.
+    """Set defaults for this process and the engine's: no downloads, and few messages.
 
-    Torch and vLLM read theirs when they are imported, so nothing above imports them.
+    Torch and vLLM read these variables at import, so this module does not import them before.
     """
     warnings.simplefilter("ignore")
     defaults = {
         "HF_HUB_OFFLINE": "1",
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        # It warns that a CPU build of torch has no Triton.
+        # This logger warns that a CPU build of torch has no Triton.
         "TORCH_LOGS": "-torch._library.triton",
-        # In GiB: plenty for a model of 9 MB.
+        # In GiB. The model has 9 MB.
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
@@ -142,7 +141,7 @@ def step(title: str) -> Iterator[None]:
 
 
 def start_engine() -> "LLM":
-    """Stock vLLM. Having vllm-scope installed is all that it takes."""
+    """Stock vLLM. vLLM loads vllm-scope, because vllm-scope is installed."""
     from vllm import LLM
 
     return LLM(model=str(MODEL), max_model_len=256, use_tqdm_on_load=False)
@@ -163,7 +162,7 @@ def sampling_params(role: Role) -> "SamplingParams":
 
 
 def read_all(llm: "LLM") -> Readings:
-    """Every prompt of every concept and role through the model, together."""
+    """Run the prompts of all concepts and roles through the model, in one batch."""
     asked = [
         (concept, role, prompt)
         for concept in CONCEPTS
@@ -219,7 +218,7 @@ def fit_probes(readings: Readings) -> Probes:
 
 
 def layer_names(probes: Probes) -> tuple[str, ...]:
-    """What the layers are called wherever they are shown."""
+    """The layers' names in tables and figures."""
     streams = [probe.stream for probe in probes[CONCEPTS[0].name]]
     return tuple("embed" if site == "embed" else str(layer) for site, layer in streams)
 
@@ -296,7 +295,7 @@ def section_of(concept: Concept, all_probes: Probes, readings: Readings) -> Sect
 def example_of(concept: Concept, probes: Sequence[LayerProbe], reading: Reading) -> Example:
     by_layer = [probe.probabilities(reading).tolist() for probe in probes]
     by_position: list[tuple[float, ...] | None] = list(zip(*by_layer, strict=True))
-    # The token sampled last is not processed, so it has no row.
+    # The last sampled token is not processed, so it has no row.
     by_position += [None] * (len(reading.tokens) - len(by_position))
     return Example(
         truth=concept.present if reading.label else concept.absent,
@@ -310,7 +309,7 @@ def example_of(concept: Concept, probes: Sequence[LayerProbe], reading: Reading)
 
 
 def places_in_speech(probes: Sequence[LayerProbe], readings: Sequence[Reading]) -> Places:
-    """AUROC where each of a speaker's three statements is announced, and where it ends."""
+    """The AUROC at the colon before each of a speaker's three statements, and at its end."""
     auroc = {}
     for nth, ordinal in enumerate(("first", "second", "third")):
         for token, name in ((":", "colon"), ('."', "closing quote")):

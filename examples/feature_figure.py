@@ -1,4 +1,4 @@
-"""The figure of features: how often and how strongly each is active, and some in context.
+"""The figure of features: how often and how strongly features are active, and some in context.
 
 From:  features.py, which has the table.   To: a PNG file.
 """
@@ -16,7 +16,7 @@ from matplotlib.patches import Rectangle
 from examples.figure import MARKS, STYLE
 from vllm_scope.saes.max_activating import MaxActivating, Strong
 
-#: Features with a name and without that are shown in context, and tokens of each.
+#: The numbers of named features, of other features, and of tokens for each feature, in context.
 NUM_NAMED, NUM_OTHER, NUM_TOKENS = 5, 3, 2
 #: A character of the context is this wide, in points: 11 pixels of the file.
 _SIZE: Final = 8.5
@@ -28,7 +28,7 @@ _INCHES: Final = (8.0, 7.4)
 def write_features_figure(
     path: Path, table: MaxActivating, names: Mapping[int, str], decode: Callable[[int], str]
 ) -> None:
-    """A point for each feature; below, strong tokens of some of them in context."""
+    """Draw a point for each feature. Below, write strong tokens of some features in context."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=_INCHES)
         above = figure.add_axes((0.1, 0.62, 0.87, 0.31))
@@ -100,7 +100,7 @@ def _write_tokens(
 
 
 def _that_fit(sizes: list[int], at: int, room: int) -> tuple[int, int]:
-    """The range of tokens around `at` that fits, with twice as much before it as after it."""
+    """The range of tokens around `at` that fits. The part before `at` has twice the size."""
     first, last = at, at + 1
     while True:
         before = sum(sizes[first:at]) <= 2 * sum(sizes[at + 1 : last])

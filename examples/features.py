@@ -1,13 +1,13 @@
-"""The features of the toy world's SAE: their strongest tokens, and what they stand for.
+"""The features of the toy world's SAE: their strongest tokens, and the countries they stand for.
 
 Runs:  `make features`, or `python -m examples.features`; half a minute.
-From:  toyworld: documents of facts, as the SAE was trained on, but others; the SAE and its
-       features.json, which has the feature of each country.
+From:  toyworld: documents of facts that the SAE was not trained on; the SAE and its features.json,
+       which has the feature of each country.
 To:    demo-output/features.html, features.json (Neuronpedia's form) and features.png; figures on
        the terminal.
 
-The documents go through the engine once. The SAE's encoder runs on the engine's device, and the
-sink `max_activating` keeps the strongest tokens of each feature; no row leaves the worker.
+The engine processes each document one time. The SAE's encoder runs on the engine's device. The sink
+`max_activating` keeps the strongest tokens of each feature. No row leaves the worker.
 """
 
 import json
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 NUM_DOCUMENTS: Final = 4_000
-#: More than any token of these documents has.
+#: No token of these documents has more active features.
 TOP_K: Final = 64
-#: Tokens of a country's feature that are compared with the country's name.
+#: The number of strongest tokens that are compared with the country's name.
 MOST: Final = 5
 INTRO: Final = (
     "Features of the toy world's sparse autoencoder, after layer 0. A feature with a name is the "
@@ -57,12 +57,12 @@ def start_engine(folder: Path) -> "LLM":
 
 
 def texts_of_facts(count: int) -> list[str]:
-    """Those among the first `count` documents that nothing was trained on."""
+    """The documents of facts among the first `count` documents. No training used them."""
     return [one.text for one in documents(2, "held-out", 0, count) if one.kind == "facts"]
 
 
 def strongest_tokens(llm: "LLM", folder: Path, texts: Sequence[str]) -> MaxActivating:
-    """The table of the SAE's features at all tokens of these texts but the first, <|bos|>."""
+    """The table of the SAE's features at all tokens of these texts except the first, <|bos|>."""
     from vllm import SamplingParams
 
     asked = scope(Features("toy", top_k=TOP_K, tokens=Except("all", [0]), to="max_activating"))

@@ -1,7 +1,7 @@
-"""The figures: where each concept can be read, where a review can be steered, what a monitor sees,
-and where a gate opens.
+"""The figures: where a concept can be read, where a review can be steered, a monitor's values, and
+where a gate opens.
 
-From:  demo.py, which has fitted the probes and steered; monitor.py; control.py.
+From:  demo.py, after it has fitted the probes and steered; monitor.py; control.py.
 To:    PNG files, and a page.
 """
 
@@ -14,7 +14,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 
-# Not pyplot: that would look for a screen.
+# Not pyplot, because pyplot needs a display.
 from matplotlib.figure import Figure
 
 from examples.probes import LayerProbe
@@ -29,8 +29,8 @@ class Mark:
     size: int
 
 
-# Curves meet at 1: the larger mark, drawn first, shows round the smaller. The colours
-# are two of Okabe and Ito's, which differ for every kind of colour vision.
+# Two curves meet at 1. The larger mark is drawn first, so that it is visible around the smaller.
+# The colours are two of Okabe and Ito's, and differ for every kind of colour vision.
 MARKS: Final = (Mark("#0072b2", "o", 10), Mark("#d55e00", "s", 5))
 
 STYLE: Final = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
@@ -89,7 +89,7 @@ def write_steering_figure(
     scales: Sequence[float],
     num_reviews: int,
 ) -> None:
-    """A panel per layer: what becomes of reviews over the scale of the edit."""
+    """Draw one panel for each layer: the shares of reviews over the scale of the edit."""
     num_rows = len(by_layer) // NUM_COLUMNS
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8, 2 + 1.9 * num_rows), layout="constrained")
@@ -97,7 +97,7 @@ def write_steering_figure(
     for axes, (layer, figures) in zip(panels.flat, by_layer.items(), strict=True):
         _draw_steering(axes, scales, figures)
         axes.set_title(f"after layer {layer}", fontsize=11)
-    # Not supxlabel, which would lie on the legend.
+    # Not supxlabel, because it would overlap the legend.
     panels[-1, NUM_COLUMNS // 2].set_xlabel("scale of the sentiment's direction")
     figure.supylabel(f"share of {num_reviews} reviews", fontsize=11)
     figure.suptitle("Where adding the sentiment turns a review", weight="bold")
@@ -141,7 +141,7 @@ def write_monitor_figure(
 
     Args:
         honest, lying: the values of each statement, float32 [num_tokens].
-        first: index of the statement's first token in them.
+        first: index of the statement's first token in these values.
     """
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8, 4.2), layout="constrained")
@@ -182,11 +182,11 @@ def write_monitor_page(path: Path, strips: Mapping[str, Sequence[TokenStrip]]) -
 
 @dataclass(frozen=True)
 class Gated:
-    """Speakers of one kind, row by row: the prompt's last token, then what was generated.
+    """Speakers of one kind, row by row: the prompt's last token, then the generated tokens.
 
     Attributes:
-        scores: by speaker, float32 [num_rows]: the gate's score without an edit.
-        opened: by speaker, bool [num_rows]: whether the gate was open, with the edit.
+        scores: for each speaker, float32 [num_rows]: the gate's score without an edit.
+        opened: for each speaker, bool [num_rows]: whether the gate was open, with the edit.
     """
 
     scores: Sequence[np.ndarray]
@@ -200,7 +200,7 @@ def write_control_figure(
     threshold: float,
     said: Mapping[str, Sequence[tuple[str, str]]],
 ) -> None:
-    """What a gate sees, where it opens, and what is said.
+    """Draw the scores of a gate, the rows where it opens, and the speakers' statements.
 
     Args:
         kinds: honest and lying speakers.

@@ -1,14 +1,14 @@
-"""A monitor that flags a lying speaker as the lie begins, and ends the answer.
+"""A monitor that flags a lying speaker when the lie begins, and ends the answer.
 
 Runs:  `make monitor`, or `python -m examples.monitor`.
 From:  toyworld: speakers of three statements, all true or all false.
 To:    demo-output/monitor.png and monitor.html; figures on the terminal.
 
-The model goes on from `Mira says`: it generates a colon, an opening quote and a fourth statement.
-The first token of a lie is the first token after that quote. A monitor scores each generated
-token, so its aggregate begins at the colon. Probes are fitted to one half of the training
-speakers; layer, aggregate and threshold are chosen on the other half. Test speakers talk about
-other countries. Answers are sampled, so figures differ a little from run to run.
+The model continues `Mira says` with a colon, an opening quote and a fourth statement. The first
+token of a lie is the first token after the quote. A monitor scores each generated token, so its
+aggregate begins at the colon. Probes are fitted to one half of the training speakers. Layer,
+aggregate and threshold are chosen on the other half. Test speakers talk about other countries.
+Answers are sampled, so figures differ a little from run to run.
 """
 
 from dataclasses import dataclass
@@ -34,15 +34,15 @@ NUM_TRAIN, NUM_TEST, NUM_SHOWN, MAX_TOKENS = 600, 200, 2, 24
 LAYERS: Final = (1, 2, 3, 4, 5)
 AGGREGATES = {"none": None, "max": "max", "mean-of-4": {"rolling_mean": 4}}
 AGGREGATES |= {f"ema-{decay}": {"ema": decay} for decay in (0.5, 0.7, 0.9)}
-#: What the model generates before the lie, and the index of the lie's third token.
+#: The tokens that the model generates before the lie, and the index of the lie's third token.
 BEFORE: Final = [":", ' "']
 THIRD: Final = len(BEFORE) + 2
 
 
 @dataclass(frozen=True)
 class Said:
-    """One speaker's answer. `lying`: the three statements before are false. `false`: the fourth
-    is, which ends before generated token `end`. None: it was not completed, or is no fact."""
+    """One speaker's answer. `lying`: the speaker's first three statements are false. `false`: the
+    fourth statement is false; None: incomplete, or no fact. `end`: its tokens are before `end`."""
 
     output: "RequestOutput"
     tokens: list[str]
@@ -63,7 +63,7 @@ class Said:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the token after that of the verdict is the last one."""
+        """True if the token after the verdict's token is the last token."""
         return len(self.tokens) == self.flagged_at + 2
 
     def strip(self, threshold: float) -> TokenStrip:
@@ -85,7 +85,7 @@ def speak(llm: "LLM", prompts: list[Prompt], asked: dict[str, Any] | None = None
         tokens = [tokenizer.decode([i]) for i in output.outputs[0].token_ids]
         end = next((i + 1 for i, token in enumerate(tokens) if '."' in token), 0)
         truth = truth_of("".join(tokens[2:end])[:-1]) if tokens[:2] == BEFORE else None
-        # The token sampled last is not processed, so it has no value.
+        # The last sampled token is not processed, so it has no value.
         end = min(end, len(tokens) - 1)
         spoken.append(Said(output, tokens, prompt.label, None if truth is None else not truth, end))
     return spoken
@@ -112,7 +112,7 @@ def choose(llm: "LLM", prompts: list[Prompt]) -> tuple[dict[str, Any], dict[str,
     truth = [each.false for each in heard]
     third = {name: auroc_at_third(heard, name) for name in candidates}
     highest = {name: [each.values(name).max() for each in heard] for name in candidates}
-    # Both count, because a verdict is of the highest value of an answer.
+    # The sum, because a verdict depends on the highest value of an answer.
     best = max(third, key=lambda n: third[n] + roc_auc_score(truth, highest[n]))
     wrong, right, values = roc_curve(truth, highest[best], drop_intermediate=False)
     cut = np.argmax(right - wrong)
@@ -120,7 +120,7 @@ def choose(llm: "LLM", prompts: list[Prompt]) -> tuple[dict[str, Any], dict[str,
 
 
 def auroc_at_third(spoken: list[Said], monitor: str = "lie") -> float:
-    """How well the monitor's value at a statement's third token tells false ones from true."""
+    """The AUROC of the monitor's value at a statement's third token, false against true."""
     heard = [each for each in spoken if each.false is not None]
     return roc_auc_score([e.false for e in heard], [e.values(monitor)[THIRD] for e in heard])
 

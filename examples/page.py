@@ -1,10 +1,10 @@
-"""The page of coloured tokens: one static file, nothing loaded from elsewhere.
+"""The page of coloured tokens: one static file that loads no other file.
 
 Owns:  Token, Example, Section, Places, and their HTML. Style and script: page.html.
-From:  demo.py, which says what to show.   To: a browser, light or dark, with or
-       without a mouse; without JavaScript the page shows the layer chosen here.
+From:  demo.py, which chooses the content.   To: a browser, with a light or dark theme. Works
+       without a mouse. Without JavaScript, the page shows the layer that demo.py has selected.
 
-Promise: every text that comes in is escaped.
+Promise: every text from a caller is escaped.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,9 @@ _TEMPLATE = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf
 
 @dataclass(frozen=True)
 class Token:
-    """One token, and the probability that a probe gives at it, by layer.
+    """One token, and the probability by layer that a probe gives at this token.
 
-    `probabilities` is None for the token sampled last: it is never processed,
-    so there is no row of it.
+    `probabilities` is None for the last sampled token, because this token has no row.
     """
 
     text: str
@@ -31,7 +30,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt with its continuation. `truth` says what it really is."""
+    """One prompt with its continuation. `truth` is the word for the prompt's label."""
 
     truth: str
     tokens: tuple[Token, ...]
@@ -39,7 +38,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Places:
-    """A table of AUROCs: a row per named place in the prompts, a column per layer."""
+    """A table of AUROCs: one row for each named place in the prompts, one column for each layer."""
 
     title: str
     caption: str
@@ -48,7 +47,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Section:
-    """One probe: what it tells apart, and examples under it.
+    """One probe with its two words, and examples.
 
     Attributes:
         low, high: the words for probability 0 and 1.
@@ -126,7 +125,7 @@ def _token(token: Token, layer: int) -> str:
 
 
 def _strip(section: Section, example: Example) -> str:
-    """Every layer at once: a column per token, the last layer on top."""
+    """All layers in one picture: a column for each token, the last layer on top."""
     read = [token for token in example.tokens if token.probabilities is not None]
     top = len(section.layers) - 1
     cells = "".join(

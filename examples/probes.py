@@ -1,13 +1,12 @@
-"""Linear probes: how well a concept can be read off the residual stream, layer by layer.
+"""Linear probes: how well a concept can be read from the residual stream, layer by layer.
 
-Owns:  Reading (one prompt's rows and label), LayerProbe, and what they are fitted to.
+Owns:  Reading (one prompt's rows and label), LayerProbe, and the fitting of both probes of a layer.
 From:  demo.py, which reads the rows through vLLM.   To: the table, the figure, the page.
 
-Two probes per layer, because they answer two questions. One is fitted at the
-prompts' last tokens: is the concept there once the prompt has been read? The other
-is fitted at every token of the prompts, each labelled as its prompt: where the
-stream does not tell, that probe has learned to stay near one half, so that it can
-colour a whole text.
+Each layer has two probes, because they answer two questions. The first probe is fitted at the
+prompts' last tokens: is the concept in the stream after the prompt? The second probe is fitted at
+every token of the prompts, with the label of the prompt. Where the stream does not have the
+concept, the second probe gives a probability near one half. So it can colour a whole text.
 """
 
 from collections.abc import Sequence
@@ -25,21 +24,21 @@ if TYPE_CHECKING:
 
 Stream = tuple[str, int]
 
-# Inverse strengths of the L2 penalty. The tokens of one prompt are no independent
-# samples, so the fit on all of them needs the stronger one.
+# Inverse strengths of the L2 penalty. The tokens of one prompt are not independent samples, so the
+# fit on all tokens needs the stronger penalty.
 LAST_TOKEN_C: Final = 0.1
 EVERY_TOKEN_C: Final = 0.01
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One prompt after generation: its tokens, its label, and what was read.
+    """One prompt after generation: its tokens, its label, and its rows.
 
     Attributes:
-        tokens: the text of each token, prompt and generated.
-        num_prompt: how many of them are the prompt's.
+        tokens: the text of each token, of the prompt and then generated.
+        num_prompt: number of the prompt's tokens.
         label: whether the concept is present (positive, lying).
-        scope: the rows; the token sampled last has none.
+        scope: the rows. The last sampled token has no row.
     """
 
     tokens: tuple[str, ...]
@@ -48,24 +47,24 @@ class Reading:
     scope: "ScopeResult"
 
     def rows(self, stream: Stream) -> Tensor:
-        """[num_positions, hidden_size]; row p is position p, since reads start at 0."""
+        """[num_positions, hidden_size]. Row p is position p, because reads start at position 0."""
         return self.scope[stream]
 
     def prompt_positions(self, token: str) -> list[int]:
-        """Where a token with this text stands in the prompt."""
+        """The positions in the prompt of tokens with this text."""
         return [p for p in range(self.num_prompt) if self.tokens[p] == token]
 
 
 @dataclass(frozen=True)
 class LayerProbe:
-    """What one stream tells about one concept.
+    """The probes of one concept at one stream.
 
     Attributes:
         every_token: the probe fitted at every token of the training prompts.
-        auroc_last: at the last tokens of held-out prompts, of a probe fitted there.
-        auroc_every: at all tokens of held-out prompts, of `every_token`.
-        loss: of `every_token` on held-out prompts, in nats; the mean of its losses at
-            all tokens and at last tokens.
+        auroc_last: AUROC of a probe fitted at last tokens, at the last tokens of held-out prompts.
+        auroc_every: AUROC of `every_token` at all tokens of held-out prompts.
+        loss: log loss of `every_token` on held-out prompts, in nats: the mean of its losses at all
+            tokens and at last tokens.
     """
 
     stream: Stream
@@ -75,11 +74,11 @@ class LayerProbe:
     loss: float
 
     def probabilities(self, reading: Reading) -> Tensor:
-        """[num_positions]: of the concept, at each position that was read."""
+        """[num_positions]: the probability of the concept at each position that was read."""
         return self.every_token.probabilities(reading.rows(self.stream))
 
     def auroc_at(self, readings: Sequence[Reading], positions: Sequence[int]) -> float:
-        """Of `every_token` at one position of each prompt."""
+        """The AUROC of `every_token` at one position of each prompt."""
         rows = [r.rows(self.stream)[p] for r, p in zip(readings, positions, strict=True)]
         return self.every_token.auroc(torch.stack(rows), [r.label for r in readings])
 
@@ -99,9 +98,9 @@ def fit_layer(stream: Stream, train: Sequence[Reading], test: Sequence[Reading])
 
 
 def best_of(probes: Sequence[LayerProbe]) -> int:
-    """Index of the layer that colours texts best, and not only their last tokens.
+    """Index of the layer whose probe has the lowest loss, at all tokens and at last tokens.
 
-    By loss, since several layers rank all prompts correctly.
+    AUROC cannot choose, because several layers rank all prompts correctly.
     """
     return min(range(len(probes)), key=lambda i: probes[i].loss)
 

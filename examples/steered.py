@@ -1,9 +1,9 @@
-"""The demo's second half: what edits of the stream do, measured and held to a promise.
+"""The demo's second half: the effects of edits of the stream, measured and checked.
 
 From:  demo.py, which has started an engine.
 To:    a table on the terminal, and the curves of figure.write_steering_figure.
 
-Promise: figures that fall short of what is promised here end the demo with a sentence.
+Promise: if a figure is worse than its bound in this module, the demo ends with an error.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from examples.steering import (
 from examples.with_vllm import VllmModel
 from vllm_scope.vectors import SteeringModule
 
-#: Where the row of a country's name is what names it.
+#: At this stream, the row of a country's name determines the country.
 PATCHED_STREAM: Final[Stream] = ("embed", 0)
 
 SWEPT_SCALES: Final = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 NUM_SWEPT: Final = 30
 
 LEAST_SHARE: Final = 0.9
-#: How far from 0.5 the AUROC of a probe on so many prompts is by chance.
+#: The AUROC of a probe on random labels is at most this far from 0.5, for so many prompts.
 CHANCE: Final = 0.1
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of the three experiments.
+    """The figures of the three experiments.
 
     Attributes:
-        plain: of reviews that nothing steers.
+        plain: of reviews without an edit.
         steered: of reviews that are steered against their opening.
-        ablated: of reviews whose sentiment is taken out.
-        moved: share of countries that get the capital of the one patched in.
+        ablated: of reviews whose sentiment is removed.
+        moved: share of countries whose answer is the capital of the country patched in.
     """
 
     plain: SteeringFigures
@@ -72,7 +72,7 @@ def measure(model: VllmModel, directions: SteeringModule) -> Figures:
 
 
 def sweep(model: VllmModel, directions: SteeringModule) -> Sweep:
-    """Steer reviews at each layer, by more and more of its direction."""
+    """Steer reviews at each layer, with each scale of the layer's direction."""
     layers = [layer for site, layer in directions if site == "resid_post"]
     work = [(layer, scale) for layer in layers for scale in SWEPT_SCALES]
     found: Sweep = {layer: [] for layer in layers}
@@ -112,7 +112,7 @@ def table_of(figures: Figures) -> Table:
 
 
 def check(figures: Figures) -> None:
-    """Raises AssertionError with a sentence where a figure is not as promised."""
+    """Raises AssertionError with a message if a figure is out of its bounds."""
     steered, ablated = figures.steered, figures.ablated
     assert steered.both >= LEAST_SHARE, (
         f"adding the sentiment turned {_percent(steered.both)} of the reviews into whole "

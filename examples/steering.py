@@ -1,12 +1,11 @@
 """Edits of the residual stream, and what they do to the toy world's texts.
 
-Owns:  Edit, and three experiments: turn a review's sentiment, take it away, move a fact.
-From:  anything that can generate and read under edits; nothing here knows an engine.
+Owns:  Edit, and three experiments: turn a review's sentiment, remove the sentiment, move a fact.
+From:  functions that generate and read under edits. This module does not depend on an engine.
 To:    figures.
 
-Each experiment has an outcome that the world itself can judge: a continued review
-has a polarity and either is in the reviews' grammar or is not; a country has one
-capital.
+The toy world can check the outcome of each experiment. A continued review has a polarity, and its
+sentences are grammatical or not. A country has one capital.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ class Edit:
     """One change of the stream while a request runs.
 
     Attributes:
-        kind: what becomes of a row x. "add": x + scale * vector. "ablate": x without
-            its part along the vector. "set": the vector.
+        kind: the new value of a row x. "add": x + scale * vector. "ablate": x without its component
+            along the vector. "set": the vector.
         stream: (site, layer).
         vector: [hidden_size].
-        positions: absolute; None for all, of the prompt and generated.
+        positions: absolute positions. None: all positions, of the prompt and generated.
     """
 
     kind: Literal["add", "ablate", "set"]
@@ -49,19 +48,19 @@ class Edit:
 
 
 Edits = Sequence[Edit]
-#: (prompts, the edits of each) -> greedy continuations, special tokens left out.
+#: (prompts, the edits of each prompt) -> greedy continuations without special tokens.
 Generate = Callable[[Sequence[str], Sequence[Edits]], list[str]]
-#: (prompts, the edits of each) -> rows of all prompt positions at all streams, as the
-#: next layer receives them.
+#: (prompts, the edits of each prompt) -> rows of all prompt positions at all streams, as the next
+#: layer receives the rows.
 Read = Callable[[Sequence[str], Sequence[Edits]], Sequence[Result]]
 
-# At layer 2 any scale from 0.5 to 1.25 turns every review and keeps its sentences whole
-# (at layer 1, from 0.75 on). From 1.5 on sentences break; before layer 1 the sentiment
-# is not in the stream of the last token yet, and from layer 3 on it has been used.
+# At layer 2, any scale from 0.5 to 1.25 turns every review and keeps its sentences complete (at
+# layer 1, from 0.75 on). From 1.5 on, sentences break. Before layer 1, the last token's stream does
+# not have the sentiment yet. From layer 3 on, the model has already used the sentiment.
 STEERED_STREAM: Final = ("resid_post", 2)
 SCALE: Final = 0.75
-# Taken out of layer 1, the sentiment is gone from the texts as well. From layer 2 on it
-# goes from the last token's rows only: the texts keep it.
+# Ablation at layer 1 removes the sentiment from the texts too. Ablation at layer 2 or later removes
+# it from the last token's rows only, and the texts keep the sentiment.
 ABLATED_STREAM: Final = ("resid_post", 1)
 PROBED_STREAM: Final = ("resid_post", 5)
 NUM_TRAIN: Final = 200
@@ -73,9 +72,9 @@ NUM_CONTINUED: Final = 100
 
 
 def sentiment_directions(read: Read, num_prompts: int = NUM_TRAIN) -> SteeringModule:
-    """From negative to positive reviews at their last tokens, at every stream.
+    """The vectors from negative to positive reviews, at their last tokens, for every stream.
 
-    Not of length 1: scale 1 is the way between the classes, which differs by layer.
+    A vector's length is the distance between the two classes, which differs by layer.
     """
     prompts = world.sentiment_prompts(num_prompts, split="train")
     positives = [prompt.text for prompt in prompts if prompt.label]
@@ -92,11 +91,11 @@ def sentiment_directions(read: Read, num_prompts: int = NUM_TRAIN) -> SteeringMo
 
 @dataclass(frozen=True)
 class SteeringFigures:
-    """Of continued reviews, shares of 1.
+    """Shares of continued reviews, from 0 to 1.
 
     Attributes:
-        flipped: the continuation's sentiment is the opposite of its opening's.
-        grammatical: it is whole sentences of reviews.
+        flipped: the continuation has the sentiment opposite to the opening's.
+        grammatical: the continuation consists of complete sentences of reviews.
         both: flipped and grammatical.
     """
 
@@ -112,9 +111,9 @@ def flip_reviews(
     scale: float = SCALE,
     num_reviews: int = NUM_CONTINUED,
 ) -> SteeringFigures:
-    """Steer each of some reviews against its opening, at every token.
+    """Steer each review against the sentiment of its opening, at every token.
 
-    With scale 0 nothing is steered, and a good model flips none.
+    With scale 0 no review is steered, and a good model flips no review.
     """
     openings = world.review_openings(num_reviews)
     vector = torch.tensor(directions[stream])
@@ -128,15 +127,15 @@ def flip_reviews(
 
 @dataclass(frozen=True)
 class AblationFigures:
-    """What is left of a concept once its direction is projected out.
+    """What remains of a concept after its direction is projected out.
 
     Attributes:
-        auroc: of a probe, at the last tokens of held-out prompts, unedited.
-        auroc_ablated: of the same probe on the rows of an ablated run.
-        auroc_refitted: of a probe that was fitted to rows of ablated runs.
-        kept: share of reviews that are continued in their opening's sentiment.
-        kept_ablated: the same share under ablation; half is chance.
-        grammatical_ablated: share of those that are whole sentences of reviews.
+        auroc: AUROC of a probe at the last tokens of held-out prompts, without edits.
+        auroc_ablated: AUROC of the same probe on the rows of an ablated run.
+        auroc_refitted: AUROC of a probe that was fitted to rows of ablated runs.
+        kept: share of reviews whose continuation has the sentiment of the opening.
+        kept_ablated: the same share under ablation. Chance is one half.
+        grammatical_ablated: share of ablated reviews that are complete sentences of reviews.
     """
 
     auroc: float
@@ -155,12 +154,12 @@ def ablate_sentiment(
     probed: Stream = PROBED_STREAM,
     num_prompts: int = NUM_PROBED,
 ) -> AblationFigures:
-    """Take the sentiment direction out of one stream, at every token.
+    """Remove the sentiment's direction from one stream, at every token.
 
     Args:
-        stream: where it is taken out.
+        stream: where the direction is removed.
         probed: where the probe reads.
-        num_prompts: that probes are fitted to, and as many that they are measured on.
+        num_prompts: number of prompts for fitting, and number of prompts for measuring.
     """
     edits = [Edit("ablate", stream, torch.tensor(directions[stream]))]
     fit, test = (world.sentiment_prompts(num_prompts, split=split) for split in ("train", "test"))
@@ -204,13 +203,13 @@ def move_capitals(
     token_ids: Callable[[str], list[int]],
     streams: Sequence[Stream],
 ) -> dict[Stream, float]:
-    """Patch the country's row of "The capital of X is" from the prompt of another country.
+    """Replace the country's row in "The capital of X is" by the row of another country's prompt.
 
-    Every country has a name of one token, so the prompts differ in one row before
-    the first layer. Each of them gets the next country's.
+    Every country's name is one token, so the prompts differ in one row before the first layer. Each
+    prompt gets the next country's row.
 
     Returns:
-        By stream: the share of countries to which the other's capital is given, whole.
+        stream -> the share of prompts whose answer is the other country's whole capital.
     """
     phrasing = PHRASINGS[0]
     countries = world.world().countries

@@ -1,14 +1,15 @@
-"""Train a sparse autoencoder on the toy model's rows, from a harvest or while they are computed.
+"""Train a sparse autoencoder on the toy model's rows, from a harvest or from a running engine.
 
 Runs:  `python -m examples.train_sae` with a feed, or with `--harvest FOLDER`, on a CPU.
-From:  toyworld: documents of facts. Their rows at one layer come through `vllm_scope.stream`, or
-       from shards that `vllm_scope.harvest` writes and `RowDataset` reads.
+From:  toyworld: documents of facts. The documents' rows at one layer come from `vllm_scope.stream`.
+       With `--harvest`, `vllm_scope.harvest` writes the rows to shards, and `RowDataset` reads
+       these.
 To:    the terminal: loss, L0, dead features, explained variance; with `--out FOLDER` also
        train_sae.json and train_sae.png.
 
-A TopK SAE: the k largest features of a row, after a linear encoder and a ReLU, add up to the row.
-Features that were not active for a while learn what the others leave (an auxiliary loss). The first
-batches are not trained on; they make the figures at the end.
+A TopK SAE: a linear encoder and a ReLU compute features, and the k largest features add up to the
+row. Features that were not active for a while learn the remaining error (an auxiliary loss). The
+first batches are not used for training. The figures at the end are computed from these batches.
 """
 
 import argparse
@@ -40,7 +41,7 @@ ENGINE: Final = {
     "gpu_memory_utilization": 0.3,
     "enforce_eager": True,
 }
-#: A feature is dead if no row of so many batches has it.
+#: A feature is dead if it was not active in this many batches.
 IDLE: Final = 50
 
 
@@ -59,14 +60,14 @@ class TopK(nn.Module):
         self.register_buffer("idle", torch.zeros(num_features))
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The scaled rows, what the SAE makes of them, and its features [n, num_features]."""
+        """The scaled rows, the SAE's reconstruction, and the SAE's features [n, num_features]."""
         rows = (rows.float() - self.mean) * self.scale
         values = ((rows - self.decoder_bias) @ self.encoder.T + self.encoder_bias).relu()
         features = largest(values, self.k)
         return rows, features @ self.decoder + self.decoder_bias, values
 
     def step(self, rows: Tensor, optimizer: torch.optim.Optimizer) -> float:
-        """Learn from a batch; returns the mean squared error."""
+        """Train on a batch. Returns the mean squared error."""
         rows, made, values = self(rows)
         error = rows - made
         loss = main = error.square().mean()
@@ -91,7 +92,7 @@ def largest(values: Tensor, k: int) -> Tensor:
 
 @torch.inference_mode()
 def evaluate(sae: TopK, rows: Tensor) -> tuple[dict[str, float], Tensor]:
-    """Of rows that were not trained on; and the part of them that has each feature."""
+    """Figures of rows that were not used for training, and the share of rows with each feature."""
     scaled, made, values = sae(rows)
     features = largest(values, sae.k) > 0
     error = (scaled - made).square()
@@ -104,7 +105,7 @@ def evaluate(sae: TopK, rows: Tensor) -> tuple[dict[str, float], Tensor]:
 
 
 def harvested(texts: list[str], folder: Path) -> Iterator[Tensor]:
-    """Batches of rows, mixed, from shards. A finished folder is taken as it is."""
+    """Batches of mixed rows, from shards. A finished harvest is not computed again."""
     read = Read("resid_post", layer=LAYER)
     found = vllm_scope.harvest(
         texts, read, model=str(MODEL), out=folder, engine=ENGINE, long="pack"
@@ -116,7 +117,7 @@ def harvested(texts: list[str], folder: Path) -> Iterator[Tensor]:
 
 
 def fed(texts: list[str]) -> Iterator[Tensor]:
-    """Batches of rows, mixed, from an engine in another process."""
+    """Batches of mixed rows, from an engine in another process."""
     read = Read("resid_post", layer=LAYER)
     feed = vllm_scope.stream(
         texts, read, model=str(MODEL), batch_size=BATCH, engine=ENGINE, long="pack", seed=1
@@ -127,7 +128,7 @@ def fed(texts: list[str]) -> Iterator[Tensor]:
 
 
 def write_figure(path: Path, losses: Sequence[float], frequencies: Tensor) -> None:
-    """The loss while it learns, and how often its features are active."""
+    """Draw the loss during the training, and how often the SAE's features are active."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8, 3.4), layout="constrained")
         learning, active = figure.subplots(1, 2)
@@ -171,7 +172,7 @@ def main() -> None:
 
 
 def train(sae: TopK, batches: Iterator[Tensor]) -> list[float]:
-    """Learn from each batch once; returns their losses."""
+    """Train on each batch one time. Returns the losses of the batches."""
     optimizer = torch.optim.Adam(sae.parameters(), lr=2e-3)
     losses = []
     for rows in batches:

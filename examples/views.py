@@ -2,11 +2,11 @@
 
 Runs:  `python -m examples.views`.
 From:  toyworld: openings of reviews, and questions about capitals.
-To:    demo-output/views, a page of each.
+To:    demo-output/views, one page for each view.
 
-The probe's direction is the difference of the mean rows of positive and negative reviews after
-layer 2; its score is 1/2 at one mean and -1/2 at the other. The same direction steers a negative
-review.
+The probe's direction is the difference between the mean rows of positive and of negative reviews
+after layer 2. The probe's score is 1/2 at the positive mean and -1/2 at the negative mean. The same
+direction steers a negative review.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def generate(llm: LLM, prompt: str, *actions: Any, num: int = 24) -> tuple[Any, 
 
 
 def mood(llm: LLM) -> tuple[torch.Tensor, float]:
-    """From negative to positive reviews, float32 [hidden_size]; and the score in the middle."""
+    """The vector from negative to positive reviews, float32 [hidden_size], and the middle score."""
     from vllm import SamplingParams
 
     prompts = sentiment_prompts(80)

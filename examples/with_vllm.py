@@ -1,11 +1,11 @@
-"""The steering experiments' way to a model: edits and reads of a vLLM engine.
+"""Runs the steering experiments with a vLLM engine: edits and reads.
 
-Owns:  VllmModel, and what an experiment's Edit is called in vllm_scope.
+Owns:  VllmModel, and the translation of an experiment's Edit into an action.
 From:  an `LLM` whose vllm-scope taps embed and resid_post.
-To:    steering.py, as its `generate`, `read` and `token_ids`.
+To:    steering.py, which uses its `generate`, `read` and `token_ids`.
 
-Each prompt of a batch carries its own edits, so one `generate` call steers some
-prompts up and others down.
+Each prompt of a batch has its own edits, so one `generate` call can steer prompts in both
+directions.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from vllm_scope.request.actions import Action
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
 
-#: Longer than any continuation of a review.
+#: More tokens than any continuation of a review.
 MAX_TOKENS = 48
 
 
 def as_action(edit: Edit) -> Action:
-    """The edit as vllm_scope asks for it.
+    """The edit as an action of vllm_scope.
 
     Raises:
-        ValueError: rows are to be set, and the edit does not say at which positions.
+        ValueError: the edit sets rows, but names no positions.
     """
     site, layer = edit.stream
     # The embedding has no layers.
@@ -46,7 +46,7 @@ def as_action(edit: Edit) -> Action:
 
 
 class VllmModel:
-    """What `examples.steering` asks of an engine."""
+    """The functions that `examples.steering` needs, for an engine."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm

@@ -5,7 +5,7 @@
     out = llm.generate(prompts, params)[0]
     out.scope["resid_post", 5]            # Tensor [positions, hidden_size]
 
-Importing this package imports neither torch nor vLLM.
+Importing this package does not import torch or vLLM.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _engine_of(llm: LLM, other: str) -> LLMEngine:
     """The engine of an LLM. Raises SpecError for any other object.
 
     Args:
-        other: the call to make instead with an AsyncLLM, for the error's text.
+        other: the call for an AsyncLLM. The error's text contains this call.
     """
     if not hasattr(llm, "llm_engine"):
         raise SpecError(
@@ -128,17 +128,16 @@ def _engine_of(llm: LLM, other: str) -> LLMEngine:
 
 
 def set_monitors(llm: LLM, monitors: Mapping[str, object]) -> None:
-    """Replace the probes that an `LLM` adds to every request from now on.
+    """Set the monitors of an `LLM`: the probes that the `LLM` adds to every request from now on.
 
     Args:
-        llm: vllm.LLM. For an AsyncLLM call `vllm_scope.engine.monitors.set_on_async`; to a server
-            send `PUT /v1/scope/monitors`.
-        monitors: name -> the fields of a probe with a threshold, as in JSON (docs/monitors.md);
-            empty for no monitors.
+        llm: a vllm.LLM. For an AsyncLLM, call `vllm_scope.engine.monitors.set_on_async`. For a
+            server, send `PUT /v1/scope/monitors`.
+        monitors: name -> the fields of a probe with a threshold, as in JSON (docs/monitors.md).
+            These monitors replace the earlier monitors. Empty: no monitors.
 
     Raises:
-        SpecError: a monitor is malformed, or this engine cannot have it. The earlier monitors then
-            stay set.
+        SpecError: a monitor is not possible on this engine. The earlier monitors stay set.
     """
     from vllm_scope.engine.monitors import set_on
 
@@ -149,8 +148,8 @@ def set_monitors(llm: LLM, monitors: Mapping[str, object]) -> None:
 def moments(llm: LLM, name: str = "moments") -> dict[tuple[str, int, str], Sums]:
     """The sums that requests with Moments have made.
 
-    All rows of a request that has ended are in the sums. For an AsyncLLM call
-    `vllm_scope.engine.moments.moments_of_async`; to a server send `GET /v1/scope/moments/NAME`.
+    After a request has ended, all its rows are in the sums. For an AsyncLLM, call
+    `vllm_scope.engine.moments.moments_of_async`. For a server, send `GET /v1/scope/moments/NAME`.
 
     Args:
         llm: vllm.LLM.
@@ -158,10 +157,10 @@ def moments(llm: LLM, name: str = "moments") -> dict[tuple[str, int, str], Sums]
 
     Returns:
         (site, layer, label) -> sums in float64 numpy, with `count`, `mean` and `covariance`.
-        `vllm_scope.analysis.moments` makes probes from them.
+        `vllm_scope.analysis.moments` makes probes from these sums.
 
     Raises:
-        SpecError: no row was added under this name; the message lists the names that have sums.
+        SpecError: no row was added under this name. The text lists the names that have sums.
     """
     from vllm_scope.engine.moments import moments_of
 
@@ -170,7 +169,7 @@ def moments(llm: LLM, name: str = "moments") -> dict[tuple[str, int, str], Sums]
 
 
 def drop_moments(llm: LLM, name: str = "moments") -> bool:
-    """Forget the sums of a name and free their memory; running requests add nothing more to them.
+    """Drop the sums of a name. Running requests do not add rows to these sums any more.
 
     Returns:
         False if the name had no sums.
@@ -202,39 +201,40 @@ def harvest(
 ) -> Harvest:
     """Compute the rows of a data set's documents, and write them to shards (docs/harvest.md).
 
-    If an earlier call with the same arguments was killed, this call continues its work: rows that
-    are already in shards are not computed again. `vllm_scope.open(out)` reads the rows, each
-    document under its id.
+    If an earlier call with the same arguments was killed, this call continues the work. Rows that
+    are already in shards are not computed again. `vllm_scope.open(out)` reads the rows by document
+    id.
 
     Args:
-        dataset: a Parquet, JSONL or text file, or a folder of them; the name or folder of a
-            Hugging Face data set, or a `datasets.Dataset`; a list of texts or of token ids.
-        reads: at least one. `tokens` chooses the rows; `codec` makes rows smaller on the device.
-        model: name or folder, as vLLM takes it, or an LLM, which stays open.
-        out: a folder, or a URL that fsspec knows.
-        column: the column of the texts or token ids; None: `text`, `input_ids`, `token_ids` or
+        dataset: a Parquet, JSONL or text file, or a folder of such files. Or the name or folder of
+            a Hugging Face data set, or a `datasets.Dataset`. Or a list of texts or of token ids.
+        reads: at least one Read. A read's `codec` makes rows smaller on the device.
+        model: a name or folder, as for vLLM. Or an LLM, which stays open after the call.
+        out: a folder, or a URL that fsspec supports.
+        column: the column of the documents. By default `text`, `input_ids`, `token_ids` or
             `tokens`.
-        id_column: the column of the ids, all different; None: an id is made of the data set's
-            fingerprint and the document's row number in the data set.
+        id_column: the column of the ids. All documents must have different ids. None: an id
+            consists of the data set's fingerprint and the document's row number in the data set.
         split, config: the split and the configuration of a Hugging Face data set.
-        long: how to treat documents longer than a context: "truncate", "split", or "pack", which
-            fills every context with documents one after another.
-        context: the most tokens of a context; None: max_model_len - 1.
+        long: the treatment of documents that are longer than a context: "truncate", "split" or
+            "pack". "pack" fills every context with documents, one after another.
+        context: the largest number of tokens of a context. None: max_model_len - 1.
         file_mib, fsync, mode: options of the shards, as in docs/files.md.
-        progress: show a line with the rate and the time left.
+        progress: True: show a line with the rate and the remaining time.
         engine: further arguments of `vllm.LLM`, such as {"dtype": "bfloat16"}.
-        engines: the number of engines, each in its own process and on its own GPUs; None: one
-            engine in this process, or with `ray` as many as the cluster's GPUs allow. A lost engine
-            is replaced. As with `multiprocessing`, a script must have its main part below
-            `if __name__ == "__main__":`.
-        ray: True: the engines are Ray actors, on the cluster at RAY_ADDRESS, or else on a new
-            cluster of this host. A text: the address of the cluster. All hosts must see `out`.
+        engines: the number of engines, each in its own process and on its own GPUs. None: one
+            engine in this process, or with `ray` as many engines as the cluster's GPUs allow. If an
+            engine dies, a new engine replaces it. As with `multiprocessing`, a script must have its
+            main part below `if __name__ == "__main__":`.
+        ray: True: the engines are Ray actors on the cluster at RAY_ADDRESS. If RAY_ADDRESS is not
+            set, the engines are on a new cluster of this host. A text: the address of the cluster.
+            All hosts must access `out`.
 
     Raises:
-        ConfigError: the folder has a harvest with other settings, or there is no room for so many
+        ConfigError: the folder has a harvest with other settings, or there is no room for the
             engines.
         SpecError: the engine cannot do these reads, or an entry of the data set has no document.
-        FileError: a file cannot be read or written, or another process harvests into the folder.
+        FileError: a file cannot be read or written, or another process writes to the folder.
     """
     from vllm_scope.harvests.start import harvest_with
 
@@ -246,7 +246,7 @@ def harvest(
 
 
 def open(path: str | os.PathLike[str]) -> Capture:
-    """Captured requests below a folder, a file or a URL; see `vllm_scope.files`.
+    """Open the captured requests in a folder, a file or at a URL (`vllm_scope.files`).
 
     Raises:
         FileError: there are no captured requests, or a file of this package is damaged.
@@ -270,29 +270,29 @@ def stream(
     context: int | None = None,
     engine: Mapping[str, Any] | None = None,
 ) -> RowFeed:
-    """Compute the rows of a data set's documents while a trainer takes them; no row is written to
-    a disk.
+    """Compute the rows of a data set's documents for a trainer. No row is written to a disk.
 
         for batch in stream(texts, Read("resid_post", layer=5), model="Qwen/Qwen3-8B"):
             batch["resid_post", 5]  # [batch_size, hidden_size]
 
-    Each row comes once, in the order that docs/harvest.md says. If the trainer is slower than the
-    engine, the engine waits.
+    Each row comes one time, in the order that docs/harvest.md describes. If the trainer is slower
+    than the engine, the engine waits.
 
     Args:
-        dataset: as for `harvest`; a `datasets.Dataset` only with an LLM.
-        reads: at least one; all name the same tokens.
+        dataset: as for `harvest`. A `datasets.Dataset` is allowed only if `model` is an LLM.
+        reads: at least one Read. All reads must have the same `tokens`.
         model: a name or a folder: the feed starts an engine in another process, and stops the
-            engine at its end. Or an LLM, which is used on a thread of this process and stays open;
-            do not use the LLM before the feed has ended.
-        batch_size: rows of a batch; the last one may have fewer.
-        buffer_rows: rows in shared memory, at least twice `batch_size`; half of them are mixed.
-        seed: at least 0. The same arguments give the same batches.
+            engine when the feed ends. Or an LLM: the feed uses the LLM on a thread of this process,
+            and the LLM stays open. Do not use the LLM before the feed has ended.
+        batch_size: number of rows of a batch. The last batch can have fewer rows.
+        buffer_rows: rows in shared memory, at least twice `batch_size`. Half of them are mixed.
+        seed: at least 0. Calls with the same arguments give the same batches.
         column, split, config, long, context, engine: as for `harvest`.
 
     Raises:
         SpecError: an argument is wrong. Errors that only the engine can find are raised at the
-            first batch: SpecError, ConfigError, FileError, or ScopeError if the engine has died.
+            first batch: SpecError, ConfigError, FileError. If the engine has died, the error is a
+            ScopeError.
     """
     from vllm_scope.feeds.messages import Settings
     from vllm_scope.feeds.start import start_feed
@@ -312,19 +312,19 @@ def sweep(
 ) -> SweepTable:
     """Make one edit at each place of a grid, and measure each edit's effect on the next token.
 
-    If the sweep ends early (an exception in `on_cell`, an interrupt), its requests end too.
+    If an exception in `on_cell` or an interrupt ends the sweep, its requests end too.
 
     Args:
-        llm: vllm.LLM without running requests.
-        prompts: a text, {"prompt_token_ids": [...]}, or a list of these.
-        on_cell: called with each value as it arrives, in any order.
-        progress: show a progress bar. "map": show the table in the notebook, where its cells fill
-            as they arrive; this needs vllm-scope[notebook].
-        share: the part of a step's sequences and tokens that cells may take, above 0 and at most 1.
+        llm: a vllm.LLM without running requests.
+        prompts: a text, {"prompt_token_ids": [...]}, or a list of texts and such dicts.
+        on_cell: a function that is called with each value when the value arrives, in any order.
+        progress: True: show a progress bar. "map": show the table in the notebook, with each value
+            when the value arrives. "map" needs vllm-scope[notebook].
+        share: the part of a step's sequences and tokens that cells can take, above 0 and at most 1.
 
     Raises:
-        ConfigError: a map is asked for, and anywidget is not installed.
-        SpecError: the sweep is not possible on this engine, or with these prompts.
+        ConfigError: `progress` is "map", and anywidget is not installed.
+        SpecError: the sweep is not possible on this engine or with these prompts.
         ScopeError: a prompt could not be read, or the LLM has running requests.
     """
     from vllm_scope.engine.frontend.sweep_runs import run
@@ -342,11 +342,11 @@ async def sweep_async(
     progress: bool | Literal["map"] = True,
     share: float = 0.5,
 ) -> SweepTable:
-    """As `sweep`, on an AsyncLLM, which may serve other requests too. If the call is cancelled, its
-    requests end.
+    """As `sweep`, on an AsyncLLM. The engine can serve other requests at the same time. If the call
+    is cancelled, its requests end.
 
-    Args, Raises: as `sweep`. While the engine has other requests, few cells are sent at
-    once, and cells are in the engine for `share / 5` of the time.
+    Args, Raises: as `sweep`. While the engine has other requests, only a few cells are sent at a
+    time, and the engine has cells for `share / 5` of the time.
     """
     from vllm_scope.engine.frontend.sweep_runs import run_async
 

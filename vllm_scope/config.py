@@ -3,10 +3,9 @@
 Owns:  ScopeConfig, its defaults and its checks.
 Runs:  in the front-end (to fill in defaults) and in every worker.
 
-Promise: every option that changes the compiled graph is in this dict, and so is
-`graph_key`, a digest of the code of the tap. vLLM hashes the dict into its
-compile-cache key. So an engine that starts with taps never loads a graph
-that was compiled without taps.
+Promise: every option that changes the compiled graph is in this dict. The dict also has
+`graph_key`, a digest of the code of the tap. vLLM's compile-cache key includes a hash of the dict.
+Therefore an engine with taps never loads a graph that was compiled without taps.
 """
 
 from __future__ import annotations
@@ -49,60 +48,56 @@ class ScopeConfig(BaseModel):
     """The engine's options.
 
     Attributes:
-        sites: the sites that may be read and edited. Each site costs a tap per layer, even
-            if no request uses the site; `ln_final` can only be read.
+        sites: the sites that can be read and edited. For each site, each layer gets a tap, even if
+            no request uses the site. `ln_final` can be read and not edited.
         layers: the layers that have taps, or "all".
-        arena_mib: device memory for rows that wait for their copy. None: three times the
-            rows of the largest step that a CUDA graph can hold.
-        vectors_mib: device memory for the vectors of edits and probes of running
-            requests. If it is full, a request waits for its turn.
+        arena_mib: device memory for rows that wait for their copy to the host. None: room for three
+            times the rows of the largest step with a CUDA graph.
+        vectors_mib: device memory for the vectors of edits and probes of running requests. If this
+            memory is full, a new request waits.
         states_mib: device memory for the states of gates (Gate.state): 12 bytes for each gate with
-            a state and each token that a running request may generate. If it is full, a request
-            waits for its turn.
+            a state and each token that a running request can generate. If full, a new request
+            waits.
         monitors: an operator's probes on every request: name -> the fields of a probe with a
             threshold (engine.monitors.parse; docs/monitors.md).
-        controller: for a server: the name of an entry point in the group `vllm_scope.controller`,
-            which makes a Controller. The Controller runs while the server runs (docs/control.md).
-        scores_mib: host memory of each worker for scores of tokens whose KV is in the prefix
-            cache. A request that only probes uses the cached KV of tokens whose scores are kept.
-            0: no scores are kept, so the request computes all its tokens.
-        modules: steering modules to load at start, name -> file.
-        saes: sparse autoencoders that requests may name, name -> file or folder (vllm_scope.saes).
+        controller: for a server: the name of an entry point in the group `vllm_scope.controller`.
+            The entry point makes a Controller (docs/control.md).
+        scores_mib: host memory of each worker for scores of tokens whose KV is in the prefix cache.
+            A request that only probes uses the cached KV of tokens with stored scores. 0: no scores
+            are stored, and such a request computes all its tokens.
+        modules: steering modules that the engine loads at start, name -> file.
+        saes: sparse autoencoders that requests can name, name -> file or folder (vllm_scope.saes).
         saes_mib: device memory of each worker for the encoders of `saes`. If the encoders need
-            more, the engine does not start. 0: workers hold no encoder, and a request cannot ask
-            for the strongest features.
+            more, the engine does not start. 0: requests cannot read the strongest features.
         saes_dtype: dtype of the encoders of `saes`. "auto": the model's dtype. "fp8": float8_e4m3fn
-            with a scale for each feature, which takes half the memory of bf16, but more time
-            (docs/features.md).
+            with a scale for each feature. "fp8" takes half of the memory of bf16, and more time.
         lenses: lenses that map rows before the model's own norm and unembedding, name -> a file or
             folder, or {"path", "sha256"} (vllm_scope.lenses).
         lenses_mib: device memory of each worker for the maps of `lenses`. If the maps need more,
             the engine does not start.
         unembedding_mib: with tensor parallelism, device memory of the first rank for the other
-            ranks' parts of the unembedding. If these parts need more, the engine does not start.
-            0: the first rank does not hold them, so with tensor parallelism requests cannot have a
-            lens.
-        lens_rows: the most rows to which the lenses of one request may be applied: the number of
-            layers times the number of selected tokens, including tokens that the request may
-            still generate. 0: requests cannot have a lens.
+            ranks' parts of the unembedding. If these parts need more, the engine does not start. 0:
+            with tensor parallelism, requests cannot have a lens.
+        lens_rows: the largest number of rows to which the lenses of one request are applied. This
+            number is the number of layers times the number of selected tokens. Tokens that the
+            request can still generate count too. 0: requests cannot have a lens.
         lens_rows_running: the same limit for all running requests together. A request that would
-            exceed the limit waits for its turn; it never waits if no other request runs.
-        moments_mib: device memory of each worker for the sums of Moments. A request whose sums do
-            not fit when it enters is refused. If its sums no longer fit when it runs, its rows
-            count as missing. 0: requests cannot have Moments.
-        deliver_timeout_s: how long a finished request waits for rows that are still on their
-            way, before the request is returned as incomplete; and how long a worker waits for
-            a front-end that does not read, before the worker goes on without the front-end.
-        road: how rows travel from a worker to the front-end: "shared" memory,
-            encrypted "tcp", or "auto": shared memory if a test shows that it works.
-        road_host: where the front-end listens if rows come over TCP: the address, or
-            the name of the interface, by which workers reach its host. None:
-            the address that vLLM's own workers use (VLLM_HOST_IP, or else the address
-            of the default route).
-        policies: the operator's code that requests may name: name -> options, or a list of names;
-            see `control.policy_options`.
-        sinks: sinks that reads may name besides memory: name -> options; see `sinks.options`.
-        global_sinks: sinks in the same form, with `reads` that are added to every request.
+            exceed this limit waits. If no other request runs, the request does not wait.
+        moments_mib: device memory of each worker for the sums of Moments. If a request's sums do
+            not fit when the request enters, the request is refused. If the sums do not fit when the
+            request begins to run, its rows count as missing. 0: requests cannot have Moments.
+        deliver_timeout_s: two limits in seconds. If the rows of a finished request have not arrived
+            after this time, the request is returned as incomplete. If a front-end does not read for
+            this time, a worker continues without the front-end.
+        road: the transport of rows from a worker to the front-end. "shared": shared memory. "tcp":
+            encrypted TCP. "auto": shared memory if a test at start succeeds, else TCP.
+        road_host: the address, or the name of the interface, at which the front-end listens for
+            rows over TCP. Workers must be able to reach this address. None: the address that vLLM's
+            own workers use (VLLM_HOST_IP, or else the address of the default route).
+        policies: the operator's policies that requests can name: name -> options, or a list of
+            names (`control.policy_options`).
+        sinks: sinks that reads can name, in addition to memory: name -> options (`sinks.options`).
+        global_sinks: sinks in the form of `sinks`, with `reads` that are added to every request.
         graph_key: identity of the traced code. Set by vllm-scope.
     """
 
@@ -165,8 +160,8 @@ class ScopeConfig(BaseModel):
         for name, sink in parsed.items():
             if info.field_name == "sinks" and sink.options.flush_s >= timeout_s:
                 raise ConfigError(
-                    f"sinks.{name}.flush_s is {sink.options.flush_s:g}; callers wait for their "
-                    f"rows to be visible for deliver_timeout_s, {timeout_s:g}: let it be less."
+                    f"sinks.{name}.flush_s is {sink.options.flush_s:g}; it must be less than "
+                    f"deliver_timeout_s, {timeout_s:g}: callers wait at most this time for rows."
                 )
         return sinks
 
@@ -186,8 +181,7 @@ class ScopeConfig(BaseModel):
 
     @staticmethod
     def parse(body: object) -> ScopeConfig:
-        """The options of the dict. Raises ConfigError, which names the option, what came and what
-        is allowed."""
+        """Parse the dict. Raises ConfigError, which names the wrong option."""
         if not isinstance(body, Mapping):
             raise ConfigError(f"additional_config['scope'] is {body!r}; it must be an object.")
         return checked(ScopeConfig, body, f"additional_config['{KEY}'].", unsaid=("graph_key",))
@@ -200,7 +194,7 @@ class ScopeConfig(BaseModel):
                 where = f"{option}[{name!r}]"
                 if isinstance(one, Mapping):
                     paths |= {f"{where}.{field}": one.get(field) for field in ("path", "file")}
-                elif option != "monitors":  # monitors in other forms are refused later
+                elif option != "monitors":  # a monitor in another form is refused later
                     paths[where] = one
         for where, path in paths.items():
             if isinstance(path, str) and not Path(path).exists():
@@ -210,11 +204,11 @@ class ScopeConfig(BaseModel):
                 )
 
     def sink_configs(self) -> dict[str, SinkConfig]:
-        """The sinks that requests may name."""
+        """The sinks that requests can name."""
         return parse_sinks(self.sinks, "sinks", False)
 
     def policy_configs(self) -> dict[str, PolicyConfig]:
-        """The policies that requests may name."""
+        """The policies that requests can name."""
         return parse_policies(self.policies)
 
     def global_sink_configs(self) -> dict[str, SinkConfig]:

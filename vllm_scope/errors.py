@@ -1,16 +1,16 @@
-"""The package's errors, and what fails with each one.
+"""The package's errors, and the effect of each error.
 
 ScopeError
   SpecError      the request is wrong        that request only (HTTP 400)
   ConfigError    the engine's options are    refuse to start
                  wrong
   CapacityError  no room for this request    that request only (HTTP 429)
-  CompatError    vLLM or the model is not    refuse to start, or refuse taps
-                 the shape we know
+  CompatError    this vLLM or this model     refuse to start, or refuse taps
+                 is not supported
   FileError      a file is damaged, or       that file only
                  cannot be read or written
 
-Every message says what came, what is allowed, and what to do next.
+Every message names the given value, the allowed values, and the next step for the caller.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 
 class _Short(reprlib.Repr):
-    """A short repr that reads only the keys that it shows; reprlib.Repr sorts all keys first."""
+    """A short repr that reads only the shown keys. reprlib.Repr would sort all keys."""
 
     def repr_dict(self, x: Any, level: int) -> str:
         return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)
@@ -44,12 +44,12 @@ _short.maxlist = _short.maxtuple = _short.maxdict = 8
 
 
 def shown(value: object) -> str:
-    """The repr of what came, shortened and on one line, for an error text."""
+    """The repr of a value for an error text: shortened, and on one line."""
     return re.sub(r"\n\s*", " ", _short.repr(value))
 
 
 def checked_ending(path: str | PathLike[str], *endings: str) -> str:
-    """The ending of a path. Raises FileError if it is not one of `endings`."""
+    """The ending of a path. Raises FileError if the ending is not in `endings`."""
     ending = Path(path).suffix
     if ending not in endings:
         listed = (" or " if len(endings) == 2 else ", ").join(endings)
@@ -61,7 +61,7 @@ def checked_ending(path: str | PathLike[str], *endings: str) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of the text of another library's error; the error's type if it has no text."""
+    """The first line of another library's error. If the error has no text, the error's type."""
     details = getattr(error, "errors", None)
     text = str(error)
     if "cached snapshot folder" in text:  # Hugging Face's advice is about its own functions
@@ -82,21 +82,21 @@ class ScopeError(Exception):
 
 
 class SpecError(ScopeError, ValueError):
-    """A request asks for something that is not possible; only that request fails."""
+    """A request is wrong or not possible. Only that request fails."""
 
 
 class ConfigError(ScopeError, ValueError):
-    """An option is wrong, or a package that it needs is not installed. If the option is one of
+    """An option is wrong, or a package that the option needs is not installed. If the option is in
     `additional_config["scope"]`, the engine does not start."""
 
 
 class CapacityError(ScopeError):
-    """There is no room for this request now; the caller may send the request again later."""
+    """There is no room for this request now. The caller can send the request again later."""
 
 
 class UnheldError(CapacityError):
-    """EngineCore does not hold vectors that a request names by their digests. If the request is
-    sent again, its vectors travel with it."""
+    """EngineCore does not have vectors that a request names by their digests. If the caller sends
+    the request again, the front-end also sends the vectors."""
 
 
 class CompatError(ScopeError):
@@ -109,8 +109,8 @@ class FileError(ScopeError):
 
 @contextmanager
 def naming(where: str) -> Iterator[None]:
-    """Put `where` before the text of a SpecError or CapacityError that the block raises, such as
-    "prompts[3]" for one of several prompts."""
+    """If the block raises a SpecError or CapacityError, put `where` before the error's text. An
+    example of `where` is "prompts[3]"."""
     try:
         yield
     except SpecError as error:

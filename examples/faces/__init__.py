@@ -1,4 +1,4 @@
-"""Scripts that users of other systems will recognise, on the toy world.
+"""Scripts with the names of other systems, on the toy model.
 
-Each runs as `python -m examples.faces.NAME`.
+Start a script with `python -m examples.faces.NAME`.
 """

@@ -1,4 +1,4 @@
-"""vLLM Activation Capture System: variables turn it on, every request leaves files."""
+"""vLLM Activation Capture System: environment variables switch it on, and requests write files."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ VARIABLES = {"VLLM_ACT_CAPTURE": "1", "VLLM_ACT_MODE": "rp8", "VLLM_ACT_RP_K": "
 
 
 def run(llm: LLM) -> list[tuple[int, torch.Tensor]]:
-    """(layer, rows) of all that the requests left on disk."""
+    """(layer, rows) of every file that the requests wrote."""
     outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=8), use_tqdm=False)
     found = []
     for output in outputs:

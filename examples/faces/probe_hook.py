@@ -1,4 +1,4 @@
-"""vllm-probe-hook: hidden states of what a model writes, on its outputs."""
+"""vllm-probe-hook: the hidden states of generated tokens, as a field of the outputs."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def run(**vllm_kwargs: Any) -> list[Any]:
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False)
     for output in outputs:
         num_tokens = len(output.outputs[0].token_ids)
-        # The token sampled last was never processed: process_last_token=True does that.
+        # The last sampled token is not processed. With process_last_token=True it is.
         assert output.hidden_states[4].shape[0] == num_tokens - 1
     llm.llm_engine.engine_core.shutdown()
     return outputs

@@ -1,4 +1,4 @@
-"""The steering fork over HTTP: capture, steer one request, steer them all.
+"""The steering fork over HTTP: capture, steer one request, steer all requests.
 
 VLLM_SCOPE_ADMIN_KEY=operator vllm serve toyworld/model --max-model-len 256 \
     --additional-config.scope.sinks.filesystem.root captures \
@@ -29,7 +29,7 @@ def complete(
 def direction(http: httpx.Client, model: str, operator: dict[str, str]) -> np.ndarray:
     """The difference of the mean rows of positive and negative reviews, from the server's files.
 
-    Their paths are told to the operator, others get the names of files.
+    An answer to the operator has the files' paths. Other answers have only the files' names.
     """
     prompts = sentiment_prompts(40)
     total = 0.0
@@ -50,7 +50,7 @@ def direction(http: httpx.Client, model: str, operator: dict[str, str]) -> np.nd
 
 
 def run(http: httpx.Client, model: str, operator: dict[str, str]) -> dict[str, float]:
-    """By way of steering: the share of negative reviews that go on in a positive tone."""
+    """Way of steering -> the share of negative reviews that continue in a positive tone."""
     rows = direction(http, model, operator)[None].astype(np.float32)
     hook = {
         "dtype": str(rows.dtype),

@@ -14,7 +14,7 @@ LAYER = 2
 
 
 def direction(llm: LLM) -> list[float]:
-    """The difference of the mean rows of positive and negative reviews, by way of files."""
+    """The difference of the mean rows of positive and negative reviews, read from files."""
     prompts = sentiment_prompts(80)
     asked = [
         SamplingParams(
@@ -36,14 +36,14 @@ def direction(llm: LLM) -> list[float]:
         result = output.capture_results["filesystem"]
         assert result.status == "ok", result.error
         entry = read_request(result.payload[0])[LAYER, "post_block"]
-        # bfloat16 comes as its bits, which numpy knows no name for.
+        # bfloat16 rows arrive as bits, because numpy has no bfloat16.
         rows.append(torch.from_numpy(entry.array).view(getattr(torch, entry.dtype))[0].float())
     signed = [row if p.label else -row for row, p in zip(rows, prompts, strict=True)]
     return (sum(signed) / (len(prompts) / 2)).tolist()
 
 
 def run(llm: LLM) -> dict[str, float]:
-    """By way of steering: the share of negative reviews that go on in a positive tone."""
+    """Way of steering -> the share of negative reviews that continue in a positive tone."""
     vector = direction(llm)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "positive.json"

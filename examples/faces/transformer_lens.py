@@ -1,4 +1,4 @@
-"""TransformerLens: a cache of activations under the names that everybody knows."""
+"""TransformerLens: a cache of activations under TransformerLens's names."""
 
 from vllm import LLM, SamplingParams
 

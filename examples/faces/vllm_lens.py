@@ -1,4 +1,4 @@
-"""vllm-lens: read a residual stream, make a steering vector of it, steer with it."""
+"""vllm-lens: read the residual stream, make a steering vector from the rows, and steer."""
 
 from vllm import LLM, SamplingParams
 
@@ -10,7 +10,7 @@ LAYER = 2
 
 
 def run(llm: LLM) -> float:
-    """The share of negative reviews that go on in a positive tone once they are steered."""
+    """The share of negative reviews that continue in a positive tone if they are steered."""
     prompts = sentiment_prompts(80)
     sp = SamplingParams(max_tokens=1, extra_args={"output_residual_stream": [LAYER]})
     outputs = llm.generate([p.text for p in prompts], sp, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""vllm-lens over HTTP: the same with its client, and no vLLM here.
+"""vllm-lens over HTTP: the same example with vllm-lens's client. This process needs no vLLM.
 
 vllm serve toyworld/model --max-model-len 256
 python -m examples.faces.vllm_lens_client http://localhost:8000
@@ -16,7 +16,7 @@ LAYER = 2
 
 
 def run(client: VLLMLensClient) -> float:
-    """The share of negative reviews that go on in a positive tone once they are steered."""
+    """The share of negative reviews that continue in a positive tone if they are steered."""
     direction = 0.0
     prompts = sentiment_prompts(40)
     for prompt in prompts:

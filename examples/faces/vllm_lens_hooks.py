@@ -1,4 +1,4 @@
-"""vllm-lens's hooks: Python between the layers, so eager and in this process.
+"""vllm-lens's hooks: Python code between the layers, so in eager mode and in this process.
 
 VLLM_ENABLE_V1_MULTIPROCESSING=0 python -m examples.faces.vllm_lens_hooks
 """
@@ -14,11 +14,11 @@ LAYER = 2
 
 
 def keep_last(ctx: HookContext, h: torch.Tensor) -> None:
-    ctx.saved.setdefault("last", h[-1].float())  # of the prompt
+    ctx.saved.setdefault("last", h[-1].float())  # the row of the prompt's last token
 
 
 def run(llm: LLM) -> float:
-    """The share of negative reviews that go on in a positive tone once a hook steers them."""
+    """The share of negative reviews that continue in a positive tone if a hook steers them."""
     prompts = sentiment_prompts(80)
     sp = SamplingParams(max_tokens=1, extra_args={"apply_hooks": [Hook(keep_last, [LAYER])]})
     outputs = llm.generate([p.text for p in prompts], sp, use_tqdm=False)

@@ -4,13 +4,13 @@ from vllm_scope.control import Decision
 
 
 class Hold:
-    """Made once in each process, with the operator's options."""
+    """Each process makes one Hold, with the operator's options."""
 
     def __init__(self, most=4.0):
         self.most = most  # no request gets a larger scale
 
     def check(self, options):
-        """What is raised here refuses the request, with this sentence."""
+        """If this method raises an error, the request is refused with the error's text."""
         wanted = {"score", "edit", "target", "gain"}
         if set(options) != wanted:
             raise ValueError(f"the options are {', '.join(sorted(wanted))}.")
@@ -26,7 +26,7 @@ class Holding:
         self.target, self.gain, self.scale = target, gain, 0.0
 
     def observe(self, position, scores):
-        """Called once for each position that has scores, in order."""
+        """The server calls this one time for each position that has scores, in order."""
         if self.score not in scores:
             return None
         error = self.target - scores[self.score]

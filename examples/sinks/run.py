@@ -1,4 +1,4 @@
-"""All three example sinks on toy world: pip install ./examples/sinks, then run this.
+"""All three example sinks on the toy model. First run `pip install ./examples/sinks`.
 
 python examples/sinks/run.py FOLDER
 """
@@ -18,7 +18,7 @@ NAMES = ("Goldette", "the king", "a dragon", "my sister", "the book", "winter", 
 
 
 class Monitor(BaseHTTPRequestHandler):
-    """Stands for whoever wants to know."""
+    """Stands for a user's monitoring service."""
 
     heard: list[dict] = []  # noqa: RUF012
 

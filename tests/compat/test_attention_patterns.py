@@ -117,7 +117,10 @@ def test_the_map_of_a_result_is_the_pattern_of_its_heads(llm):
         torch.testing.assert_close(found, wanted[head], rtol=0, atol=6e-4)
     some = scope(Read("q"), Read("k", tokens="generated"))
     (asked,) = run(llm, [PROMPT], asking.params(some, max_tokens=6))
-    with pytest.raises(ScopeError, match="k of layer 1 is not there at all positions"):
+    with pytest.raises(
+        ScopeError,
+        match="rows of k are missing at layer 1; the last query needs k at all positions",
+    ):
         attention_map(asked.outputs[0].scope, 1)
 
 

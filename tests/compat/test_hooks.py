@@ -227,7 +227,9 @@ def test_hooks_that_cannot_be_are_refused(case, llm):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        pytest.param(lambda: Hook({"cloudpickle": ""}, [0]), "none is made from what", id="fn"),
+        pytest.param(
+            lambda: Hook({"cloudpickle": ""}, [0]), "no request can send a function", id="fn"
+        ),
         pytest.param(lambda: Hook(keep, []), "a list of layers", id="no-layer"),
         pytest.param(lambda: Hook(keep, [True]), "a list of layers", id="no-number"),
     ],
@@ -239,7 +241,7 @@ def test_a_hook_that_cannot_be_is_refused(make, words):
 
 def test_an_engine_that_compiles_says_why_it_runs_no_hooks(llm, monkeypatch):
     monkeypatch.setattr(llm.llm_engine.vllm_config.model_config, "enforce_eager", False)
-    with pytest.raises(SpecError, match="costs every request its graphs"):
+    with pytest.raises(SpecError, match="no request uses CUDA graphs"):
         run(llm, {"apply_hooks": [Hook(keep, [0])]})
 
 
@@ -287,6 +289,6 @@ def test_persistent_hooks_are_refused_where_none_run(llm, monkeypatch):
     with pytest.raises(SpecError, match="it must be a list of Hook"):
         llm.register_hooks([print])
     monkeypatch.setattr(llm.llm_engine.vllm_config.model_config, "enforce_eager", False)
-    with pytest.raises(SpecError, match="costs every request its graphs"):
+    with pytest.raises(SpecError, match="no request uses CUDA graphs"):
         llm.register_hooks([Hook(keep, [0])])
     assert run(llm, None)[0].scope is None

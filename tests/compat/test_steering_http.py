@@ -466,7 +466,7 @@ BAD = {
     ),
     "range-upside-down": (
         {"capture": {"filesystem": {"hooks": {"post_block": {"ranges": [[2, 1]]}}}}},
-        r"has the range \[2, 1\]; one is \[first, last\]",
+        r"has the range \[2, 1\]; a range is \[first, last\]",
     ),
     "clamp-without-bounds": (
         {"steering_clamps": {"post_block": {1: [{"vector": V}]}}}, r"\[1\]\[0\] has no bound",

@@ -117,7 +117,7 @@ def test_the_cache_has_transformer_lens_names_and_their_sum(llm):
     assert torch.equal(cache.decompose_resid(2, "mlp", incl_embeds=False), parts[[2, 4]])
     with pytest.raises(SpecError, match="mode is 'heads'; it must be one of all, attn, mlp"):
         cache.decompose_resid(1, "heads")
-    with pytest.raises(SpecError, match="nothing is added before layer 0"):
+    with pytest.raises(SpecError, match="before layer 0, only the embedding is added"):
         cache.decompose_resid(0, incl_embeds=False)
 
 

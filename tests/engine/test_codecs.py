@@ -270,7 +270,7 @@ def test_projections_are_within_a_step_of_the_rows_projections(llm):
 
 BAD = [
     pytest.param("int9", "'int9'; rows can be read as none, fp16, fp8, int8", id="name"),
-    pytest.param("zstd", "'zstd', which sinks that write files can compress", id="zstd"),
+    pytest.param("zstd", "'zstd', a codec for files only", id="zstd"),
     pytest.param({"name": "rp8", "size": 3}, "has 'size'; codec 'rp8' takes k, seed", id="option"),
     pytest.param({"name": "int8", "k": 3}, "'int8' takes no options", id="no-options"),
     pytest.param({"name": "topk8", "k": "3"}, "k is '3'; it must be a whole number", id="type"),

@@ -133,7 +133,7 @@ def test_what_cannot_be_harvested_is_refused_with_a_sentence(llm, tmp_path):
     with pytest.raises(SpecError, match="give one Read or more"):
         harvest()
     with pytest.raises(
-        SpecError, match=r"document '.*-1' has the token id 1000000; those of .* 0 to"
+        SpecError, match=r"document '.*-1' has the token id 1000000; the ids of .* 0 to"
     ):
         harvest(read, ids=([5, 6], [7, 10**6]))
     # The engine goes on, and so does the folder.

@@ -60,7 +60,8 @@ def test_a_wrong_convention_is_served_plainly_and_refuses_reads(llama, monkeypat
 
     monkeypatch.setattr(model, "find_anatomy", forced)
     words = (
-        r"by numbers what layer 1 gets is not what its first norm gets: a row differs by [0-9.]+"
+        r"by numbers the input of layer 1 is not the input of its first norm: a row differs by "
+        r"[0-9.]+"
     )
     with local_engine(llama, dtype="float32", additional_config={"scope": {}}) as llm:
         with pytest.raises(SpecError, match=words):

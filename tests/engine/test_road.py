@@ -89,7 +89,7 @@ def test_a_road_that_leads_nowhere_refuses_the_request_with_the_reason(llama, mo
     monkeypatch.setattr("vllm_scope.results.inbox._inbox", None)
     options = {"scope": {"road": "tcp", "road_host": "192.0.2.77"}}
     with local_engine(llama, dtype="float32", additional_config=options) as llm:
-        with pytest.raises(SpecError, match=r"over TCP to '192\.0\.2\.77'.*road_host"):
+        with pytest.raises(SpecError, match=r"rows on TCP at '192\.0\.2\.77'.*road_host"):
             run(llm, [[5, 6]], params(SPEC))
         (plain,) = run(llm, [[5, 6]], params(None))
         assert len(plain.outputs[0].token_ids) == 12

@@ -107,8 +107,8 @@ def test_it_is_read_and_edited_where_numbers_prove_the_stream(llama, ref, tmp_pa
     ("layer", "options", "words"),
     [
         pytest.param(
-            HalvingLayer, TRACED, "numbers do not show the stream either: what layer 1 gets is not "
-            "what its first norm gets: a row differs by", id="numbers-that-contradict",
+            HalvingLayer, TRACED, "numbers do not show the stream either: the input of layer 1 is "
+            "not the input of its first norm: a row differs by", id="numbers-that-contradict",
         ),
         pytest.param(
             CompiledApartLayer, TRACED, "the compiled graph does not compute what the model "

@@ -221,7 +221,7 @@ def test_what_stops_takes_whole_phases_and_a_threshold(llm):
     for options, sentence in (
         ({"threshold": None}, "Probe.action is 'stop'; give a threshold with it"),
         ({"tokens": "last"}, "a probe that stops its request takes 'all', 'prompt' or 'generated'"),
-        ({"to": "webhook"}, "verdicts are told of scores that go to memory"),
+        ({"to": "webhook"}, "a threshold needs scores that go to memory"),
     ):
         asked = {"threshold": 1.0, "action": "stop", "name": "p", "layer": 1} | options
         with pytest.raises(Exception, match=sentence):

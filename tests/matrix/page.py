@@ -18,57 +18,58 @@ Line = dict[str, Any]
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _HEAD = f"""# Models
 
-`make matrix` writes this page. It takes the decoders and multimodal architectures of vLLM's
-registry, and others that vLLM runs by its Transformers backend. For each architecture it makes a
-tiny random checkpoint from the configuration class of transformers, and compares vLLM's rows with
-the inputs and outputs of Hugging Face's modules, at every position of three prompts and their
-answers, in float32 on a CPU. The prompts are computed in chunks of 32 tokens, and again with a warm
-prefix cache. Models with states take whole prompts. If no token came from the cache, the page does
-not say "warm cache". "Without latent attention" means that vLLM ran with VLLM_MLA_DISABLE=1 and
-custom_ops "none": on a CPU, vLLM's kernels for latent attention take no float32, or give other
-numbers. `make matrix VLLM=0.30.0` does the same with another vLLM. It begins with the architectures
-that other versions verified. If this command is stopped, its next run skips the architectures that
-have a result.
+`make matrix` writes this page. The command tests the decoders and multimodal architectures of
+vLLM's registry, and other architectures that vLLM runs by its Transformers backend. For each
+architecture the command makes a tiny random checkpoint from the configuration class of
+transformers, and compares vLLM's rows with the inputs and outputs of Hugging Face's modules, in
+float32 on a CPU. The comparison covers every position of three prompts and their answers. The
+prompts are computed in chunks of 32 tokens, and a second time with a warm prefix cache. Models with
+states compute whole prompts. If no token came from the cache, the page does not say "warm cache".
+"Without latent attention" means that vLLM ran with VLLM_MLA_DISABLE=1 and custom_ops "none". On a
+CPU, vLLM's kernels for latent attention refuse float32, or return other numbers.
+`make matrix VLLM=0.30.0` tests another version of vLLM, and begins with the architectures that
+other versions verified. If this command is stopped, its next run skips the architectures that have
+a result.
 
 An architecture is verified if the worst row of `embed` and `resid_post` differs by at most
-{TOLERANCE:g} of its length. Another site is verified if its rows equal, to the same bound, what one
-module of each Hugging Face layer gets or gives. "Canary only" means that the source of the layers
-is not understood, that numbers prove where the stream is ([design](design.md#anatomy)), and that
-`embed` and `resid_post` equal Hugging Face's. [Sites](sites.md) are defined there;
-`vllm-scope doctor MODEL` says why a site cannot be tapped on a model.
+{TOLERANCE:g} of its length. Another site is verified if its rows equal, to the same bound, the
+input or output of one module of each Hugging Face layer. "Canary only" means that the source of the
+layers is not understood, but numbers prove where the stream is ([design](design.md#anatomy)), and
+`embed` and `resid_post` equal Hugging Face's rows. [Sites](sites.md) defines all sites. If a site
+cannot be tapped on a model, `vllm-scope doctor MODEL` prints the reason.
 
-Of a multimodal architecture only the decoder is compared, with prompts of text and vLLM's
-`language_model_only`. Such an architecture is marked "text". Its modules import torchvision, which
-the package index has for CUDA only: torchvision's Python part is imported, and its compiled
-operators are declared and never called (`tests/matrix/vision.py`).
-`tests/engine/test_multimodal.py` compares the rows of a sound. No test compares rows of images:
-tokens of images may be read, but no test says that their rows are right. Multimodal architectures
-that were run with no version yet are not on this page; `python -m tests.matrix --pending` prints
-them.
+For a multimodal architecture only the decoder is compared, with prompts of text and vLLM's
+`language_model_only`. Such an architecture is marked "text". The modules of multimodal
+architectures import torchvision, which the package index has for CUDA only. The test imports
+torchvision's Python part, and declares its compiled operators but never calls them
+(`tests/matrix/vision.py`). `tests/engine/test_multimodal.py` compares the rows of a sound. Tokens
+of images can be read, but no test shows that their rows are right. This page lists no architectures
+without a run. `python -m tests.matrix --pending` prints these architectures.
 """
-_UNSERVED = """vLLM 0.33.0 was not run: no CPU build of it, nor of the PyTorch 2.14 that it needs,
-could be installed.
+_UNSERVED = """vLLM 0.33.0 was not run, because no CPU build of vLLM 0.33.0 or of PyTorch 2.14 could
+be installed.
 """
 _SECTIONS: list[tuple[str, str, str]] = [
     ("verified", "Verified", ""),
     (
         "canary only",
         "Canary only",
-        "Only `embed`, `resid_pre` and `resid_post` are served. The table says what of the source "
-        "is not understood.\n\n",
+        "Only `embed`, `resid_pre` and `resid_post` are served. The table names the part of the "
+        "source that is not understood.\n\n",
     ),
     (
         "differs",
         "Rows differ from Hugging Face's",
-        "The first gap is how far vLLM's log-probabilities are from Hugging Face's. The second is "
-        "how far they are from those of Hugging Face's norm and head on vLLM's last rows. Where "
-        "the second is small, the rows are vLLM's, and vLLM computes something else.\n\n",
+        "The first gap is the difference of vLLM's log-probabilities from Hugging Face's. The "
+        "second gap is their difference from the result of Hugging Face's norm and head on vLLM's "
+        "last rows. If the second gap is small, the rows are vLLM's own, and vLLM differs.\n\n",
     ),
     ("refused", "Served plainly, reads refused", ""),
     (
         "cannot run",
         "Not run: vLLM cannot run the tiny model here",
-        "These need a GPU, another checkpoint, or a vLLM that takes the configuration.\n\n",
+        "These architectures need a GPU, another checkpoint, or a vLLM that accepts the "
+        "configuration.\n\n",
     ),
     (
         "no reference",
@@ -104,8 +105,8 @@ def page(lines: list[Line]) -> str:
     return found
 
 
-_BY_VERSION = """Architectures that some version verified or refused, or whose rows differ. A site
-after "without" is one that the newest version verified and this one did not.
+_BY_VERSION = """The table lists architectures that some version verified or refused, or whose rows
+differ. The newest version verified the sites after "without", and this version did not.
 
 """
 

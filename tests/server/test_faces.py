@@ -99,7 +99,7 @@ def test_answers_without_a_place_for_a_faces_fields_say_so(path, body, more, str
 
 
 BAD = {
-    "said-twice": (LENS | {"vllm_xargs": LENS}, "both in vllm_xargs and beside it"),
+    "said-twice": (LENS | {"vllm_xargs": LENS}, "both in vllm_xargs and in the body"),
     "offline-only": ({"vllm_xargs": {"probe_hook": "{}"}}, "understood offline only"),
     "a-layer-that-is-not-there": ({"output_residual_stream": [99]}, "layers 0 to 5"),
     "not-json": ({"vllm_xargs": {"output_residual_stream": "[1"}}, "is not JSON"),

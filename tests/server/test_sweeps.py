@@ -173,7 +173,7 @@ def test_rows_and_modules_are_sources(client, hooks):
         pytest.param({"source": {"prompts": "short"}}, "same number of tokens", id="lengths"),
         pytest.param({"source": ASKED}, "one of prompts, rows, module", id="bare-source"),
         pytest.param({"source": {"rows": [1.0, 2.0]}}, "has the shape [2]", id="width"),
-        pytest.param({"source": {"module": "x"}}, "are added or ablated", id="patch-of-a-module"),
+        pytest.param({"source": {"module": "x"}}, "rows to add or ablate", id="patch-of-a-module"),
         pytest.param({"metric": {"kind": "loss"}}, "logit_difference, logprob, kl", id="metric"),
         pytest.param({"metric": {"kind": "logprob"}}, "metric has no 'token'", id="no-token"),
         pytest.param({"metric": {"kind": "kl"}}, "max_logprobs=-1", id="kl"),

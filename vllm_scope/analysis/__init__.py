@@ -1,4 +1,4 @@
-"""Directions, probes and lenses from rows. Needs torch and results, no engine.
+"""Directions, probes and lenses from rows. This folder needs torch and results, and no engine.
 
 rows.py        one row per result (pooled over positions), or one row per token
 contrast.py    steering modules from the difference of positive and negative rows

@@ -1,4 +1,4 @@
-"""Attention patterns, computed again from the rows of `q` and `k`.
+"""Attention patterns, computed from the rows of `q` and `k`.
 
     attention_pattern(out.scope, layer=3, heads=[0, 5])    # [2, queries, keys], float32
 
@@ -6,9 +6,9 @@ Owns:  `attention_pattern`, and `attention_weights`, the formula.
 Runs:  anywhere, without an engine.
 From:  results.   To: views, analysis.cache, compat.
 
-An attention kernel never holds all weights, so a tap cannot read them. `q` and `k` are the kernel's
-inputs, after norms and rotary embedding. In each head, a query at position n - 1 has n weights, and
-its row of `q` has head_size numbers. So rows are smaller than weights if n is above head_size.
+An attention kernel never stores all weights, so a tap cannot read them. `q` and `k` are the inputs
+of the kernel, after norms and rotary embedding. In each head, a query at position n - 1 has n
+weights, and its row of `q` has head_size numbers. If n is above head_size, rows are the smaller.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def attention_pattern(
 ) -> Tensor:
     """The weights with which queries attend to keys: Hugging Face's `attentions[layer][0]`.
 
-    The request must have read `k` at all positions up to its last query, and `q` at the positions
-    whose patterns are wanted: `Read("q", tokens="last"), Read("k")`. Rows from before the edits of
-    `q` and `k` give the pattern without these edits. Rows of a read with a codec give the pattern
-    of the decoded rows.
+    The request must have read `k` at all positions up to the last query, and `q` at the positions
+    of the wanted patterns: `Read("q", tokens="last"), Read("k")`. Rows from before the edits of `q`
+    and `k` give the pattern without these edits. Rows of a read with a codec give the pattern of
+    the decoded rows.
 
     Args:
         result: a ScopeResult, or the `scope` of a client's choice.
-        layer: from 0.
-        heads: the heads of the result, in this order; None: all.
+        layer: index of the layer, from 0.
+        heads: the heads to return, in this order; None: all heads.
         kernel: the layer's kernel as numbers: `client.info()["attention"][f"{layer}"]`. None: the
-            kernel that the result has; only a ScopeResult has one.
+            kernel of `result`, which must be a ScopeResult.
 
     Returns:
         float32 [num_heads, num_queries, num_keys], CPU. Row i is the query at
@@ -63,8 +63,8 @@ def attention_pattern(
         KeyError: the result has no rows of `q` or of `k` at this layer.
         ScopeError: rows of keys are missing, or the kernel does more than scale, cap, mask and
             bias its scores.
-        SpecError: a head is not a whole number, or not one of the layer's; or `kernel` is None and
-            the result has none.
+        SpecError: a head is not a whole number or not a head of the layer. Also if `kernel` is None
+            and the result has no kernel.
     """
     q, k = (_tensor(result[site, layer]).float() for site in ("q", "k"))
     if kernel is None:
@@ -73,8 +73,8 @@ def attention_pattern(
     num_keys = int(queries[-1]) + 1 if len(queries) else 0
     if not torch.equal(keys[:num_keys], torch.arange(num_keys)):
         raise ScopeError(
-            f"k of layer {layer} is not there at all positions from 0 to {num_keys - 1}, where the "
-            "last query is; read it with tokens='all', and wait until the request has ended."
+            f"rows of k are missing at layer {layer}; the last query needs k at all positions "
+            f"from 0 to {num_keys - 1}. Read k with tokens='all', and wait for the request."
         )
     check_kernel(kernel, f"layer {layer}")
     num_heads = q.shape[1]
@@ -126,9 +126,9 @@ def attention_weights(
         k: [num_keys, heads, head_size], of the same device and dtype.
         ahead: [num_queries, num_keys]: the key's position minus the query's position.
         seen: bool [num_queries, num_keys].
-        logits_soft_cap: cap * tanh(score / cap); 0: none.
+        logits_soft_cap: cap * tanh(score / cap); 0: no cap.
         alibi_slopes: [heads]; slope * ahead is added to a score.
-        sinks: [heads]; a score that takes part in the softmax and has no key.
+        sinks: [heads]; one more score in each softmax, without a key.
 
     Returns:
         [heads, num_queries, num_keys], dtype of `q`; 0 for a key that a query does not see.
@@ -151,16 +151,16 @@ def _kernel_of(result: Rows, layer: int) -> Mapping[str, Any]:
     sites = getattr(result, "sites", None)
     if sites is None:
         raise SpecError(
-            "kernel is None, and these rows do not say what the layer's kernel is; over HTTP it is "
-            "client.info()['attention'][f'{layer}']."
+            "kernel is None, and the rows of an HTTP client have no kernel; give "
+            "kernel=client.info()['attention'][f'{layer}']."
         )
     found: Mapping[str, Any] = sites.kernels[layer]
     return found
 
 
 def _tensor(rows: object) -> Tensor:
-    """The rows as a tensor. A read-only array, as from HTTP, is copied, because torch would warn
-    about it."""
+    """The rows as a tensor. A read-only array (from HTTP) is copied, because torch warns about
+    read-only arrays."""
     if isinstance(rows, np.ndarray) and not rows.flags.writeable:
         rows = rows.copy()
     return torch.as_tensor(rows)

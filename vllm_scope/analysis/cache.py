@@ -4,9 +4,9 @@ Owns:  ActivationCache: `blocks.3.hook_resid_post` -> [batch, pos, d_model],
        `blocks.3.attn.hook_z` -> [batch, pos, head, d_head].
 From:  results.   To: notebooks that were written for TransformerLens.
 
-Promise: index p of the pos dimension is position p. A result is refused unless it has every
-position from 0 on. A name means the same as in TransformerLens, with one exception: `hook_embed`
-is the input of layer 0, with positions and scaling, so it equals `blocks.0.hook_resid_pre`.
+Promise: index p of the pos dimension is position p. If a result lacks a position, it is refused. A
+name means the same as in TransformerLens, with one exception: here `hook_embed` is the input of
+layer 0, with positions and scaling. It equals `blocks.0.hook_resid_pre`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ class ActivationCache(Mapping[str, Tensor]):
     """A mapping of hook names to activations: [batch, pos, d_model], or
     [batch, pos, head, d_head] for sites inside the attention.
 
-    A layer's `resid_post` is the next layer's `resid_pre`. So rows that were read at one of the two
-    are found under both names, unless the request edited the stream between them. Keys list both
-    names. Shorthands are as in TransformerLens:
+    A layer's `resid_post` is the next layer's `resid_pre`. So rows of one of these names are found
+    under both names, if the request did not edit the stream between the two. Keys list both names.
+    Shorthands are as in TransformerLens:
     `cache["resid_post", 3]`, `cache["embed"]`, `cache["resid_post", -1]`.
 
     `blocks.3.attn.hook_pattern`, or `cache["pattern", 3]`, is [batch, head, query pos, key pos] in
-    float32. It is computed from the layer's `q` and `k` on its first access, and is not a key.
+    float32. The first access computes the pattern from the layer's `q` and `k`. The pattern is no
+    key.
 
     Args:
-        results: the rows of one completion, or of several, which make a batch. Every stream
+        results: the rows of one completion, or a list of these, which forms a batch. Every stream
             of a result must have the same positions 0, 1, 2, ... without a gap: read
             `tokens="all"` or "prompt". All results must have the same streams.
-        num_layers: the model's number of layers. Needed for a negative layer, as in
-            `cache["resid_post", -1]`, and for methods that are called with `layer=None`.
+        num_layers: the model's number of layers. A negative layer needs this number, as in
+            `cache["resid_post", -1]`, and so does a method with `layer=None`.
 
     Attributes:
         lengths: int64 [batch], number of positions of each result. The batch is padded on the
@@ -51,7 +52,7 @@ class ActivationCache(Mapping[str, Tensor]):
         mask: bool [batch, pos], False at padding.
 
     Raises:
-        SpecError: a result is not complete, has a gap, or has other streams than the first one.
+        SpecError: a result is not complete, has a gap, or has other streams than the first result.
     """
 
     def __init__(self, results: Result | Sequence[Result], num_layers: int | None = None) -> None:
@@ -64,7 +65,7 @@ class ActivationCache(Mapping[str, Tensor]):
             where = f"results[{i}]"
             check_complete(result, where)
             if set(result.keys()) != set(streams):
-                raise SpecError(f"{where} has other streams than results[0]; read all alike.")
+                raise SpecError(f"{where} has other streams than results[0]; read the same in all.")
             lengths.append(_length(result, where))
         self._results, self._num_layers = batch, num_layers
         self._read = {hook_of(stream): stream for stream in streams}
@@ -75,7 +76,7 @@ class ActivationCache(Mapping[str, Tensor]):
                 if all(_same_rows(result, stream, twin) for result in batch):
                     self._same.setdefault(hook_of(twin), stream)
         if num_layers is not None:
-            # No layer is behind the last one, so this `resid_pre` does not exist.
+            # The model has no layer of this number, so this `resid_pre` does not exist.
             self._same.pop(hook_of(("resid_pre", num_layers)), None)
         self._names = dict.fromkeys([*self._read, *self._same])
         self._values: dict[str, Tensor] = {}
@@ -128,7 +129,7 @@ class ActivationCache(Mapping[str, Tensor]):
         """A site's activations at all layers before `layer`: [layers, batch, pos, d_model].
 
         Args:
-            layer: the number of layers; None or -1: all of the model's.
+            layer: the number of layers; None or -1: all layers of the model.
 
         Raises:
             KeyError: the site was not read at one of the layers.
@@ -136,7 +137,7 @@ class ActivationCache(Mapping[str, Tensor]):
         """
         layers = range(self._up_to(layer))
         if not layers:
-            raise SpecError("there is no layer before layer 0; layer is 1 or more.")
+            raise SpecError("there is no layer before layer 0; layer must be 1 or more.")
         return torch.stack([self[site, each] for each in layers])
 
     @overload
@@ -150,7 +151,7 @@ class ActivationCache(Mapping[str, Tensor]):
     ) -> Tensor | tuple[Tensor, list[str]]:
         """The residual stream at the entry of each layer up to and including `layer`.
 
-        `Lens.logits` makes the logit lens's logits from the returned tensor.
+        `Lens.logits` computes the logit lens's logits from the returned tensor.
 
         Args:
             layer: None, -1 or the number of layers: all layers, and the last layer's `resid_post`
@@ -163,7 +164,7 @@ class ActivationCache(Mapping[str, Tensor]):
 
         Raises:
             KeyError: one of the components was not read.
-            SpecError: the number of layers is needed, and was not given.
+            SpecError: the number of layers is needed, but `num_layers` is None.
         """
         last = self._up_to(layer)
         labels: dict[str, tuple[str, int]] = {}
@@ -199,12 +200,11 @@ class ActivationCache(Mapping[str, Tensor]):
         return_labels: bool = False,
     ) -> Tensor | tuple[Tensor, list[str]]:
         """The components that the embedding and each layer before `layer` add to the residual
-        stream. If nothing was edited, the sum of all components is the stream at the entry of
-        `layer`.
+        stream. Without edits, the sum of all components is the stream at the entry of `layer`.
 
         Args:
             layer: None, -1 or the number of layers: all layers.
-            mode: "attn": only the outputs of attentions; "mlp": only those of MLPs; "all": both.
+            mode: "attn": only attention outputs; "mlp": only MLP outputs; "all": both outputs.
             incl_embeds: also return the embedding.
             return_labels: also return the components' names: "embed", "0_attn_out", ...
 
@@ -213,8 +213,8 @@ class ActivationCache(Mapping[str, Tensor]):
 
         Raises:
             KeyError: one of the components was not read.
-            SpecError: the number of layers is needed, and was not given; or there are no
-                components.
+            SpecError: the number of layers is needed, but `num_layers` is None. Also if there are
+                no components.
         """
         sites = {"all": ("attn_out", "mlp_out"), "attn": ("attn_out",), "mlp": ("mlp_out",)}
         if mode not in sites:
@@ -223,7 +223,7 @@ class ActivationCache(Mapping[str, Tensor]):
         for each in range(self._up_to(layer)):
             labels |= {f"{each}_{site}": (site, each) for site in sites[mode]}
         if not labels:
-            raise SpecError("nothing is added before layer 0 but the embedding; set incl_embeds.")
+            raise SpecError("before layer 0, only the embedding is added; set incl_embeds.")
         return self._stacked(labels, return_labels)
 
     def _stacked(
@@ -250,8 +250,8 @@ class ActivationCache(Mapping[str, Tensor]):
 
 
 def _same_rows(result: Result, read: SiteLayer, twin: SiteLayer) -> bool:
-    """True if no edit lies between a stream that was read and its twin. One of the two is a layer's
-    `resid_post`, the other is the next layer's `resid_pre`."""
+    """True if no edit lies between a stream that was read and its twin. The two are a layer's
+    `resid_post` and the next layer's `resid_pre`."""
     edited = getattr(result, "edited", frozenset[SiteLayer]())
     behind = read not in edited or (*read, "after") in result  # type: ignore[operator]
     if read[0] == "resid_pre":
@@ -260,7 +260,7 @@ def _same_rows(result: Result, read: SiteLayer, twin: SiteLayer) -> bool:
 
 
 def _twins(stream: SiteLayer) -> list[SiteLayer]:
-    """The other streams with the same rows, if nothing was edited."""
+    """The other streams that have the same rows, if the request has no edit."""
     site, layer = stream
     if site == "resid_post":
         return [("resid_pre", layer + 1)]
@@ -270,19 +270,19 @@ def _twins(stream: SiteLayer) -> list[SiteLayer]:
 
 
 def _length(result: Result, where: str) -> int:
-    """The number of positions of a result, which is the same at every stream."""
+    """The number of positions of a result. All streams must have the same number."""
     found: dict[int, SiteLayer] = {}
     for site, layer in result.keys():
         positions = result.positions(site, layer)
         if not len(positions) or not torch.equal(positions, torch.arange(len(positions))):
             raise SpecError(
                 f"{where} has positions {shown(positions.tolist())} at {site!r} {layer}; a cache "
-                "needs every one from 0 on: Read(..., tokens='all') or tokens='prompt'."
+                "needs every position from 0 on: Read(..., tokens='all') or tokens='prompt'."
             )
         found[len(positions)] = (site, layer)
     if len(found) != 1:
         raise SpecError(
-            f"{where} has streams of different lengths, {shown(found)}; read the same tokens of "
+            f"{where} has streams of different lengths, {shown(found)}; read the same tokens at "
             "each."
         )
     return next(iter(found))

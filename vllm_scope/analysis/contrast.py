@@ -2,9 +2,9 @@
 
 From:  rows.pooled_rows, or any tensors.   To: vectors.SteeringModule.
 
-Promise: a vector points from the negatives to the positives. Its length is 1. With normalise=False
-its length is the distance between the two means in its direction: the negatives' mean plus the
-vector has the same projection onto the vector as the positives' mean.
+Promise: a vector points from the negatives to the positives. The vector's length is 1. With
+normalise=False, the length is the distance between the two means along the vector. The negatives'
+mean plus the vector then has the same projection onto the vector as the positives' mean.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def principal_difference(
 ) -> SteeringModule:
     """The first principal component of pairs around their midpoints, at each stream.
 
-    Row i of the positives and row i of the negatives are a pair. Each pair's midpoint is
-    subtracted; the direction of the largest variance is then the one in which pairs differ most
-    (repeng's "pca_center"). Its sign is chosen so that the positives have the larger mean
+    Row i of the positives and row i of the negatives are a pair. The function subtracts each pair's
+    midpoint. The direction of the largest variance is then the direction in which pairs differ most
+    (repeng's "pca_center"). The sign is chosen so that the positives have the larger mean
     projection.
 
     Args and errors: as `mean_difference`; the numbers of rows must be equal.
@@ -75,10 +75,10 @@ def principal_difference(
     def direction(up: Tensor, down: Tensor, name: str) -> Tensor:
         if len(up) != len(down):
             raise SpecError(
-                f"{name} has {len(up)} positives and {len(down)} negatives; pairs need as many."
+                f"{name} has {len(up)} positives and {len(down)} negatives; give as many of each."
             )
-        # Without its midpoint a pair is plus and minus half its difference. So the axis of the
-        # pairs is the principal axis of the differences, which must not be centred again.
+        # Minus its midpoint, a pair is plus and minus half of the difference. So the pairs have the
+        # same principal axis as the differences. The differences must not be centred again.
         axis: Tensor = torch.linalg.svd(up - down, full_matrices=False).Vh[0]
         return axis * ((up - down) @ axis).mean()
 
@@ -86,8 +86,8 @@ def principal_difference(
 
 
 def pairs_digest(pairs: Iterable[tuple[str, str]]) -> str:
-    """`Provenance.dataset` of (positive, negative) texts: "sha256:..." of the sorted pairs as
-    JSON in UTF-8. The order of the pairs does not matter."""
+    """The value of `Provenance.dataset` for (positive, negative) texts: "sha256:..." of the sorted
+    pairs as JSON in UTF-8. The order of the pairs does not matter."""
     listed = sorted([list(pair) for pair in pairs])
     content = json.dumps(listed, ensure_ascii=False, separators=(",", ":"))
     return f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"
@@ -123,7 +123,7 @@ def _module(
             )
     if set(positives) != set(negatives):
         only = sorted(set(positives) ^ set(negatives))
-        raise SpecError(f"{shown(only)} are streams of one side only; read both sides alike.")
+        raise SpecError(f"{shown(only)} are streams of one side only; read the same on both sides.")
     vectors = {}
     for stream in positives:
         name = name_of(stream)

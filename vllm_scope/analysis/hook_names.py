@@ -18,12 +18,12 @@ Key = str | tuple[str] | tuple[str, int]
 _HOOKS = {
     "resid_pre": "hook_resid_pre", "resid_mid": "hook_resid_mid", "resid_post": "hook_resid_post",
     "attn_out": "hook_attn_out", "mlp_out": "hook_mlp_out", "mlp_post": "mlp.hook_post",
-    # TransformerBridge's names. `hook_attn_in` and `hook_mlp_in` name other rows: before the norms.
+    # TransformerBridge's names. `hook_attn_in` and `hook_mlp_in` name the rows before the norms.
     "attn_in": "attn.hook_in", "mlp_in": "mlp.hook_in",
     "q": "attn.hook_rot_q", "k": "attn.hook_rot_k", "v": "attn.hook_v", "z": "attn.hook_z",
 }  # fmt: skip
-#: TransformerLens's `ln_final.hook_normalized` names another row: before the multiplication by the
-#: norm's weight. So `ln_final` keeps its own name.
+#: TransformerLens's `ln_final.hook_normalized` names other rows: the rows before the multiplication
+#: by the norm's weight. So `ln_final` keeps its own name.
 _MODEL_HOOKS = {"embed": "hook_embed", "ln_final": "ln_final"}
 #: The hook of the attention pattern, which is computed from `q` and `k` and is not a stream.
 _PATTERN_HOOK = "attn.hook_pattern"
@@ -41,7 +41,7 @@ def stream_of_hook(name: str) -> SiteLayer | None:
 
 
 def stream_of_key(key: Key) -> SiteLayer:
-    """The stream of a hook's name or of a shorthand. The layer of a shorthand may be negative.
+    """The stream of a hook's name or of a shorthand. The layer of a shorthand can be negative.
 
     Raises:
         KeyError: the key names no stream.

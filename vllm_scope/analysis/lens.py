@@ -2,8 +2,8 @@
 
 From:  results, or rows [..., hidden_size].   To: logits, and the likeliest tokens.
 
-Promise: at the last layer's `resid_post` the logits equal the model's up to rounding, if the
-model ends in one norm, a linear unembedding, and at most a soft cap and a factor.
+Promise: the logits at the last layer's `resid_post` equal the model's logits up to rounding. The
+model must end in one norm, a linear unembedding, and at most a soft cap and a factor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap")
 class Lens:
     """A model's final norm and unembedding, and the cap and the scale of its logits.
 
-    `from_config` takes all but the tensors from a Hugging Face configuration.
+    `from_config` takes everything except the tensors from a Hugging Face configuration.
 
     Attributes:
         norm_weight: [hidden_size]. For Gemma: one plus the checkpoint's values.
@@ -69,7 +69,7 @@ class Lens:
 
         Args:
             config: the content of config.json as a mapping, or Hugging Face's configuration
-                object. If it has a `text_config`, the fields are taken from there.
+                object. If it has a `text_config`, the fields are taken from `text_config`.
             norm_weight, unembedding, norm_bias, unembedding_bias: as for `Lens`.
 
         Raises:
@@ -107,7 +107,7 @@ class Lens:
             if weight is not None and weight.shape != (length,):
                 raise SpecError(
                     f"{name} has shape {list(weight.shape)} and unembedding "
-                    f"{list(self.unembedding.shape)}; {name} has {length:,} values."
+                    f"{list(self.unembedding.shape)}; {name} must have {length:,} values."
                 )
         if self.soft_cap is not None:
             _above_zero(self.soft_cap, "soft_cap")
@@ -137,7 +137,7 @@ def _float(tensor: Tensor | None) -> Tensor | None:
 
 
 def _logit_scale(config: Mapping[str, object]) -> float:
-    """The product of a configuration's factors and divisors of logits."""
+    """The factor of the logits: the product of all factors and divisors in a configuration."""
     found = {
         name: _above_zero(config[name], name)
         for name in ("logit_scale", "lm_head_multiplier", "logits_scaling", "dim_model_base")
@@ -162,7 +162,7 @@ def _above_zero(value: object, name: str) -> float:
 def top_tokens(
     lens: Lens, result: Result, k: int = 5, site: str = "resid_post"
 ) -> dict[int, TopTokens]:
-    """The lens's likeliest tokens at a site, by layer, in ascending order of layers.
+    """Layer -> the lens's likeliest tokens at a site, in ascending order of layers.
 
     The tokens at position p are predictions for position p + 1.
 

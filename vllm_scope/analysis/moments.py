@@ -63,7 +63,7 @@ def sums_at(found: Found, stream: SiteLayer, labels: Iterable[str] | None = None
         if not all(np.isfinite(some).all() for some in _numbers(one)):
             raise SpecError(
                 f"the sums with label {shown(label)} at {name_of(stream)} have NaN or Inf, because "
-                "a row has, or a target is too large; drop them and leave out the request."
+                "a row has, or a target is too large; drop the sums and leave out that request."
             )
     return Sums.total([known[label] for label in wanted])
 
@@ -86,9 +86,9 @@ def difference_of_means(
     normalise: bool = True,
     provenance: Provenance | None = None,
 ) -> SteeringModule:
-    """The mean of one label's rows minus the mean of another's, at each stream.
+    """The mean of one label's rows minus the mean of another label's rows, at each stream.
 
-    The same difference as `contrast.mean_difference`, from sums.
+    This function computes `contrast.mean_difference` from sums.
 
     Args:
         positive, negative: two labels with sums at the same streams.
@@ -124,8 +124,8 @@ def ridge_probe(
     model: str | None = None,
     template: str | None = None,
 ) -> LinearProbe:
-    """A probe by ridge regression of y on rows: w and b minimise the sum of (x . w + b - y)^2, plus
-    alpha * |w|^2.
+    """A probe by ridge regression of y on rows: w and b minimise the sum of (x . w + b - y)^2 over
+    the rows, plus alpha * |w|^2.
 
     Args:
         alpha: strength of the L2 penalty, 0 or above.
@@ -167,7 +167,7 @@ def _targets(targets: object, found: Found, stream: SiteLayer) -> dict[str, floa
     """The targets as floats, by label.
 
     Raises:
-        SpecError: a target is not a finite number, or all of them are the same.
+        SpecError: a target is not a finite number, or all targets are the same.
     """
     if not isinstance(targets, Mapping):
         raise SpecError(
@@ -181,8 +181,8 @@ def _targets(targets: object, found: Found, stream: SiteLayer) -> dict[str, floa
     if len(set(numbers.values())) < 2:
         known = [label for *place, label in found if tuple(place) == stream]
         raise SpecError(
-            f"targets is {shown(dict(targets))}, so that every row has the same number; give at "
-            f"least two labels different numbers: the sums at {name_of(stream)} have "
+            f"targets is {shown(dict(targets))}, so that every row has the same number; give "
+            f"different numbers to two or more of the labels at {name_of(stream)}, which are "
             f"{shown(known)}."
         )
     return numbers
@@ -199,7 +199,7 @@ def lda_probe(
     model: str | None = None,
     template: str | None = None,
 ) -> LinearProbe:
-    """A probe by linear discriminant analysis of two classes, each of one label or of several.
+    """A probe by linear discriminant analysis of two classes. Each class has one or more labels.
 
     The probe's score is the log odds of the positive class. The prior of a class is its share of
     the rows.
@@ -233,7 +233,7 @@ def lda_probe(
 
 @dataclass(frozen=True, eq=False)
 class Components:
-    """The directions in which rows vary most, as scikit-learn's PCA has them.
+    """The directions in which rows vary most. scikit-learn's PCA has the same directions.
 
     Attributes:
         mean: [width], the mean of the rows.
@@ -278,7 +278,7 @@ def principal_components(sums: Sums, k: int) -> Components:
 @dataclass(frozen=True, eq=False)
 class Whitening:
     """A map that makes the covariance of rows the identity: z = (x - mean) @ matrix. The matrix is
-    the symmetric one, which changes rows least (ZCA).
+    symmetric. Of all such maps, this map changes rows least (ZCA).
 
     Attributes:
         mean: [width].

@@ -7,8 +7,8 @@ Each function takes an LLM, corrupted prompts, clean prompts of the same length,
 patches rows of the clean run into the corrupted run, and returns float64 values, the mean over the
 prompts. In place of TransformerLens's function of logits, the metric is a `LogitDifference`, a
 `Logprob` or a `KL`. Attention patterns cannot be patched. Queries and keys are patched after the
-rotary embedding; TransformerLens patches them before it. The effect is the same, because the
-positions in both runs are the same.
+rotary embedding. TransformerLens patches queries and keys before the rotary embedding. The effect
+is the same, because the positions in both runs are the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Patching(Protocol):
-    """A function of this module."""
+    """The signature of the functions of this module."""
 
     def __call__(
         self, llm: LLM, corrupted: object, clean: object, metric: Metric, progress: bool = True
@@ -78,7 +78,7 @@ get_act_patch_attn_head_v_all_pos: Patching = _patching("v", _ALL, **_ALL_POS)
 def get_act_patch_block_every(
     llm: LLM, corrupted: object, clean: object, metric: Metric, progress: bool = True
 ) -> Tensor:
-    """Patch resid_pre, attn_out and mlp_out, each in a sweep of its own; returns float64
+    """Patch resid_pre, attn_out and mlp_out, each in its own sweep. Returns float64
     [3, num_layers, num_positions]."""
     each = (get_act_patch_resid_pre, get_act_patch_attn_out, get_act_patch_mlp_out)
     return torch.stack([patch(llm, corrupted, clean, metric, progress) for patch in each])

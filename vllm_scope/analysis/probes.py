@@ -1,9 +1,9 @@
 """Linear probes: a concept as one direction and a threshold, fitted to labelled rows.
 
 Owns:  LinearProbe, its fitting and calibration, and its files.
-From:  rows [n, hidden_size] and labels.   To: scores, here or while serving.
+From:  rows [n, hidden_size] and labels.   To: scores, in this process or on a server.
 
-A probe's files are NAME.safetensors and beside it NAME.json (vectors.probe_files).
+A probe's files are NAME.safetensors and, in the same folder, NAME.json (vectors.probe_files).
 """
 
 from __future__ import annotations
@@ -65,20 +65,20 @@ class Calibration:
 
 @dataclass(frozen=True, eq=False)
 class LinearProbe:
-    """score = row . weight + bias, positive where the concept is likelier than not.
+    """score = row . weight + bias. If the score is above 0, the concept is more likely than not.
 
     Attributes:
         weight: float32 [hidden_size], read-only.
         bias: float. Weight and bias are for the raw stream, without a scaler.
         site, layer: the stream whose rows the probe scores.
-        pooling: the tokens to whose rows the probe was fitted, a word of `tokens`: "last_prompt",
-            "prompt", "generated", "all", ...; any other word, such as "mean", means that a row
-            was not the row of a single token. None: unknown.
+        pooling: the tokens whose rows the probe was fitted to. A word of `tokens`: "last_prompt",
+            "prompt", "generated", "all", ... Another word, such as "mean", says that a row was not
+            the row of a single token. None: unknown.
         model: the model of the stream.
         threshold: the lowest score at which the concept counts as present.
-        template: the chat template of the prompts to which the probe was fitted: a
-            `template_digest`, "none" for prompts without a chat template, "chat" for some
-            template. None: unknown.
+        template: the chat template of the prompts that the probe was fitted to: a
+            `template_digest`, "none" for prompts without a chat template, or "chat" for an unknown
+            chat template. None: unknown.
         calibration: used by `probabilities`; None: scores are logits.
 
     Raises:
@@ -103,7 +103,7 @@ class LinearProbe:
         for name in ("bias", "threshold"):
             object.__setattr__(self, name, finite(getattr(self, name), name))
         checked_template(self.template)
-        # The warnings that were given. Not a field, because they are no part of the probe's value.
+        # The warnings that were given. Not a field, because they are not part of the probe's value.
         object.__setattr__(self, "_told", set())
 
     def action(self, name: str, tokens: object = None, template: str | None = None) -> Probe:
@@ -111,14 +111,14 @@ class LinearProbe:
 
         Args:
             name: the name of the scores in the result.
-            tokens: a selector; None: the tokens to which the probe was fitted, or "all" if these
-                are unknown or not single tokens.
+            tokens: a selector. None: the tokens that the probe was fitted to, or "all" if these are
+                unknown or not single tokens.
             template: the template of the request's prompt, in the form of `LinearProbe.template`;
                 None: not checked.
 
         Warns:
-            ProbeWarning: the probe was fitted to other tokens, or in another template. The same
-                warning comes only once from one probe.
+            ProbeWarning: the probe was fitted to other tokens, or with another template. A probe
+                gives the same warning only one time.
 
         Raises:
             SpecError: as `vllm_scope.Probe`.
@@ -146,8 +146,8 @@ class LinearProbe:
         return rows.float() @ torch.tensor(self.weight, device=rows.device) + self.bias
 
     def probabilities(self, rows: Rows) -> Tensor:
-        """The concept's probability, float32 [...], by the calibration. If the probe has none, the
-        sigmoid of the score, as in logistic regression."""
+        """The concept's probability, float32 [...], by the calibration. If the probe has no
+        calibration, the probability is the sigmoid of the score."""
         scores = self.scores(rows)
         if self.calibration is not None:
             scores = self.calibration.slope * scores + self.calibration.offset
@@ -159,11 +159,12 @@ class LinearProbe:
         Needs scikit-learn.
 
         Args:
-            rows: [n, hidden_size]; the probe must not have been fitted to them.
-            labels: [n], whether the concept is present: 0 or 1, or False or True; both must occur.
+            rows: [n, hidden_size]. The probe must not have been fitted to these rows.
+            labels: [n], 0 or 1, or False or True: whether the concept is present. Both values must
+                occur.
 
         Raises:
-            SpecError: the labels are all the same, have other values, or are not as many as rows.
+            SpecError: all labels are the same, a label has another value, or the counts differ.
         """
         from sklearn.linear_model import LogisticRegression
 
@@ -171,8 +172,8 @@ class LinearProbe:
         truth = _checked_labels(rows, labels).reshape(-1)
         scores = self.scores(rows).detach().cpu().double().numpy().reshape(-1, 1)
         # Platt's targets are a little above 0 and below 1, because perfectly separated rows would
-        # make the slope infinite. Each row counts once with each label: its target is the
-        # weight of True, and 1 - target is the weight of False.
+        # make the slope infinite. Each row occurs two times: with the label True and the weight
+        # `target`, and with the label False and the weight 1 - target.
         hits, misses = truth.sum(), (~truth).sum()
         target = np.where(truth, (hits + 1) / (hits + 2), 1 / (misses + 2))
         fitted = LogisticRegression(C=np.inf).fit(
@@ -220,16 +221,16 @@ def train_probe(
 
     Args:
         rows: [n, hidden_size], a tensor or a numpy array of any float dtype.
-        labels: [n], whether the concept is present: 0 or 1, or False or True; both must occur.
+        labels: [n], 0 or 1, or False or True: whether the concept is present. Both must occur.
         stream: (site, layer) of the rows.
         c: inverse strength of the L2 penalty, on the standardised rows.
-        pooling: a field of the probe: the tokens of the rows, as a word of `tokens`, or "mean" for
-            rows that are not the rows of single tokens. None: unknown.
+        pooling: a field of the probe: the tokens of the rows, as a word of `tokens`, or "mean" if a
+            row is not the row of a single token. None: unknown.
         model, template: fields of the probe.
 
     Raises:
         SpecError: shapes disagree, rows are not finite, labels have other values or are all the
-            same, or the stream or the pooling is not a valid one.
+            same, or the stream or the pooling is not valid.
         ImportError: scikit-learn is not installed.
     """
     try:
@@ -267,7 +268,7 @@ def save_probe(path: str | Path, probe: LinearProbe) -> None:
 
     path = probe_path(path)
     body = {k: v for k, v in asdict(probe).items() if k not in ("weight", "bias")}
-    # The bias is written in float64, which keeps a folded bias exactly.
+    # The bias is written in float64, because a folded bias is not exact in float32.
     save_file({"weight": probe.weight, "bias": np.array([probe.bias])}, path)
     path.with_suffix(".json").write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
 
@@ -291,7 +292,7 @@ def load_probe(path: str | Path) -> LinearProbe:
 
 
 def checked_pooling(pooling: object) -> None:
-    """Raises SpecError unless `pooling` is None, a word of `tokens`, or "mean"."""
+    """Raises SpecError if `pooling` is not None, a word of `tokens`, or "mean"."""
     if pooling is not None and pooling not in (*WORDS, "mean"):
         raise SpecError(
             f"pooling is {shown(pooling)}; it must be one of {', '.join(WORDS)}, or 'mean' for "
@@ -304,8 +305,8 @@ def _checked_labels(rows: Tensor, labels: Labels) -> NDArray[np.bool_]:
     if truth.shape != rows.shape[:-1]:
         raise SpecError(
             f"there are labels of shape {list(truth.shape)} for rows of shape "
-            f"{list(rows.shape)}; give one for each row."
+            f"{list(rows.shape)}; give one label for each row."
         )
     if truth.all() or not truth.any():
-        raise SpecError("the labels are all the same; both kinds must occur.")
+        raise SpecError("the labels are all the same; both values must occur.")
     return truth

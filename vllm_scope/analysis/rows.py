@@ -1,4 +1,4 @@
-"""Rows to fit a probe or a direction to: one per result, or one per token; and their labels.
+"""Rows and labels to which a probe or a direction is fitted: one row per result or per token.
 
 Owns:  Result, Labels, `pooled_rows`, `token_rows`; the checks that other files share: `as_rows`,
        `truth_of`, `stream_of`.
@@ -26,10 +26,10 @@ Labels = Sequence[bool] | NDArray[np.bool_] | Tensor
 
 
 class Result(Protocol):
-    """The rows of one completion; `vllm_scope.results.result.ScopeResult` is one.
+    """The rows of one completion. `vllm_scope.results.result.ScopeResult` implements this protocol.
 
-    `result[site, layer]` is [num_positions, hidden_size] (of sites inside the attention
-    [num_positions, heads, numbers of a head]) in any float dtype;
+    `result[site, layer]` is [num_positions, hidden_size], in any float dtype. For a site inside the
+    attention it is [num_positions, heads, numbers of a head].
     `positions(site, layer)` is the absolute positions of those rows, int64, ascending.
     If a result has a `status`, "complete" means that no row is missing.
     """
@@ -44,8 +44,8 @@ def check_complete(result: Result, where: str) -> None:
     status = getattr(result, "status", "complete")
     if status != "complete":
         raise SpecError(
-            f"{where} is {status!r}: rows of it are missing, or still to come. Leave it out, "
-            "or run its request again."
+            f"{where} is {status!r}: some of its rows are missing, or have not arrived. Leave this "
+            "result out, or run its request again."
         )
 
 
@@ -90,19 +90,19 @@ def token_rows(
 ) -> tuple[Tensor, Tensor]:
     """All rows of a stream, each with its result's label, to fit a probe of single tokens.
 
-    To check the probe, hold out whole results, not rows: the rows of one text are much alike.
+    To check the probe, hold out whole results, because the rows of one text are similar.
 
     Args:
         results: each with rows at the stream.
-        labels: one for each result: 0 or 1, or False or True.
+        labels: one label for each result: 0 or 1, or False or True.
 
     Returns:
         float32 [num_rows, hidden_size], in the order of results and positions, and bool
         [num_rows].
 
     Raises:
-        SpecError: there are no results, a result is not complete, there is not one label for each
-            result, or a label has another value.
+        SpecError: there are no results, a result is not complete, the labels are not as many as the
+            results, or a label has another value.
     """
     results, stream = _checked_all(results), stream_of(stream)
     truth = truth_of(labels)
@@ -151,10 +151,10 @@ def as_rows(rows: object, what: str = "rows") -> Tensor:
     """The rows as a tensor: `rows` itself if it is a tensor, a copy if it is a numpy array.
 
     Raises:
-        SpecError: `rows` is neither a tensor nor a numpy array of numbers.
+        SpecError: `rows` is not a tensor, and not a numpy array of numbers.
     """
     if isinstance(rows, np.ndarray) and rows.dtype.kind in "fiu":
-        # A copy, because torch takes no array that is read-only or has negative strides.
+        # A copy, because torch refuses arrays that are read-only or have negative strides.
         return torch.from_numpy(
             np.array(rows, np.float64 if rows.dtype.itemsize > 4 else np.float32)
         )
@@ -175,14 +175,14 @@ def stream_of(stream: object, where: str = "stream") -> SiteLayer:
     pair = tuple(stream) if isinstance(stream, list | tuple) else ()
     if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], int | np.integer):
         raise SpecError(
-            f"{where} is {shown(stream)}; it must be (site, layer), as ('resid_post', 5)."
+            f"{where} is {shown(stream)}; it must be (site, layer), such as ('resid_post', 5)."
         )
     return pair[0], int(pair[1])
 
 
 def _checked_streams(streams: Iterable[SiteLayer]) -> list[SiteLayer]:
     found = [streams] if isinstance(streams, str) else list(streams)
-    if len(found) == 2 and isinstance(found[0], str):  # one stream in place of a list
+    if len(found) == 2 and isinstance(found[0], str):  # the caller gave one stream, not a list
         raise SpecError(
             f"streams is {shown(streams)}; it must be a list of streams: [{shown(tuple(found))}]."
         )

@@ -1,8 +1,8 @@
-"""One row per position, from all rows that were computed.
+"""Selects one row per position from all computed rows of a stream.
 
-Owns:  Transcript; the rule by which arrived rows become a stream: for each position the last
-       computed row stays; rows that nobody asked for, and rows of tokens that were never accepted,
-       are left out.
+Owns:  Transcript, and the rule by which received rows become a stream. For each position, the row
+       that was computed last is kept. Rows that the request did not select are dropped. Rows of
+       tokens that were never accepted are dropped.
 Runs:  in the front-end (results), and in the worker (sinks.request, files.rows).
 """
 
@@ -24,16 +24,18 @@ Ints = NDArray[np.int64]
 #: torch 2.13, at::internal::GRAIN_SIZE
 ONE_THREAD = 1 << 15
 _ALL = Word("all")
-#: Bytes of a number -> a dtype of that size which numpy has too.
+#: Size of a number in bytes -> a torch dtype of this size that numpy also has.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Part(NamedTuple):
-    """Some values of one stream: [n] positions and arrivals, [n, size] rows.
+    """Some values of one stream.
 
     Attributes:
-        arrivals: the order in which rows were computed, across all parts of a request: a later row
-            has a larger number.
+        positions: int64 [n].
+        arrivals: int64 [n]. Of two rows of a request, the row that was computed later has the
+            larger number.
+        rows: [n, size].
     """
 
     positions: Ints
@@ -42,12 +44,11 @@ class Part(NamedTuple):
 
 
 class Transcript(Sequence[int]):
-    """A view of a prompt and of the first tokens of an output that may grow.
+    """A view of a prompt and of the first `num_output` tokens of an output.
 
     Args:
-        prompt_ids: [num_prompt], never changed.
-        output_ids: may be extended; ids in it do not change.
-        num_output: how many of the first `output_ids` the view includes.
+        prompt_ids: [num_prompt]. The caller never changes this list.
+        output_ids: The caller can append ids to this list, and never changes an id.
     """
 
     def __init__(self, prompt_ids: Sequence[int], output_ids: list[int], num_output: int) -> None:
@@ -76,7 +77,7 @@ class Transcript(Sequence[int]):
 
 
 def num_processed(num_tokens: int, num_prompt: int) -> int:
-    """Number of positions with rows: all tokens except the one sampled last."""
+    """Number of positions with rows: all tokens except the last sampled token."""
     return num_tokens - (1 if num_tokens > num_prompt else 0)
 
 
@@ -91,15 +92,15 @@ def wanted_positions(
 
     Args:
         token_ids: prompt and output so far.
-        ended: True if the request has ended: its last token is then known.
-        first: positions below this one are left out, at no cost.
+        ended: True if the request has ended. Selectors then know which token is the last one.
+        first: Smaller positions are left out, and take no time.
     """
     count = num_processed(len(token_ids), num_prompt)
     positions = np.arange(first, count, dtype=np.int64)
     if _ALL in selectors:
         return positions
     if all(selector.uniform for selector in selectors):
-        ids = positions  # uniform selectors do not look at ids
+        ids = positions  # uniform selectors do not read token ids
     else:
         ids = np.asarray(token_ids[first:count], np.int64)
     tokens = Tokens(positions, num_prompt, ids, count if ended else None)
@@ -111,40 +112,39 @@ def wanted_positions(
 
 
 def last_of_each(positions: Ints) -> tuple[Ints, Ints]:
-    """The distinct positions, ascending, and the index of the last occurrence of each."""
+    """The distinct positions, ascending, and for each position the index of its last occurrence."""
     distinct, from_end = np.unique(positions[::-1], return_index=True)
     return distinct, len(positions) - 1 - from_end
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which values of some parts stay. Other parts with the same positions and arrivals have the
-    same Chosen.
+    """Which values of some parts are kept. Only the parts' positions and arrivals decide this.
 
     Attributes:
-        positions: the positions of the values that stay, ascending.
-        index: the indices of these values among the values of all parts.
+        positions: int64 [n], the positions of the kept values, ascending.
+        index: the indices of the kept values among the values of all parts.
     """
 
     positions: Ints
     index: slice | Tensor
 
     def of(self, parts: Sequence[Part]) -> Tensor:
-        """The values that stay, [n, size]; a view if there is one part and `index` is a slice."""
+        """The kept values, [n, size]. If there is one part and `index` is a slice, a view."""
         if len(parts) == 1:
             return parts[0].rows[self.index]
         return joined_rows([p.rows for p in parts])[self.index]
 
 
 def joined_rows(pieces: Sequence[Tensor]) -> Tensor:
-    """Join CPU tensors along the first axis, in new memory and on this thread.
+    """Join CPU tensors along the first axis, in new memory and on the caller's thread.
 
-    Torch would copy on all cores. Its threads then wait for more work, and keep these cores busy
-    for milliseconds after each request.
+    torch.cat would copy with threads on all cores. After the copy, torch's threads keep these cores
+    busy for milliseconds.
 
     Args:
-        pieces: at least one; their dtype and other axes are equal. A piece that is not contiguous,
-            such as a column of a table, is not made contiguous first.
+        pieces: At least one tensor. All have the same dtype, and the same shape except for the
+            first axis. A piece can be non-contiguous, and is then copied only one time.
     """
     dtype = pieces[0].dtype
     if sum(piece.numel() for piece in pieces) < ONE_THREAD:
@@ -165,22 +165,22 @@ def choose(parts: Sequence[Part], wanted: Ints) -> Chosen:
     positions = parts[0].positions
     if len(parts) > 1:
         positions = np.concatenate([p.positions for p in parts])
-    # Usually each position was computed once, in order, up to the last wanted one or past it. Then
-    # the first n values are the wanted ones.
+    # The usual case: each position was computed one time, in ascending order, and no unwanted
+    # position lies between wanted positions. Then the first n values are the wanted values.
     n = min(len(positions), len(wanted))
     if np.array_equal(positions[:n], wanted[:n]) and (
         not n or n == len(positions) or positions[n:].min() > wanted[-1]
     ):
         return Chosen(wanted[:n], slice(n))
     order = np.argsort(np.concatenate([p.arrivals for p in parts]), kind="stable")
-    # Recomputation and rejected drafts compute a position twice.
+    # After a preemption or a rejected draft, a position is computed again.
     found, last = last_of_each(positions[order])
     keep = np.isin(found, wanted)
     return Chosen(found[keep], torch.from_numpy(order[last[keep]]))
 
 
 def last_values(parts: Sequence[Part], wanted: Ints, empty: Tensor) -> tuple[Tensor, Ints]:
-    """Values and their positions, ascending: for each wanted position, the last computed value.
+    """For each wanted position, the value that was computed last; and the positions, ascending.
 
     Args:
         wanted: ascending.

@@ -1,4 +1,4 @@
-"""A batch of rows, split by layout and by request.
+"""Splits a batch of rows by layout and by request.
 
 Runs:  in the front-end (results.inbox) and on the drain thread (sinks.router).
 """
@@ -20,7 +20,7 @@ def by_layout(
     widths: Widths,
     slots: Tensor,
 ) -> Iterator[tuple[Layout, np.ndarray, np.ndarray]]:
-    """Yield a batch's tokens and their bytes, layout by layout.
+    """Yield the tokens of a batch and the bytes of these tokens, for one layout after another.
 
     Args:
         layouts, layout_of, boundary: as in labels.Labels and sinks.RowBatch.
@@ -28,8 +28,8 @@ def by_layout(
         slots: uint8 [num_slots, SLOT_BYTES].
 
     Yields:
-        (layout, tokens [n], data: uint8 [n, bytes of a token]), for each layout that
-        some token has.
+        (layout, indices of the layout's tokens [n], data: uint8 [n, bytes of a token]).
+        A layout without tokens is left out.
 
     Raises:
         ValueError: the number of slots contradicts the layouts.
@@ -49,7 +49,7 @@ def by_layout(
         return
     sizes = np.array([layout.slots(widths) for layout in layouts])[layout_of]
     if sizes.sum() != len(slots):
-        raise ValueError(f"{len(slots)} slots came where the layouts make it {sizes.sum()}")
+        raise ValueError(f"the batch has {len(slots)} slots, but its layouts need {sizes.sum()}")
     starts = np.cumsum(sizes) - sizes
     by_slot = data.view(SLOT)
     for i, layout in enumerate(layouts):
@@ -61,10 +61,11 @@ def by_layout(
 
 
 def by_key(keys: np.ndarray) -> Iterator[tuple[int, slice | np.ndarray]]:
-    """Yield each key, ascending, with its indices: a slice if they are evenly spaced, or an array.
+    """Yield each key, ascending, with the indices at which `keys` has it.
 
-    Several steps of the same requests come as one message. A request's tokens are then
-    usually every n-th token of the message, and a slice copies them without a gather.
+    If the indices of a key are evenly spaced, they are a slice, else an array. One message often
+    has several steps of the same requests. A request's tokens are then every n-th token of the
+    message, and a slice copies the tokens without a gather.
 
     Args:
         keys: int64 [n], n >= 1.
@@ -79,7 +80,7 @@ def by_key(keys: np.ndarray) -> Iterator[tuple[int, slice | np.ndarray]]:
         for key, at in zip(found, order.tolist(), strict=True):
             yield key, slice(at, at + 1)
         return
-    # The least and the largest distance between neighbouring indices of a key.
+    # The smallest and the largest distance between adjacent indices of a key.
     distances = np.diff(order, append=order[-1])
     within = np.ones(len(keys), bool)
     within[stops - 1] = False

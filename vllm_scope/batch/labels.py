@@ -1,10 +1,10 @@
-"""The tokens that one step computes, and the tokens whose rows a batch holds.
+"""The tokens that one step computes, and the tokens whose rows a batch contains.
 
 Owns:  StepBatch, Labels.
 Runs:  StepBatch in the worker; Labels in the worker and in messages to front-ends.
 
-The objects that each step makes are msgspec.Structs. A frozen dataclass takes 1.4 us
-to make, ten times as long. A step makes three such objects, on the thread that launches the model.
+Both classes are msgspec.Structs, because the thread that launches the model creates them in each
+step. To create a frozen dataclass takes 1.4 us, ten times as long.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class StepBatch(msgspec.Struct, frozen=True, eq=False):
     """The requests and the tokens of one forward, in vLLM's row order.
 
     Attributes:
-        req_ids: the requests, in the order of their rows.
-        query_start: int [num_reqs + 1], first row of each request.
-        num_computed: int [num_reqs], position of each request's first row.
-        optimistic: True if `num_computed` counts draft tokens that may have been rejected;
-            the true positions are then on the device.
+        req_ids: the ids of the requests, in the order of their rows.
+        query_start: int [num_reqs + 1], the first row of each request.
+        num_computed: int [num_reqs], the position of each request's first row.
+        optimistic: True if `num_computed` can include rejected draft tokens. The true positions
+            are then on the device.
     """
 
     req_ids: list[str]
@@ -35,14 +35,15 @@ class StepBatch(msgspec.Struct, frozen=True, eq=False):
 
 
 class Labels(msgspec.Struct, frozen=True, eq=False):
-    """The tokens whose rows and scores a batch holds, in slot order.
+    """The tokens whose rows and scores a batch contains, in slot order.
 
     Attributes:
         keys: int64 [num_tokens], the key of each token's request.
         positions: int64 [num_tokens], each token's position in its request.
         layout_of: int32 [num_tokens], index into `layouts`.
         layouts: the distinct layouts.
-        rows: int64 [num_tokens], the tokens' rows in the step (to look up true positions).
+        rows: int64 [num_tokens], the row of each token in the step. The worker uses the row to find
+            the token's true position.
     """
 
     keys: Ints
@@ -53,10 +54,10 @@ class Labels(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def sums(self) -> bool:
-        """True if some rows stay on the device, where they are added to sums."""
+        """True if the worker adds some of the rows to sums on the device."""
         return any(layout.sent is not layout for layout in self.layouts)
 
     @property
     def encodes(self) -> bool:
-        """True if heads work on some rows on their way out of the arena."""
+        """True if a head is applied to some of the rows after they leave the arena."""
         return any(layout.arena is not layout for layout in self.layouts)

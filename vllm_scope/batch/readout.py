@@ -1,11 +1,11 @@
-"""Scores and aggregates, computed from the numbers of a probe's nets.
+"""Computes a probe's scores and aggregates from the numbers of the probe's nets.
 
 Owns:  Readout (for a request's positions, in order), `scores_of` (for single tokens).
 Runs:  in the front-end (results), and in the worker (sinks.request). numpy, no GPU.
 From:  request.resolve (the probe).
 
-Promise: numbers are added in float64, in the order of positions. So scores and aggregates do not
-depend on how many positions one call takes.
+Promise: the scores and aggregates do not depend on how many positions one call has. Numbers are
+added in float64, in the order of positions.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from vllm_scope.request.nets import Aggregate, Ema, RollingMean
 from vllm_scope.request.resolved import ResolvedProbe
 
 Floats = NDArray[np.float64]
-#: The logits of a pool are taken relative to a reference, which is a multiple of this number and
-#: therefore seldom changes. exp(-2 * _STEP) is far above the smallest float64.
+#: A reference number is subtracted from the logits of a pool. The reference is a multiple of _STEP,
+#: and therefore seldom changes. exp(-2 * _STEP) is far above the smallest float64.
 _STEP = 256.0
 
 
@@ -33,8 +33,8 @@ class Read(NamedTuple):
 
     Attributes:
         scores: float32 [n].
-        aggregates: float32 [n], of all scores up to each position; None if the probe has no
-            aggregate.
+        aggregates: float32 [n]. Each number is the aggregate of the scores up to its position.
+            None if the probe has no aggregate.
     """
 
     scores: Tensor
@@ -96,7 +96,7 @@ class Readout:
 
 
 def scores_of(probe: ResolvedProbe, numbers: Tensor) -> Tensor:
-    """float32 [n]: the scores of a probe that scores each token by itself, from `numbers`
+    """float32 [n]: the scores of a probe that scores each token separately, from `numbers`
     [n, 1 or more]."""
     with np.errstate(over="ignore", invalid="ignore"):
         return torch.from_numpy(_scores(probe, numbers.numpy()))
@@ -110,18 +110,18 @@ def _scores(probe: ResolvedProbe, numbers: NDArray[np.float32]) -> NDArray[np.fl
 def _activated(probe: ResolvedProbe, scores: NDArray[Any]) -> NDArray[np.float32]:
     """The scores after the probe's activation, float32, from float32 or float64."""
     if probe.activation == "sigmoid":
-        # torch.sigmoid rounds the last few elements of a tensor in another way than the others.
+        # torch.sigmoid rounds the last few elements of a tensor in a different way.
         scores = 1 / (1 + np.exp(-scores.astype(np.float64)))
     return scores.astype(np.float32, copy=False)
 
 
 class _Pool:
-    """For each head, the softmax-weighted average of the values so far; their sum over heads."""
+    """The sum over heads of each head's softmax-weighted average of the values so far."""
 
     def __init__(self, num_heads: int) -> None:
-        #: Per head: the largest logit, the multiple of _STEP at or above it, and the sums of
-        #: weights and of weighted values, relative to the weight of that multiple.
+        #: For each head: the largest logit, and the next multiple of _STEP (the reference).
         self._top = np.full((2, num_heads), -np.inf)
+        #: For each head: sums of weights and of weighted values. Weight: exp(logit - reference).
         self._sums = np.zeros((2, num_heads))
 
     def add(self, numbers: Floats) -> Floats:
@@ -134,7 +134,7 @@ class _Pool:
         with np.errstate(invalid="ignore"):
             tops = np.maximum.accumulate(np.vstack([self._top[:1], logits]))
             bases = np.vstack([self._top[1:], np.ceil(tops[1:] / _STEP) * _STEP])
-            # A logit of minus infinity has weight 0, even before any other logit has come.
+            # A logit of minus infinity has weight 0, also as the first logit.
             weights = np.exp(np.where(np.isneginf(logits), -np.inf, logits - bases[1:]))
             terms = np.stack([weights, weights * values], axis=1)
             found = np.empty(terms.shape)
@@ -153,8 +153,7 @@ class _Pool:
 
 class _Running(Protocol):
     def add(self, scores: Floats) -> Floats:
-        """The aggregate at each of the next positions, [n], from their scores [n]; n is 1 or
-        more."""
+        """The aggregate at each of the next n >= 1 positions, [n], from their scores, [n]."""
 
 
 class _Max:
@@ -201,22 +200,22 @@ class _Mean:
 class _RollingMean:
     """The mean of the last `window` scores.
 
-    The positions are cut into blocks of `window`. The window that ends at a position consists of
-    the end of one block and the beginning of the next; both have running sums. The difference of
-    two values of one running sum would be wrong: it would keep each NaN, and the rounding errors of
-    large scores, after these scores have left the window.
+    The positions are divided into blocks of `window` positions. A window consists of the end of one
+    block and the beginning of the next block. Both parts have running sums. One running sum over
+    all positions would be wrong: a NaN, or the rounding error of a large score, would stay in the
+    sum after the score has left the window.
 
     Args:
-        largest: True if `add` returns, at each position with a full window, the largest mean of a
-            full window so far.
+        largest: True if `add` returns, at each position with a full window, the largest mean so far
+            of any full window.
     """
 
     def __init__(self, window: int, largest: bool) -> None:
         self._window, self._count = window, 0
-        #: The scores of the block that is not full, their number, and their sum. Pages of the
-        #: array that were not written to take no memory.
+        #: The scores of the last block, which is not full; how many scores it has; their sum. A
+        #: part of the array that was never written takes no memory.
         self._block, self._begun, self._sum = np.zeros(window), 0, 0.0
-        #: [window + 1], the sums of the previous block, from each place to the block's end.
+        #: [window + 1]: sums over the previous block, from each index to the block's end.
         self._ends = np.zeros(window + 1)
         self._max = _Max() if largest else None
 

@@ -2,7 +2,7 @@
 
 Owns:  SparseRows, `sparse_rows`.
 Runs:  in the front-end (results), and in the worker (sinks.request). No GPU.
-From:  request.resolved (the action that was asked for).
+From:  request.resolved (the request's action).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from vllm_scope.request.resolved import ResolvedFeatures
 
 @dataclass(frozen=True)
 class SparseRows:
-    """Features, or tokens of a lens, at some positions. Each position has a fixed number of places.
+    """Features, or tokens of a lens, at n positions, with `places` entries for each position.
 
     Attributes:
-        indices: int32 [n, places]; -1 in a place without a feature.
-        values: float32 [n, places]; 0 in a place without a feature.
-        lens: (name, layer) of the lens whose tokens these are; None for features.
-        read: the features that were read; NOT_KNOWN for a lens.
+        indices: int32 [n, places]; -1 in an unused entry.
+        values: float32 [n, places]; 0 in an unused entry.
+        lens: (name, layer) of the lens that computed the tokens; None for features.
+        read: the features that the result can have; NOT_KNOWN for a lens.
     """
 
     indices: Tensor
@@ -55,8 +55,8 @@ def sparse_rows(asked: ResolvedFeatures, words: Tensor) -> SparseRows:
     """The features in the numbers that a worker delivered.
 
     Args:
-        words: float32 [n, num_values]. In numbers of a Strongest, the first half of each row are
-            the bits of int32 indices.
+        words: float32 [n, num_values]. If a Strongest or a Likeliest computed the numbers, the
+            first half of each row contains int32 indices, as bits.
     """
     (cell,) = asked.cells
     if isinstance(cell.bank, Strongest):

@@ -1,7 +1,7 @@
-"""Sums of rows by label, as a worker returns them, and the device memory that they take.
+"""Sums of rows by label, as a worker returns them, and the size of the sums on the device.
 
 Owns:  Sums, Packed, `bytes_of`, `upper_blocks`.
-Runs:  in workers (which make them), in EngineCore (which counts their bytes), in front-ends.
+Runs:  in workers (create the sums), in EngineCore (counts their bytes), in front-ends.
 From:  worker.summing.   To: core.sums_room, analysis.moments.
 """
 
@@ -16,21 +16,21 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-#: Bounds of `num_waiting`. If more rows wait, their products x x^T are cheaper, and the rows take
-#: more memory.
+#: Bounds of `num_waiting`. If more rows wait, the products x x^T take less time for each row, and
+#: the waiting rows take more memory.
 LEAST_ROWS, MOST_ROWS = 256, 4096
-#: Rows of x x^T that are computed at once: 32 MiB if x x^T has 4,096 columns.
+#: Rows of x x^T that one product computes: 32 MiB if x x^T has 4,096 columns.
 BLOCK = 1024
 
 
 def upper_blocks(width: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of the blocks of x x^T on and above the diagonal."""
+    """Yield (rows, columns) of each block of x x^T on or above the diagonal."""
     for first in range(0, width, BLOCK):
         yield slice(first, min(first + BLOCK, width)), slice(first, width)
 
 
 def num_waiting(width: int) -> int:
-    """How many rows of this width may wait on the device for their products x x^T."""
+    """The largest number of rows of this width that wait on the device for their products x x^T."""
     return min(max(width, LEAST_ROWS), MOST_ROWS)
 
 
@@ -38,18 +38,23 @@ def bytes_of(width: int, itemsize: int, covariance: bool, targets: bool) -> int:
     """Bytes of device memory for the sums of one name, place and label.
 
     Args:
-        width: numbers of a row.
-        itemsize: bytes of one number of a row.
-        covariance, targets: whether there are sums of x x^T, and of x y.
+        width: How many numbers a row has.
+        itemsize: Bytes of one number of a row.
+        covariance: True if there is a sum of x x^T.
+        targets: True if there is a sum of x y.
     """
     products = width * (8 * width + num_waiting(width) * itemsize) if covariance else 0
     return 8 * width * (1 + targets) + products
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """Sums on their way between processes. `count` and `missing` are as in Sums; `target` and
-    `target_squared` are `y` and `yy` of Sums. `arrays`: the float64 bytes of the sum of x, of the
-    sum of x y, and of the `upper_blocks` of the sum of x x^T; empty for a sum that was not kept."""
+    """The form in which Sums travel between processes.
+
+    Attributes:
+        count, missing, target, target_squared: `count`, `missing`, `y` and `yy` of Sums.
+        arrays: float64 numbers as bytes: the sum of x, the sum of x y, and the `upper_blocks` of
+            the sum of x x^T. Empty for a sum that does not exist.
+    """
 
     count: int
     missing: int
@@ -65,11 +70,11 @@ class Sums:
     Attributes:
         count: number of rows.
         x: [width], the sum of the rows.
-        xx: [width, width], the sum of x x^T; None if it was not kept.
+        xx: [width, width], the sum of x x^T; None without covariance.
         xy: [width], the sum of x y; None without targets.
-        y, yy: the sums of the targets and of their squares; 0 without targets.
-        missing: rows that were asked for and could not be added, because the device had no room or
-            the sums have other options than the request.
+        y, yy: the sum of the targets, and the sum of their squares; 0 without targets.
+        missing: How many selected rows were not added. Reasons: the device had no room, or the
+            request's options differ from the options of the sums.
     """
 
     count: int
@@ -82,7 +87,7 @@ class Sums:
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """Whether there are sums of x x^T, and of x y."""
+        """(whether the sum of x x^T exists, whether the sum of x y exists)."""
         return self.xx is not None, self.xy is not None
 
     @property
@@ -97,7 +102,7 @@ class Sums:
         """[width, width], the sum of (x - mean)(x - mean)^T.
 
         Raises:
-            ValueError: the sum of x x^T was not kept.
+            ValueError: the sum of x x^T does not exist.
         """
         if self.xx is None:
             raise ValueError(
@@ -108,14 +113,14 @@ class Sums:
 
     @property
     def covariance(self) -> Floats:
-        """[width, width], `scatter` divided by the number of rows. Raises as `scatter` does."""
+        """[width, width], `scatter` divided by the number of rows. Raises the same ValueError."""
         return self.scatter / self.count
 
     def __add__(self, other: Sums) -> Sums:
-        """The sums over the rows of both.
+        """The sums over the rows of `self` and of `other`.
 
         Raises:
-            ValueError: the widths differ, or only one of the two has sums of x x^T or of x y.
+            ValueError: the widths differ, or only one operand has sums of x x^T or of x y.
         """
         if self.x.shape != other.x.shape:
             raise ValueError(
@@ -127,8 +132,8 @@ class Sums:
             return other + self
         if self.kind != other.kind:
             raise ValueError(
-                "some of the sums have covariance or targets and others do not; they cannot be "
-                "added."
+                "sums can be added only if all or none have covariance, and all or none have "
+                "targets."
             )
         return Sums(
             self.count + other.count, self.x + other.x, _both(self.xx, other.xx),
@@ -138,14 +143,14 @@ class Sums:
 
     @staticmethod
     def total(some: Sequence[Sums]) -> Sums:
-        """The sums over the rows of all items of `some`, which is not empty."""
+        """The sums over the rows of all items of `some`. `some` has at least one item."""
         found = some[0]
         for one in some[1:]:
             found = found + one
         return found
 
     def to_bytes(self) -> bytes:
-        """The content of a safetensors file with the attributes as float64 tensors, by name."""
+        """The bytes of a safetensors file. Each attribute is a float64 tensor of the same name."""
         from safetensors.numpy import save
 
         numbers = {name: getattr(self, name) for name in ("count", "missing", "y", "yy")}

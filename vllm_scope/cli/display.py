@@ -39,8 +39,8 @@ class Scale:
     """Maps a probe's score to a colour, by sigmoid(slope * score + offset).
 
     Attributes:
-        calibrated: True if the sigmoid is the concept's probability: the legend then shows
-            probabilities. Otherwise it shows scores.
+        calibrated: True if the sigmoid is the concept's probability. The legend then shows
+            probabilities, otherwise scores.
     """
 
     name: str
@@ -82,7 +82,7 @@ def _logit(probability: float) -> float:
 
 
 class Coloured:
-    """Tokens as they arrive, each in the colour of the first probe's score."""
+    """Shows tokens as they arrive, each token in the colour of the first probe's score."""
 
     def __init__(self, console: Console, scales: Sequence[Scale], prompt: str) -> None:
         self._console, self._scales = console, scales
@@ -91,7 +91,7 @@ class Coloured:
         self._print(Text(printable(prompt), "dim"))
 
     def _print(self, text: Text) -> None:
-        # The terminal wraps lines itself, so that copied text has no added line ends.
+        # The terminal wraps long lines, so that copied text has no added line ends.
         self._console.print(text, end="", soft_wrap=True)
 
     def add(self, chunk: Chunk) -> None:
@@ -115,7 +115,7 @@ class Coloured:
 
 
 class Lines:
-    """A line for each token: its position, the scores of its row, and its text as JSON."""
+    """Shows a line for each token: the position, the scores of its row, and the text as JSON."""
 
     def __init__(self, console: Console, names: Sequence[str]) -> None:
         self._file, self._names = console.file, names

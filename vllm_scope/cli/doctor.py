@@ -1,7 +1,8 @@
 """`vllm-scope doctor`: which sites of a model can be read, on this machine, with this vLLM.
 
-vLLM's own worker builds the model without weights, and each site is tapped. If vLLM's sources are
-not those for which vllm-scope was written, another table lists the differences.
+vLLM's own worker builds the model without weights, and the command taps each site. If vLLM's
+sources differ from the release with which vllm-scope was checked, a second table lists the
+differences.
 
 Exit statuses: READABLE, UNREADABLE and UNKNOWN.
 """
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from vllm_scope.engine.describe import ModelReport
     from vllm_scope.engine.digests import Comparison
 
-#: Exit statuses: the configured sites can be read; they cannot be read; there is no answer (an
-#: unknown model, wrong options, no memory).
+#: Exit statuses. READABLE: the configured sites can be read. UNREADABLE: these sites cannot be
+#: read. UNKNOWN: there is no answer (an unknown model, wrong options, no memory).
 READABLE, UNREADABLE, UNKNOWN = 0, 1, 2
 
 
@@ -47,7 +48,7 @@ def examine(
 
     Args:
         engine_args: arguments of vLLM's EngineArgs.
-        sites: the sites to configure; None for the default ones.
+        sites: the sites to configure; None for the default sites.
         saes, lenses: as in ScopeConfig.
     """
     console = Console(highlight=False)
@@ -63,7 +64,7 @@ def examine(
         _say_changes(console, _installed())
         _say(console, f"{model} cannot be read", str(error))
         return UNREADABLE
-    except Exception as error:  # whatever vLLM raises for a model that it cannot build
+    except Exception as error:  # vLLM raises errors of many types
         _say(console, model, sentence_of(error))
         return UNKNOWN
     console.print(
@@ -76,11 +77,11 @@ def examine(
         reason = report.reason.replace("'vllm-scope doctor MODEL' says", "The table says")
         _say(console, f"{model} cannot be read", reason)
         if not report.sites:
-            console.print("It is served plainly; a request with reads is refused with this reason.")
+            console.print("It is served plainly. A request with reads is refused for this reason.")
         if report.unread:
             console.print(
-                "An engine that compiles the model serves embed, resid_pre and resid_post all the "
-                "same, if numbers prove at the start where the stream is."
+                "But an engine that compiles the model can serve embed, resid_pre and resid_post, "
+                "if numbers prove at the engine's start where the stream is."
             )
         return UNREADABLE
     console.print(f"{report.num_taps} taps, arena {report.arena_mib:.1f} MiB.")
@@ -93,8 +94,8 @@ def examine(
 
 
 def check_path(model: str) -> None:
-    """Raises ConfigError if `model` looks like a path that does not exist. vLLM would take it for a
-    name on Hugging Face."""
+    """Raises ConfigError if `model` looks like a path that does not exist. vLLM would use the path
+    as a name on Hugging Face."""
     path = Path(model).expanduser()
     looks_so = path.is_absolute() or model.startswith((".", "~"))
     if looks_so and not path.exists():
@@ -104,7 +105,7 @@ def check_path(model: str) -> None:
 
 
 def _say_saes(console: Console, report: ModelReport, paths: Mapping[str, str]) -> int:
-    """Print how much device memory the SAEs take. Returns UNKNOWN if one of them cannot be read."""
+    """Print how much device memory the SAEs take. Returns UNKNOWN if an SAE cannot be read."""
     import torch
 
     from vllm_scope.saes.load import load_saes
@@ -125,8 +126,8 @@ def _say_saes(console: Console, report: ModelReport, paths: Mapping[str, str]) -
 
 
 def _say_lenses(console: Console, report: ModelReport, paths: Mapping[str, str]) -> int:
-    """Print how much device memory the maps of lenses take, and the digests of their files. Returns
-    UNKNOWN if one of them cannot be read, or is for another model."""
+    """Print how much device memory the maps of lenses take, and the digests of the lenses' files.
+    Returns UNKNOWN if a lens cannot be read, or if it is for another model."""
     import torch
 
     from vllm_scope.lenses.linear import load_lens
@@ -216,8 +217,8 @@ def sentence_of(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress all output in the `with` block, of Python and of the libraries that it loads."""
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # read when vLLM is imported
+    """Suppress all output of Python and of its libraries in the `with` block."""
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # vLLM reads it at import
     kept, level = [os.dup(number) for number in (1, 2)], logging.root.manager.disable
     with tempfile.TemporaryFile() as nowhere, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -239,7 +240,7 @@ def _table(report: ModelReport) -> Table:
     table = Table(title=f"{report.num_layers} layers of {report.hidden_size}, {report.dtype}")
     for heading in ("site", "layers", "configured", "why not"):
         table.add_column(heading)
-    # The exit of a layer is the entry of the next one, so these two sites give resid_pre too.
+    # The exit of a layer is the entry of the next layer. Therefore these two sites give resid_pre.
     free = {"resid_pre"} if {"embed", "resid_post"} <= {*report.configured} else set()
     for site in SITES:
         found = report.sites[site]
@@ -251,7 +252,7 @@ def _table(report: ModelReport) -> Table:
 
 
 def _bare(site: str, reason: str) -> str:
-    """A reason, without the words that an engine's start puts around it."""
+    """A reason, without the words that the start of an engine adds to the reason."""
     prefix = rf"additional_config\['scope'\]\.sites has '{site}', "
     prefix += "(which cannot be tapped on this model: |and )?"
     return re.sub(r"\. (Leave|Start|Set) .*$", "", re.sub(prefix, "", reason)).rstrip(".")

@@ -17,7 +17,7 @@ def main() -> None:
     """Read what language models compute while vLLM serves them."""
 
 
-Url = Annotated[str, typer.Option(envvar="VLLM_SCOPE_URL", help="Of the server.")]
+Url = Annotated[str, typer.Option(envvar="VLLM_SCOPE_URL", help="The server's URL.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="VLLM_API_KEY", help="As vLLM's --api-key.")]
 MaxTokens = Annotated[int, typer.Option(min=1)]
 Temperature = Annotated[float, typer.Option(min=0)]
@@ -35,36 +35,34 @@ def doctor(
         typer.Option(
             min=0.001,
             max=1,
-            help="As vLLM's: the share of memory that must be free; 0.01 if left out.",
+            help="As vLLM's: the share of memory that must be free; default: 0.01.",
         ),
     ] = None,
     sites: Annotated[
         str | None,
-        typer.Option(
-            help="To configure, such as resid_mid,attn_out; the engine's own if left out."
-        ),
+        typer.Option(help="Sites to configure, such as resid_mid,attn_out; default: the engine's."),
     ] = None,
     saes: Annotated[
         str | None,
-        typer.Option(help="Sparse autoencoders, such as toy=FOLDER,other=FILE: what they take."),
+        typer.Option(help="Sparse autoencoders, such as toy=FOLDER,other=FILE: their memory."),
     ] = None,
     lenses: Annotated[
         str | None,
-        typer.Option(help="Tuned or Jacobian lenses, such as tuned=FILE: what they take."),
+        typer.Option(help="Tuned or Jacobian lenses, such as tuned=FILE: their memory."),
     ] = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Say which sites and layers of MODEL can be read with this vLLM, and why others cannot.
+    """Say which sites and layers of MODEL can be read with this vLLM, and why others cannot be.
 
-    The model is built without weights: only its configuration is downloaded,
-    nothing is compiled, and a server may run beside this command. Each site is
-    tried, also the sites that an engine taps only if they are configured.
+    The model is built without weights. Only its configuration is downloaded,
+    and nothing is compiled. A server can run at the same time. The command
+    tries each site, also sites that are tapped only if they are configured.
 
-    Exits with 0 if an engine with these sites can read the model, with 1 if
-    it cannot, and with 2 if there is no answer: an unknown model, wrong
-    options, or no memory.
+    Exit status: 0 if an engine with these sites can read the model; 1 if the
+    engine cannot read it; 2 if there is no answer (an unknown model, wrong
+    options, or no memory).
     """
-    gc.disable()  # saves 1.5 of 10 s; imported objects live as long as the process anyway
+    gc.disable()  # saves 1.5 of 10 s; imported objects stay in memory anyway
     from vllm_scope.cli.doctor import examine
 
     options: dict[str, object] = {
@@ -123,8 +121,8 @@ def harvest(
     layers: Annotated[str, typer.Option(help="all, or numbers such as 2,5 or 0-3.")] = "all",
     tokens: Annotated[str, typer.Option(help="all, last, or a selector as JSON.")] = "all",
     codec: Annotated[str | None, typer.Option(help="As int8, or an object as JSON.")] = None,
-    column: Annotated[str | None, typer.Option(help="Of the texts or token ids.")] = None,
-    id_column: Annotated[str | None, typer.Option(help="Of ids; row numbers if left out.")] = None,
+    column: Annotated[str | None, typer.Option(help="Column of texts or ids.")] = None,
+    id_column: Annotated[str | None, typer.Option(help="Column of document ids.")] = None,
     split: Annotated[str, typer.Option(help="Of a Hugging Face data set.")] = "train",
     config: Annotated[str | None, typer.Option(help="Of a Hugging Face data set.")] = None,
     long: Annotated[str, typer.Option(help="Long documents: truncate, split or pack.")] = "split",
@@ -140,17 +138,17 @@ def harvest(
     engine: Annotated[str | None, typer.Option(help="Further arguments of LLM, as JSON.")] = None,
     engines: Annotated[
         int | None,
-        typer.Option(min=1, help="How many; with --ray as many as the GPUs allow if left out."),
+        typer.Option(min=1, help="Number of engines; with --ray, default: as many as fit."),
     ] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Engines on the hosts of a cluster.")] = False,
     ray_address: Annotated[
-        str | None, typer.Option(help="Of the cluster; RAY_ADDRESS, or a new one if left out.")
+        str | None, typer.Option(help="The cluster's address; default: RAY_ADDRESS, or a new one.")
     ] = None,
 ) -> None:
     """Compute the rows of DATASET's documents, and write them to shards.
 
-    If the command was killed, the same command continues its work: no row is
-    lost, no row is there twice, and rows in a shard are not computed again.
+    If the command was killed, the same command continues the work. No row is
+    lost, no row is stored twice, and rows in a shard are not computed again.
     """
     from vllm_scope.cli.harvest import harvest as run
 
@@ -172,7 +170,7 @@ def harvest(
 @app.command()
 def steer(
     prompt: str,
-    module: Annotated[str, typer.Option(help="A file of vectors, or a name the server holds.")],
+    module: Annotated[str, typer.Option(help="A file of vectors, or the name of a module.")],
     scale: Annotated[list[float] | None, typer.Option(help="May be given several times.")] = None,
     url: Url = _LOCAL,
     api_key: ApiKey = None,
@@ -189,10 +187,10 @@ def steer(
 @app.command()
 def watch(
     prompt: str,
-    probe: Annotated[list[Path], typer.Option(help="A probe's .safetensors; may be several.")],
+    probe: Annotated[list[Path], typer.Option(help="A probe's .safetensors; can be several.")],
     layer: Annotated[
         int | None,
-        typer.Option(min=0, help="Whose rows the probes score, if no .json beside them says."),
+        typer.Option(min=0, help="Layer of the scored rows, for probes without a .json."),
     ] = None,
     chat: Annotated[
         bool, typer.Option(help="PROMPT is a user's message, or a JSON list of messages.")
@@ -200,7 +198,7 @@ def watch(
     system: Annotated[str | None, typer.Option(help="A system message, before a chat.")] = None,
     tokens: Annotated[
         str | None,
-        typer.Option(help="all, prompt, generated, ...; those of the probe's file if left out."),
+        typer.Option(help="all, prompt, generated, ...; default: as in the probe's file."),
     ] = None,
     url: Url = _LOCAL,
     api_key: ApiKey = None,
@@ -210,8 +208,8 @@ def watch(
     """Complete PROMPT, and show the scores of probes while the tokens stream.
 
     On a terminal each token has the colour of the first probe's score. In a
-    pipe, and with NO_COLOR, there is a line for each token: its position, the
-    scores of its row, and its text as JSON, with tabs between them.
+    pipe, and with NO_COLOR, each token has a line: the position, the scores of
+    the token's row, and the text as JSON, with tabs between them.
     """
     from vllm_scope.cli.remote import Server
     from vllm_scope.cli.watch import watch as run
@@ -231,10 +229,10 @@ def monitor(
         str | None, typer.Option(envvar="VLLM_SCOPE_ADMIN_KEY", help="The operator's key.")
     ] = None,
 ) -> None:
-    """Show a server's monitors, and what they have found since they were set.
+    """Show a server's monitors, and their findings since they were set.
 
-    On a terminal the table is refreshed until Ctrl-C. In a pipe it is printed once.
-    The server's /scope/monitors shows the same in a browser.
+    On a terminal the table is refreshed until Ctrl-C. A pipe gets the table once.
+    The server's page /scope/monitors shows the same table in a browser.
     """
     from vllm_scope.cli.monitor import monitor as run
 

@@ -1,6 +1,6 @@
-"""`vllm-scope monitor`: a server's monitors and what they have found, as a live table or a page.
+"""`vllm-scope monitor`: a server's monitors and their findings, as a live table or a page.
 
-The figures are those of /v1/scope/monitors/activity, which the operator's page shows too.
+The figures come from /v1/scope/monitors/activity. The operator's page shows the same figures.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from vllm_scope.views.monitors import fill, mib, monitor_page, share, time_of
 if TYPE_CHECKING:
     from vllm_scope.client import ScopeClient
 
-#: Seconds for an answer. Few, because the model does not run for it.
+#: Seconds to wait for an answer. The time is short, because the model does not run.
 _TIMEOUT_S = 30.0
 _BARS = " ▁▂▃▄▅▆▇█"
-#: On a console of this width or more, a bar covers two ranges of scores, else four.
+#: If the console has this width or more, a bar covers two ranges of scores, else four.
 _WIDE = 100
 #: The largest number of verdicts that are listed, for all monitors together.
 _MOST_VERDICTS = 5
@@ -39,8 +39,7 @@ def monitor(
     url: str, api_key: str | None, admin_key: str | None, interval: float, once: bool,
     page: Path | None = None,
 ) -> None:  # fmt: skip
-    """Show a server's monitors until Ctrl-C. If `once`, or if stdout is no terminal, show one
-    table.
+    """Show a server's monitors until Ctrl-C. If `once` is True or stdout is no terminal: one table.
 
     Args:
         interval: seconds between two requests to the server.
@@ -56,8 +55,8 @@ def monitor(
             found = look(client, url)
             if not found.monitors:
                 raise ScopeError(
-                    f"{url} has no monitors; PUT /v1/scope/monitors sets them, or "
-                    "additional_config['scope'].monitors at start."
+                    f"{url} has no monitors; set them with PUT /v1/scope/monitors, or "
+                    "with additional_config['scope'].monitors at start."
                 )
             if page is not None:
                 monitor_page(found, f"Monitors of {url}").save(page)
@@ -81,7 +80,7 @@ def _follow(
             found = look(client, url)
 
 
-# What the server says
+# Requests to the server
 
 
 def look(client: ScopeClient, url: str) -> Activity:
@@ -121,11 +120,11 @@ def _explain(client: ScopeClient, url: str) -> None:
         )
 
 
-# What is shown
+# The display
 
 
 def view(found: Activity, width: int) -> RenderableType:
-    """A table with two lines for each monitor, and below it the counts of escalations, the last
+    """A table with two lines for each monitor, then lines with the counts of escalations, the last
     verdicts, and the plugin's state.
 
     Args:
@@ -158,11 +157,11 @@ def _cells(name: str, one: Found, now_s: float) -> list[Text]:
 
 
 def bars(one: Found, step: int) -> Text:
-    """A histogram in two lines. The first line has the bars, with a mark at the threshold and red
-    bars above it. The second line has the scores at which the bars begin and end.
+    """A histogram in two lines. The first line has the bars, and a mark at the threshold. Bars
+    above the threshold are red. The second line has the range of scores of all bars.
 
     Args:
-        step: the number of ranges that make one bar. No bar is on both sides of the threshold.
+        step: the number of ranges of scores in one bar. No bar is on both sides of the threshold.
     """
     histogram, text = one.histogram, Text()
     if not histogram.counts:

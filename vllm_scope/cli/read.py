@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def read(
     server: Server, prompt: str, site: str, layers: str, tokens: str, save: Path | None
 ) -> None:
-    """Complete a prompt; write the rows to `save` if it is given; print the text and a table with
-    the rows of each stream."""
+    """Complete a prompt, and print the text and a table of the streams. If `save` is given, write
+    the rows to this file."""
     console = Console()
     with asking(server, console) as client:
         if save is not None and not save.absolute().parent.is_dir():
@@ -33,7 +33,7 @@ def read(
         out = client.complete(prompt, Read(site, layers=found, tokens=tokens), **server.fields)
         if (scope := out.scope) is None:
             raise ScopeError(f"{server.url} sent no rows; it is a server without vllm-scope.")
-        if save is not None:  # before anything that may fail: the rows are computed only once
+        if save is not None:  # first, so that a later error does not lose the rows
             _write(save, scope)
         console.print(Text(printable(prompt)).append(printable(out.text), "bold"))
         console.print(_table(scope))

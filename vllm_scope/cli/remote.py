@@ -1,4 +1,4 @@
-"""The server that `read`, `steer` and `watch` ask, its errors, and their options as values."""
+"""The server of `read`, `steer` and `watch`, its errors, and the commands' options as values."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Server:
 
 @contextmanager
 def asking(server: Server, console: Console) -> Iterator[ScopeClient]:
-    """A client of the server. If the `with` block raises an error, a sentence about it is printed,
-    and the program ends with status 1."""
+    """Yield a client of the server. If the `with` block raises an error, print one sentence about
+    the error, and end the program with status 1."""
     try:
         from vllm_scope.client import ScopeClient, UnreachableError
     except ImportError as error:
@@ -43,7 +43,7 @@ def asking(server: Server, console: Console) -> Iterator[ScopeClient]:
     try:
         with ScopeClient(server.url, server.api_key) as client:
             yield client
-    except BrokenPipeError:  # as with `| head`
+    except BrokenPipeError:  # for example with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
     except UnreachableError as error:
@@ -57,9 +57,9 @@ def sentence_of(error: Exception) -> str:
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         return f"there is no file {error.filename}; give the path of one that is there."
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}; give another path, or mend this one."
+        return f"{error.filename}: {error.strerror}; give another path, or correct this path."
     said = str(error) or type(error).__name__
-    if isinstance(error, ImportError):  # as without httpx: then KEYS cannot be imported
+    if isinstance(error, ImportError):  # without httpx, KEYS cannot be imported
         return said
     from vllm_scope.client.messages import KEYS
 

@@ -1,4 +1,4 @@
-"""`vllm-scope steer`: one prompt without and with a steering module."""
+"""`vllm-scope steer`: completions of one prompt, without and with a steering module."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def steer(server: Server, prompt: str, module: str, scales: list[float]) -> None
         each = [_additions(module, scale) if scale else [] for scale in scales]
         for scale, actions in zip(scales, each, strict=True):
             out = client.complete(prompt, *actions, **server.fields)
-            check_whole(out.scope)  # if it is not complete, the module may not have been added
+            check_whole(out.scope)  # in an incomplete request, the module can be missing
             console.print(Text(f"{scale:+g} ", "cyan").append(printable(out.text), "default"))
 
 

@@ -32,7 +32,7 @@ def watch(
     Args:
         prompt: a text; in a chat a user's message, or a JSON list of messages.
         files: the files of probes (vectors.probe_files). The first probe colours the text.
-        layer: the layer whose rows the probes score, for files without a .json beside them.
+        layer: the layer of the scored rows, for probe files without a .json file.
         system: a system message, which makes the prompt a chat.
         tokens: a selector; None: "generated" for a probe that was fitted to generated tokens, else
             "all".
@@ -73,7 +73,6 @@ def messages_of(prompt: str, chat: bool, system: str | None) -> list[dict[str, o
 
 
 def view_of(console: Console, scales: Sequence[Scale], prompt: str) -> Coloured | Lines:
-    """The display for a console."""
     if not console.is_terminal or console.no_color or console.is_dumb_terminal:
         return Lines(console, [scale.name for scale in scales])
     return Coloured(console, scales, prompt)
@@ -81,7 +80,7 @@ def view_of(console: Console, scales: Sequence[Scale], prompt: str) -> Coloured 
 
 @dataclass(frozen=True)
 class Watched:
-    """A probe from a file: its action, its colours, and reasons why its scores may mean nothing."""
+    """A probe from a file: its action, its colours, and the reasons to doubt its scores."""
 
     action: Probe
     scale: Scale
@@ -89,8 +88,8 @@ class Watched:
 
 
 def load(path: Path, layer: int | None, tokens: str | None, template: str) -> Watched:
-    """The probe of a file, under the file's name. The .json beside the file has the probe's place.
-    Without a .json, the place is `resid_post` at `layer`."""
+    """The probe of a file. The probe's name is the file's name. A .json beside the file has the
+    probe's place. Without a .json, the place is `resid_post` at `layer`."""
     weight, bias = read_weights(probe_path(path))
     beside = path.with_suffix(".json")
     if beside.exists():
@@ -100,7 +99,7 @@ def load(path: Path, layer: int | None, tokens: str | None, template: str) -> Wa
                 f"{beside} has layer {place['layer']}, and --layer is {layer}; leave --layer out."
             )
     elif layer is None:
-        raise SpecError(f"there is no {beside} that says whose rows it scores; give --layer.")
+        raise SpecError(f"there is no {beside} with the probe's layer; give --layer.")
     else:
         place = {"site": "resid_post", "layer": layer}
     pooling, calibration = place.get("pooling"), place.get("calibration")

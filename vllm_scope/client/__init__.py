@@ -1,4 +1,4 @@
-"""HTTP clients of `vllm serve` with vllm-scope. Needs numpy and httpx, not vLLM or torch.
+"""HTTP clients of `vllm serve` with vllm-scope, which need numpy and httpx only.
 
     from vllm_scope import Read
     from vllm_scope.client import ScopeClient
@@ -11,11 +11,11 @@ answers.py    the answers: Completion, Choice, Chunk, ScoredToken, ScopeData, Ve
 parsing.py    makes answers from the server's JSON, files and binary answers
 bodies.py     the fields of the JSON
 features.py   features in answers: SparseFeatures
-named.py      values by name; the error for a missing name lists the names that exist
+named.py      a dict of values by name; its error for a missing name lists all names
 lens.py       tokens of lenses in answers: TopTokens
 frames.py     binary answers: their JSON and their tensors
 messages.py   one HTTP request and its response, an event of a stream, errors of the server
-calls.py      every call once, for both clients: its request, and the parsing of the response
+calls.py      the calls of both clients: their requests, and the parsing of the responses
 transport.py  ScopeClient and AsyncScopeClient, which send the calls
 """
 

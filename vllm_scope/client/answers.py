@@ -38,7 +38,7 @@ class Rows:
     Attributes:
         positions: int64 [n], ascending.
         bits: [n, hidden_size], or [n, heads, numbers of a head]; uint16 if dtype is bfloat16,
-            which numpy does not have.
+            because numpy has no bfloat16.
         dtype: float32, float16 or bfloat16.
     """
 
@@ -54,7 +54,7 @@ class Rows:
         return of_bfloat16(np.asarray(self.bits, np.uint16))
 
     def at(self, positions: NDArray[np.int64]) -> Rows:
-        """The rows at some of the positions."""
+        """The rows at the given positions."""
         here = np.isin(self.positions, positions)
         return Rows(self.positions[here], self.bits[here], self.dtype)
 
@@ -75,7 +75,7 @@ class Scores(Named[NDArray[np.float32]]):
         return self._positions[name]
 
     def at(self, name: str, positions: NDArray[np.int64]) -> Scored:
-        """The positions and the scores of a probe, at some of its positions."""
+        """The positions and the scores of a probe, at the given positions."""
         here = np.isin(self._positions[name], positions)
         return self._positions[name][here], self[name][here]
 
@@ -108,7 +108,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class ScopeData(OverStreams, Counts):
-    """The rows and scores of one choice; in a chunk, only the new ones.
+    """The rows and scores of one choice; in a chunk, only the new rows and scores.
 
     `data["resid_post", 5]` is [positions, hidden_size], and `data["q", 5]` is [positions, heads,
     numbers of a head]. The dtype is float32 or float16; bfloat16 becomes float32.
@@ -116,20 +116,20 @@ class ScopeData(OverStreams, Counts):
     `in` use the (site, layer) of each stream, as in a ScopeResult.
 
     Attributes:
-        status: "complete", "incomplete", "aborted" or "failed"; "streaming" in a chunk
-            that is not its choice's last.
+        status: "complete", "incomplete", "aborted" or "failed"; "streaming" in every chunk except
+            the last chunk of its choice.
         error: the reason, if status is "failed".
         expected, delivered, dropped: numbers of rows and scores; 0 while streaming.
-        sinks: name of a sink -> status, reason, expected, delivered, dropped, and the names of
-            its files (with the operator's key also `details`, which has the files' paths).
+        sinks: name of a sink -> status, reason, expected, delivered, dropped, and the names of its
+            files. With the operator's key, also `details` with the files' paths.
         features: name of a `Features` -> its SparseFeatures.
         lens: name of a `LensTopK` -> layer -> its TopTokens.
         aggregates: name of a probe -> its aggregates, for the probes with an aggregate.
-        verdicts: name of a probe -> its verdict, for the probes that have one. A chunk repeats the
+        verdicts: name of a probe -> its verdict, if the probe has a verdict. A chunk repeats the
             verdicts of the earlier chunks.
-        begun: name of a probe with `after` -> the first position that it scores, if the probe that
-            `after` names has a verdict. A chunk repeats the entries of the earlier chunks.
-        decisions: the decisions of the request's policy; in a stream, the last chunk has them.
+        begun: name of a probe with `after` -> the first position that the probe scores. Absent
+            before the verdict of the probe in `after`. A chunk repeats earlier entries.
+        decisions: the decisions of the request's policy; in a stream, only in the last chunk.
     """
 
     rows: Mapping[StreamKey, Rows] = field(default_factory=dict, repr=False)
@@ -186,8 +186,8 @@ class ScoredToken:
 
     Attributes:
         position: absolute, counted from the prompt's first token.
-        scores: by the probe's name; NaN for a score that is not finite. Empty for the token that
-            was sampled last, because its row is never computed.
+        scores: name of a probe -> the score; NaN for a score that is not finite. Empty for the
+            token that was sampled last, because the model never computes its row.
     """
 
     id: int
@@ -211,11 +211,11 @@ class Choice(_Generated):
 
     Attributes:
         scope: None if the request had no actions.
-        tokens: if the request has probes, the generated tokens with their texts and scores;
-            empty if the server does not send them.
-        stop_reason: the reason why the choice ended, if its finish_reason is "stop": the stop
-            string, the stop token's id, or a sentence about the probe or the policy that stopped
-            it. None if the model ended it.
+        tokens: if the request has probes, the generated tokens with their texts and scores; empty
+            if the server sends no tokens.
+        stop_reason: if finish_reason is "stop": the stop string, the stop token's id, or a sentence
+            about the probe or the policy that stopped the choice. None if the model ended the
+            choice.
     """
 
 
@@ -223,9 +223,9 @@ class Chunk(_Generated):
     """The new part of one choice.
 
     Attributes:
-        scope: the new scores, and the new rows if the request asks for them in chunks.
-        tokens: the tokens whose scores have arrived, each in one chunk only. Most of them belong
-            to the text of the chunk before. Empty without probes.
+        scope: the new scores; also the new rows, if the request wants rows in chunks.
+        tokens: the tokens whose scores have arrived. Each token is in one chunk only. Most tokens
+            belong to the text of the chunk before. Empty without probes.
         stop_reason: as in a Choice; only the last chunk has it.
     """
 

@@ -1,10 +1,10 @@
-"""The JSON of a choice's `scope`, as the server sends it (docs/http.md).
+"""The JSON of a choice's `scope`, in the server's format (docs/http.md).
 
 Owns:  ScopeBody and its parts; TokenBody; FileBody (the metadata of a result's file).
 From:  server.encode (which writes it).   To: parsing.
 
 The values of an item are in the JSON (`data`, `values`, ...), in a tensor of a binary answer
-(`tensor`), or else in the result's file.
+(`tensor`), or in the result's file.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Every call of a client, written once, for both transports.
+"""The calls of the clients, in one form for both transports.
 
 Owns:  Calls (requests, and the parsing of responses), SweepEvents, Method.
 From:  messages.   To: transport, which sends a Call and returns the Response.
 
 A flow is a generator that yields Calls, receives Responses, and returns the answer. Some flows need
-several Calls: one for an answer, and one for the file with its rows.
+several Calls: one Call for an answer, and one Call for the file with the answer's rows.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ class SweepEvents(TableReader):
     """Makes a sweep table from a stream of events."""
 
     def feed(self, event: Frame, on_cell: OnCell | None) -> None:
-        """Add the cells of an event to the table, and call `on_cell` with each of them."""
+        """Add the cells of an event to the table, and call `on_cell` with each cell."""
         body = event_body(event)
         for cell in self.take(body) if body is not None else ():
             if on_cell is not None:
                 on_cell(cell)
 
     def whole(self) -> SweepTable:
-        assert self.table is not None  # the first event makes it, or else `take` has raised
+        assert self.table is not None  # the first event makes the table, else `take` raises
         return self.table
 
 
 class _ChoiceBody(msgspec.Struct):
-    """A choice of an answer or of a chunk, as vLLM and vllm-scope send it."""
+    """A choice of an answer or of a chunk, in the format of vLLM and vllm-scope."""
 
     index: int
     text: str | None = None
@@ -126,15 +126,15 @@ class Calls(Generic[StreamT]):
 
         Args:
             prompt: text or token ids, or a list of either.
-            actions: Read, Probe, Add, ...; without actions only the text comes back.
+            actions: Read, Probe, Add, ...; without actions, the answer has only the text.
             fields: other fields of the request: max_tokens, temperature, n, vllm_xargs, ...
                 Fields whose names begin with `scope_`, such as `scope_tensors="handle"`, are sent
                 within `vllm_xargs`.
 
         Raises:
-            SpecError: the request is wrong. CapacityError: send it again later.
+            SpecError: the request is wrong. CapacityError: the server is full.
             ServerError: the server refused for another reason.
-            UnreachableError: the server did not answer. Every call may raise this.
+            UnreachableError: the server did not answer. Every call can raise this error.
         """
         if not isinstance(prompt, str | list | tuple):
             raise SpecError(
@@ -228,8 +228,8 @@ class Calls(Generic[StreamT]):
 
     @Method
     def activity(self) -> Flow[Activity]:
-        """What each monitor has found since it was set, and what the plugin holds. Needs the
-        operator's key."""
+        """The findings of each monitor since it was set, and the plugin's use of memory and files.
+        Needs the operator's key."""
         told = yield from self._json(Call("GET", "/v1/scope/monitors/activity", admin=True))
         return converted(told, Activity, "activity of monitors")
 
@@ -267,8 +267,8 @@ class Calls(Generic[StreamT]):
         """The chunks of one event of a stream.
 
         Args:
-            read: the features that were read, as the earlier events told. Pass the same dict for
-                all events of a stream: `_chunks` adds what this event tells.
+            read: the features that were read, from earlier events. Pass the same dict for all
+                events of a stream: `_chunks` adds the features that this event names.
         """
         body = event_body(event)
         return [] if body is None else (yield from self._parts(body, Chunk, event, read))
@@ -310,6 +310,6 @@ def _result_call(result_id: str, delete: bool) -> Call:
 def _module_path(name: str) -> str:
     if not name:
         raise SpecError(f"a module's name is 1 character or more, not {shown(name)}.")
-    if name in (".", ".."):  # quoting does not keep httpx from resolving them
+    if name in (".", ".."):  # httpx resolves even the quoted names
         raise SpecError(f"no module over HTTP is called {shown(name)}; take another name.")
     return f"/v1/scope/modules/{quote(name, safe='')}"

@@ -24,11 +24,11 @@ class SparseFeatures:
         positions, indices, values: int64, int64 and float32 [num_values]: the position of a token,
             a feature's number, and the feature's value at the token; NaN for a value that is not
             finite. Sorted by position; at one position the strongest feature comes first.
-        tokens: int64 [num_tokens], ascending: the positions that were encoded, also those without
-            an active feature.
+        tokens: int64 [num_tokens], ascending: the positions that were encoded, also positions
+            without an active feature.
         num_features: the SAE's number of features. None for a read with `indices`, except for a
             TopK SAE.
-        asked: the features that the read named (`indices`); None if it named none (`top_k`).
+        asked: the features that the read named (`indices`); None for a read with `top_k`.
 
     `num_features` and `asked` are both None if the server has an earlier version.
     """
@@ -43,9 +43,9 @@ class SparseFeatures:
     def dense(self, index: int) -> NDArray[np.float32]:
         """The values of one feature, float32 [num_tokens]; 0 at tokens without a delivered value.
 
-        No value is delivered if the feature is not active at the token, if its value is below the
-        read's `threshold`, or, for a read with `top_k`, if the feature is not among the token's
-        `top_k` strongest.
+        A value is not delivered in three cases. The feature is not active at the token; its value
+        is below the read's `threshold`; or the read has `top_k`, and the feature is not among the
+        token's `top_k` strongest features.
 
         Raises:
             KeyError: the read named other features, or the SAE has no such feature.
@@ -86,10 +86,10 @@ class NamedFeatures(Named[SparseFeatures]):
 def sparse_features(
     tokens: NDArray[np.int64], indices: list[list[int]], values: list[list[float | None]]
 ) -> SparseFeatures:
-    """The features of an answer, whose lists have one item for each of `tokens`.
+    """The features of an answer. Each list has one item for each of `tokens`.
 
     Raises:
-        ScopeError: the lists have other lengths.
+        ScopeError: the lists' lengths differ.
     """
     counts = [len(some) for some in indices]
     if len(counts) != len(tokens) or counts != [len(some) for some in values]:

@@ -3,7 +3,7 @@
 Owns:  Frame, Frames.
 From:  transport (the bytes).   To: calls.
 
-The server's format is in docs/http.md. Each size in a header is checked before it is used.
+docs/http.md describes the format. Each size in a header is checked before the size is used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import safetensors
 from vllm_scope.errors import ScopeError
 from vllm_scope.request.media import ANSWER, prefix_of
 
-#: The safetensors library accepts no longer header.
+#: The largest size of a header that the safetensors library accepts.
 MAX_HEADER_BYTES = 100_000_000
 
 
@@ -45,7 +45,7 @@ class Frame:
     Attributes:
         answer: the JSON of the answer, or the data of an event; None if the file only keeps the
             connection alive.
-        tensors: by their names, without `answer`.
+        tensors: name -> tensor, without the tensor of `answer`.
     """
 
     answer: bytes | None
@@ -53,7 +53,7 @@ class Frame:
 
     @staticmethod
     def parse(file: bytes) -> Frame:
-        """A Frame from a file's bytes. Raises ScopeError if they are not safetensors."""
+        """A Frame from a file's bytes. Raises ScopeError if the bytes are not safetensors."""
         tensors = tensors_of(file, "binary answer")
         answer = tensors.pop(ANSWER, None)
         return Frame(None if answer is None else bytes(answer["data"]), tensors)
@@ -65,7 +65,7 @@ class Frame:
 
 
 def tensors_of(file: bytes, what: str) -> dict[str, FileTensor]:
-    """The tensors of a safetensors file, by name. Raises ScopeError if it is not safetensors."""
+    """The tensors of a safetensors file, by name. Raises ScopeError for another format."""
     try:
         return dict(safetensors.deserialize(file))
     except safetensors.SafetensorError as error:
@@ -79,7 +79,7 @@ def metadata_of(file: bytes) -> dict[str, str]:
 
 
 class Frames:
-    """The files of a binary stream, which follow one another without anything between them.
+    """The files of a binary stream. The files follow one another without a separator.
 
     Attributes:
         done: True if the server has sent its last event.

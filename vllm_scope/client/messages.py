@@ -16,7 +16,7 @@ from vllm_scope.request.media import BINARY
 
 Json = dict[str, object]
 
-#: What to do without a key, or with a wrong one.
+#: What to do if a key is missing or wrong.
 KEYS = "give the server's key as api_key, and the operator's as admin_key"
 
 
@@ -35,8 +35,8 @@ class UnreachableError(ScopeError):
 
 @dataclass(frozen=True)
 class Call:
-    """One HTTP request. If `admin`, the operator's key is sent. If `binary`, a binary answer is
-    asked for."""
+    """One HTTP request. If `admin` is True, the client sends the operator's key. If `binary` is
+    True, the client requests a binary answer."""
 
     method: str
     path: str
@@ -67,7 +67,7 @@ class Response:
         if self.location is not None:
             raise ServerError(
                 f"HTTP {self.status}: it is at {shown(self.location)}; give the server's own URL, "
-                "as keys are not sent on.", self.status,
+                "because keys are not sent to another URL.", self.status,
             )  # fmt: skip
         message = error_message(self.content)
         if self.status == 400:
@@ -81,12 +81,12 @@ class Response:
         raise ServerError(f"HTTP {self.status}: {message}", self.status)
 
     def json(self) -> Json:
-        """The parsed content. Raises ServerError if it is not JSON, such as a proxy's page."""
+        """The parsed content. Raises ServerError if the content is not JSON."""
         return decoded(self.content, self.status)
 
     @property
     def frame(self) -> Frame:
-        """The answer with its tensors. A JSON answer, such as older servers send, has none."""
+        """The answer with its tensors. A JSON answer, as from older servers, has no tensors."""
         return Frame.parse(self.content) if self.kind == BINARY else Frame(self.content, {})
 
 

@@ -14,7 +14,7 @@ V = TypeVar("V")
 class Named(dict[str, V]):
     """A dict whose error for a missing name lists the names that exist."""
 
-    #: The word for the values in the error's text.
+    #: The error's word for the values.
     what: ClassVar[str]
 
     def __missing__(self, name: str) -> NoReturn:

@@ -3,7 +3,7 @@
 Owns:  `parse_scope` (of a choice), `parse_tokens`, `parse_file`, `converted`.
 From:  server.encode (the JSON), server.store (the files), frames (binary answers).   To: calls.
 
-Each size that the server names is checked against the bytes that it sent.
+Each size that the server names is checked against the bytes that the server sent.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from vllm_scope.request.read_features import NOT_KNOWN, ReadFeatures
 T = TypeVar("T")
 K = TypeVar("K")
 V = TypeVar("V")
-#: dtype in JSON -> numpy's dtype; bfloat16 is read as its bits.
+#: dtype in JSON -> numpy's dtype; bfloat16 is read as uint16.
 _DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int64": "<i8"}
 #: dtype in safetensors -> dtype in JSON.
 _FILE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64"}
 
 
 def converted(found: object, kind: type[T], what: str) -> T:
-    """The server's JSON as a `kind`. Raises ScopeError if it has another form."""
+    """The server's JSON as a `kind`. Raises ScopeError if the JSON has another form."""
     try:
         return msgspec.convert(found, kind)
     except msgspec.ValidationError as error:
@@ -73,10 +73,10 @@ def parse_scope(
         file: the content of the file that `result` names; None if there is no `result`.
         beside: the choice's tensors in a binary answer.
         read: for a chunk: name of features -> the features that were read, from the earlier chunks
-            of the choice. Names that are new are added.
+            of the choice. `parse_scope` adds new names.
 
     Raises:
-        ScopeError: the `scope` is not one that a server of this version sends.
+        ScopeError: the `scope` does not have the format of this version.
     """
     counts = converted(body, Counts, "scope")
     told = converted(body, ScopeBody, "scope")
@@ -108,8 +108,8 @@ class _Elsewhere(NamedTuple):
 
     Attributes:
         beside: the tensors of a binary answer; an item of the JSON names its tensor.
-        filed: the result's file, which has all values. An item of the JSON that has only positions
-            says which of the values are new.
+        filed: the result's file, which has all values. If an item of the JSON has only positions,
+            these are the positions of the new values.
     """
 
     beside: ScopeData
@@ -184,7 +184,7 @@ def parse_tokens(body: Mapping[str, object]) -> tuple[ScoredToken, ...]:
     """The tokens of a choice's `scope`.
 
     Raises:
-        ScopeError: the tokens are not those that a server of this version sends.
+        ScopeError: the tokens do not have the format of this version.
     """
     given = body.get("tokens", [])
     try:
@@ -206,7 +206,7 @@ def parse_file(file: bytes) -> ScopeData:
     """The content of a result's file.
 
     Raises:
-        ScopeError: the file is not one of a server of this version.
+        ScopeError: the file does not have the format of this version.
     """
     tensors = tensors_of(file, "result")
     try:

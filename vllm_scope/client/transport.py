@@ -23,14 +23,14 @@ try:
 except ImportError as error:
     raise ImportError("the client needs httpx: pip install 'vllm-scope[client]'.") from error
 
-#: Seconds for an answer. Many, because a long prompt on a busy server takes a while.
+#: Seconds to wait for an answer. A long prompt on a busy server takes a long time.
 TIMEOUT_S = 600.0
 HttpT = TypeVar("HttpT", httpx.Client, httpx.AsyncClient)
 
 
 class Events:
-    """Makes server-sent events from the bytes of a stream. Lines are not split by `str.splitlines`,
-    because JSON may contain other line ends than LF.
+    """Makes server-sent events from the bytes of a stream. Lines end only at LF, because JSON can
+    contain the other line ends of `str.splitlines`.
 
     Attributes:
         done: True if the server has sent its last event.
@@ -42,7 +42,7 @@ class Events:
 
     def feed(self, data: bytes) -> list[Frame]:
         """Add bytes of the stream; return the events of the lines that are complete now."""
-        if b"\n" not in data:  # the parts of a long line are joined once, at its end
+        if b"\n" not in data:  # the parts of a long line are joined at the line's end
             self._rest.append(data)
             return []
         *lines, rest = b"".join([*self._rest, data]).split(b"\n")
@@ -62,16 +62,16 @@ def _check_done(events: Events | Frames) -> None:
 
 
 class _Client(Calls[StreamT], Generic[HttpT, StreamT]):
-    """What both clients share: the server's address and keys, and how requests are made. The
-    subclasses send them.
+    """The common part of both clients: the server's address and keys, and the building of requests.
+    The subclasses send the requests.
 
     Args:
         base_url: the server's URL, with or without /v1.
         api_key: the key of vLLM's --api-key.
         admin_key: the server's VLLM_SCOPE_ADMIN_KEY, for calls that change the engine.
-        model: one of the server's models; None for its first one.
+        model: one of the server's models; None for the server's first model.
         timeout: seconds for an answer.
-        binary: True to ask for binary answers. With rows, a binary answer costs the server a
+        binary: True to request binary answers. With rows, a binary answer costs the server a
             fraction of the CPU time of a JSON answer.
         transport: an httpx transport, for tests and proxies.
 
@@ -169,10 +169,12 @@ class ScopeClient(_Client[httpx.Client, Iterator[Chunk]]):
 
         Args:
             prompts: a text, token ids, or a list of these.
-            on_cell: called with each Cell as it arrives. If it raises, the server ends the sweep.
+            on_cell: a function that the client calls with each Cell as it arrives. If the function
+                raises an error, the server ends the sweep.
 
         Raises:
-            SpecError: the sweep is not possible on the server. CapacityError: send it again later.
+            SpecError: the sweep is not possible on the server. CapacityError: the server is full;
+                send the sweep later.
         """
         found = SweepEvents()
         with closing(self._events(sweep_call(prompts, sweep))) as events:

@@ -1,20 +1,19 @@
-"""Codecs encode rows as smaller tensors with names (parts), and decode parts to rows.
+"""Codecs encode rows as smaller named tensors (parts), and decode parts to rows.
 
-Owns:  the codecs by name, and `codec_from`, which makes a codec from its metadata.
-Runs:  wherever rows are. `encode` runs on the rows' device, CPU or CUDA; `decode` on the
-       parts' device.
-To:    files (stores the parts and, beside them, the metadata).
+Owns:  the codecs by name; `codec_from`, which makes a codec from metadata.
+Runs:  in any process. `encode` runs on the rows' device, and `decode` on the parts' device.
+To:    files, which stores the parts and the metadata.
 
 base.py    Codec: the contract, the options and the checks
-packed.py  the parts of a row as one run of bytes
+packed.py  the parts of a row as one row of bytes
 casts.py   rows as they are, or in float16
 scaled.py  8-bit numbers with a scale for each row
 rp8.py     random projections in 8 bits
 topk8.py   the largest numbers of a row in 8 bits
 zstd.py    rows compressed without loss
 
-Promise: `codec_from(codec.metadata())` decodes what `codec` encoded, also in
-another process and on another device. docs/codecs.md says how much each codec loses.
+Promise: `codec_from(codec.metadata())` decodes the parts that `codec` encoded. The process and the
+device can differ. docs/codecs.md says how much each codec loses.
 """
 
 from __future__ import annotations
@@ -44,15 +43,14 @@ def make_codec(name: str, hidden_size: int, dtype: torch.dtype, **options: objec
     """A codec for rows of one size and dtype.
 
     Raises:
-        ConfigError: the codec is unknown, it does not have an option, or an option's value is
-            not allowed.
+        ConfigError: the codec or an option is unknown, or an option's value is not allowed.
     """
     said = {"codec": name, "hidden_size": hidden_size, "dtype": str(dtype).removeprefix("torch.")}
     return codec_from({**said, **options})
 
 
 def codec_from(metadata: Mapping[str, object]) -> Codec:
-    """The codec that wrote this metadata.
+    """The codec with this metadata.
 
     Raises:
         ConfigError: as `make_codec`.

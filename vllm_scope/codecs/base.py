@@ -1,6 +1,6 @@
-"""The base class of all codecs: options, contract, and checks of the arguments.
+"""The base class of all codecs: the contract, the options, and the checks of arguments.
 
-Owns:  Codec, RowPart; KeepsK (the option of codecs that keep k numbers of a row).
+Owns:  Codec, RowPart; KeepsK, the base of codecs that keep k numbers of a row.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 from torch import Tensor
 
-#: Largest `hidden_size`: no model has wider rows. A file that claims more is refused before
-#: anything is allocated.
+#: The largest `hidden_size`. No model has wider rows. If a file claims wider rows, the file is
+#: refused before any memory is allocated.
 MAX_HIDDEN_SIZE = 1 << 17
 
 
 class RowPart(NamedTuple):
-    """One part of each encoded row: its name, and `size` numbers of a dtype."""
+    """One part of each encoded row: a name, and `size` numbers of a dtype."""
 
     name: str
     dtype: torch.dtype
@@ -30,18 +30,17 @@ class RowPart(NamedTuple):
 class Codec(BaseModel):
     """Makes rows smaller, and decodes them again.
 
-    A codec is immutable and equals every codec with the same options. Threads may share it.
+    A codec is immutable, and equals every codec with the same options. Threads can share a codec.
 
-    If a row has NaN or infinity, `none`, `fp16` and `zstd` keep each value. The 8-bit
-    codecs have one scale per row, so they return the whole row as NaN.
+    `none`, `fp16` and `zstd` keep NaN and infinity. If a row has NaN or infinity, the 8-bit codecs
+    return the whole row as NaN, because they have one scale per row.
 
     Attributes:
-        lossless: True if decoded rows equal the encoded ones bit for bit.
-        rowwise: True if each part has the rows on its first axis, so that any row can be
-            decoded alone.
-        codec: the codec's name.
-        hidden_size: how many numbers a row has.
-        dtype: dtype of the rows, before encoding and after decoding.
+        lossless: True if the decoded rows equal the original rows bit for bit.
+        rowwise: True if a row can be decoded alone. The first axis of each part is then the rows.
+        codec: the name of the codec.
+        hidden_size: the number of elements of a row.
+        dtype: the dtype of the rows, before encoding and after decoding.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -61,7 +60,7 @@ class Codec(BaseModel):
     @property
     @abstractmethod
     def row_parts(self) -> tuple[RowPart, ...]:
-        """The parts that `encode` makes of each row. Only a rowwise codec has them."""
+        """The parts that `encode` makes of each row. Only a rowwise codec has `row_parts`."""
 
     @property
     def part_names(self) -> tuple[str, ...]:
@@ -69,11 +68,11 @@ class Codec(BaseModel):
         return tuple(part.name for part in self.row_parts)
 
     def prepare(self, device: torch.device) -> None:
-        """Make the tensors that `encode` needs on a device. After that, `encode` does not wait for
-        the host."""
+        """Make the tensors of `encode` on a device. Afterwards `encode` does not wait for the
+        host."""
 
     def metadata(self) -> dict[str, object]:
-        """Name, shape, dtype and options as plain JSON, for `codec_from`."""
+        """The name, row size, dtype and options as plain JSON, for `codec_from`."""
         return dict(self._metadata)
 
     @cached_property
@@ -81,10 +80,10 @@ class Codec(BaseModel):
         return self.model_dump(mode="json")
 
     def encode(self, rows: Tensor) -> dict[str, Tensor]:
-        """The rows as parts.
+        """Encode rows as parts.
 
-        A rowwise codec makes the parts on the rows' device, and after `prepare` it does not
-        synchronise with that device.
+        A rowwise codec makes the parts on the rows' device. After `prepare`, `encode` does not
+        synchronise with this device.
 
         Args:
             rows: [num_rows, hidden_size] of the codec's dtype.
@@ -103,16 +102,16 @@ class Codec(BaseModel):
         """The decoded rows, [num_rows, hidden_size] of the codec's dtype, on the parts' device.
 
         Raises:
-            ValueError: a part is missing, or does not hold `num_rows` rows. Sizes are
-                compared before anything is allocated.
+            ValueError: a part is missing, or does not have `num_rows` rows. Sizes are compared
+                before any memory is allocated.
         """
         for name in self.part_names:
             if name not in parts:
                 raise ValueError(
                     f"part {name!r} is missing; {self.codec} has {', '.join(self.part_names)}"
                 )
-        # Whole shapes are compared: a part with an axis of size 1 would be broadcast, and would
-        # decode to more numbers than it holds.
+        # Compare whole shapes. Otherwise a part with an axis of size 1 would be broadcast, and
+        # would decode to more numbers than the part has.
         for part in self.row_parts if self.rowwise else ():
             found = parts[part.name]
             if (tuple(found.shape), found.dtype) != ((num_rows, part.size), part.dtype):
@@ -134,13 +133,13 @@ class Codec(BaseModel):
     def _decode(self, parts: Mapping[str, Tensor], num_rows: int) -> Tensor: ...
 
     def _cast(self, values: Tensor) -> Tensor:
-        """float32 values in the rows' dtype. Finite values stay finite, NaN stays NaN."""
+        """Cast float32 values to the rows' dtype. Finite values stay finite. NaN stays NaN."""
         limit = torch.finfo(self.torch_dtype).max
         return values.clamp(-limit, limit).to(self.torch_dtype)
 
 
 class KeepsK(Codec):
-    """A codec that keeps k numbers of each row; without `k` it keeps `usual_k`."""
+    """A codec that keeps k numbers of each row. The default of `k` is `usual_k`."""
 
     k: StrictInt = Field(ge=1)
 

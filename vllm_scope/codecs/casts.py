@@ -1,4 +1,4 @@
-"""Codecs that keep rows as they are, or store rows in float16, which most training code takes."""
+"""Codecs that keep rows unchanged, or store rows in float16. Most training code accepts float16."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _LIMIT = torch.finfo(torch.float16).max
 
 
 def halved(rows: Tensor) -> Tensor:
-    """The rows in float16; finite values stay finite."""
-    # Clamped in float32, because 65504 is not a bf16 number.
+    """The rows in float16. Finite values stay finite."""
+    # The clamp is in float32, because bfloat16 does not have the number 65504.
     values = rows.float()
     return torch.where(values.isinf(), values, values.clamp(-_LIMIT, _LIMIT)).half()
 
 
 class NoCodec(Codec):
-    """Rows as they are. Encoding and decoding copy nothing."""
+    """Keeps rows unchanged. Encoding and decoding do not copy."""
 
     lossless: ClassVar[bool] = True
 
@@ -39,8 +39,7 @@ class NoCodec(Codec):
 
 
 class Fp16(NoCodec):
-    """Rows in float16. Finite values beyond 65504 become 65504 with their sign; infinity and NaN
-    stay as they are."""
+    """Stores rows in float16. Finite values beyond ±65504 become ±65504. Infinity and NaN stay."""
 
     lossless: ClassVar[bool] = False
 

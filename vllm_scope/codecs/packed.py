@@ -1,8 +1,8 @@
-"""A row's parts as one run of bytes, so that an encoded row is handled like any other row.
+"""Packs a row's parts into one row of bytes. Then an encoded row is handled like any other row.
 
-Owns:  Packing (where each part lies), EncodedRows (rows that are decoded on request).
-Runs:  wherever rows are.
-From:  request.heads.   To: worker.packer (encodes on the device), sinks and results (decode).
+Owns:  Packing, the byte range of each part; EncodedRows, which are decoded on request.
+Runs:  in any process.
+From:  request.heads. To: worker.packer, which encodes; sinks and results, which decode.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from vllm_scope.request.heads import CodecChoice, Encoding
 
 
 class Packing:
-    """Where each part of an encoded row lies among the row's bytes.
+    """The byte range of each part in an encoded row.
 
-    Parts with wide numbers come first, so that each part begins at a multiple of the size of its
-    numbers.
+    Parts with wide numbers come first. Therefore each part is aligned to the size of its numbers.
 
     Attributes:
         codec: a rowwise codec.
-        num_bytes: bytes of an encoded row, without the padding of its last slot.
+        num_bytes: bytes of an encoded row, without the padding of the last slot.
         num_slots: slots of an encoded row.
     """
 
@@ -48,7 +47,7 @@ class Packing:
         """Encode rows [num_rows, hidden_size] to uint8 [num_rows, num_slots * SLOT_BYTES], on the
         rows' device.
 
-        Does not synchronise. The padding of the last slot is zero.
+        Does not synchronise with the device. The padding of the last slot is zero.
         """
         parts = self.codec.encode(rows)
         pieces = [parts[name].view(torch.uint8) for name in self._places]
@@ -66,7 +65,7 @@ class Packing:
 
 
 def encoding_of(choice: CodecChoice, hidden_size: int, dtype: str, where: str) -> Encoding:
-    """The Encoding of a caller's codec choice, for one engine's rows.
+    """The Encoding of a caller's codec choice, for the rows of one engine.
 
     Raises:
         SpecError: an option does not fit rows of this size.
@@ -81,17 +80,17 @@ def encoding_of(choice: CodecChoice, hidden_size: int, dtype: str, where: str) -
 
 @lru_cache(maxsize=256)
 def packing_of(encoding: Encoding) -> Packing:
-    """The Packing of an encoding. Raises ConfigError if its codec is unknown."""
+    """The Packing of an encoding. Raises ConfigError if the codec is unknown."""
     return Packing(codec_from(encoding.metadata))
 
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """Encoded rows, decoded on request.
+    """Encoded rows. `decode` decodes them.
 
     Attributes:
         codec: the codec that encoded the rows.
-        data: uint8 [num_rows, bytes of an encoded row, in whole slots], CPU.
+        data: uint8 [num_rows, num_slots * SLOT_BYTES], CPU.
     """
 
     codec: Codec
@@ -120,7 +119,7 @@ class EncodedRows:
 
     @property
     def parts(self) -> Mapping[str, Tensor]:
-        """The parts that the codec's `encode` made, by name, with the rows on the first axis."""
+        """The parts by name, as `Codec.encode` returned them, with the rows on the first axis."""
         return Packing(self.codec).parts(self.data)
 
     def decode(self) -> Tensor:
@@ -128,7 +127,7 @@ class EncodedRows:
         return self.codec.decode(self.parts, len(self))
 
     def kept(self) -> EncodedRows:
-        """A copy in memory of its own."""
+        """A copy that shares no memory."""
         return EncodedRows(self.codec, self.data.contiguous().clone())
 
 

@@ -1,6 +1,7 @@
-"""A random projection of each row to k numbers of one byte.
+"""A codec that projects each row to k numbers of one byte, by a random matrix.
 
-The projection keeps inner products and distances within about sqrt(2/k), but no single values.
+The projection changes inner products and distances by a relative error of about sqrt(2/k). Single
+values are lost.
 """
 
 from __future__ import annotations
@@ -18,20 +19,19 @@ from vllm_scope.codecs.base import KeepsK, RowPart
 from vllm_scope.codecs.scaled import dequantise, quantise, quantised_parts
 
 DEFAULT_K = 512
-#: The largest number of elements of a projection, also of a projection that a file names. Making
-#: one takes at most 0.2 s and 32 MiB.
+#: The largest number of elements of a projection, also for codecs from files. To make the largest
+#: projection takes at most 0.2 s and 32 MiB.
 MAX_PROJECTION = 1 << 23
-#: The largest number of projections that a process keeps, for its requests (packer) and for its
-#: files (writer).
+#: The largest number of projections that a process keeps in memory.
 MOST_KEPT = 16
 
 
 @lru_cache(maxsize=MOST_KEPT)
 def projection(hidden_size: int, k: int, seed: int, device: torch.device) -> Tensor:
-    """R = randn(hidden_size, k) / sqrt(k), float32, the same on every device.
+    """R = randn(hidden_size, k) / sqrt(k), float32, equal on every device.
 
-    The numbers are those of numpy's RandomState, which never change (NEP 19). Torch's numbers may
-    change with a release, and differ between CPU and CUDA.
+    numpy's RandomState gives the numbers, because RandomState never changes (NEP 19). Torch's
+    numbers can change with a release, and differ between CPU and CUDA.
     """
     numbers = np.random.RandomState(seed).standard_normal((hidden_size, k)) / np.sqrt(k)
     return torch.from_numpy(numbers.astype(np.float32)).to(device)
@@ -46,19 +46,18 @@ def inverse(hidden_size: int, k: int, seed: int, device: torch.device) -> Tensor
 
 
 class RandomProjection8(KeepsK):
-    """rows @ R, quantised as in `full8`.
+    """Stores rows @ R, quantised as in `full8`.
 
-    Decoding multiplies with R's pseudo-inverse, which gives the shortest row that has the stored
-    projections, with a relative error of about sqrt(1 - k/hidden_size). R's transpose would
-    be unbiased, but its relative error would be about sqrt(hidden_size/k): an error larger than
-    the row itself.
+    `decode` multiplies with R's pseudo-inverse. The result is the shortest row with the stored
+    projections. The relative error of a row is about sqrt(1 - k/hidden_size). R's transpose would
+    be unbiased, but the relative error would be about sqrt(hidden_size/k): larger than the row.
 
-    `prepare`, or the first `encode` on a device, makes R on that device.
+    `prepare` or the first `encode` on a device makes R on this device.
 
     Attributes:
-        k: numbers per row. Default: 512, or less if hidden_size // 2 or
-            MAX_PROJECTION // hidden_size is less. If k is near hidden_size, the inverse
-            magnifies the rounding error, and `full8` is better.
+        k: numbers per row. Default: the least of 512, hidden_size // 2 and MAX_PROJECTION //
+            hidden_size. If k is near hidden_size, the inverse magnifies the rounding error. `full8`
+            is then better.
         seed: the seed of R.
     """
 
@@ -88,8 +87,8 @@ class RandomProjection8(KeepsK):
         projection(self.hidden_size, self.k, self.seed, device)
 
     def projections(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """float32 [num_rows, k]: rows @ R, exact to half a step of the quantisation. Distances and
-        inner products of rows are best computed from these numbers."""
+        """rows @ R, float32 [num_rows, k], exact to half a step of the quantisation. Use these
+        numbers to compute distances and inner products of rows."""
         return dequantise(parts["q"], parts["scale"], parts["zero"])
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
-"""Codecs with 8 bits per value and one or two float32 numbers per row: x = q * scale, or
-x = (q - zero) * scale.
+"""Codecs with 8 bits per value: x = q * scale, or x = (q - zero) * scale. `scale` and `zero` are
+one float32 number each per row.
 
-Owns:  Fp8, Int8, Full8; `quantise` and its inverse, which rp8 and topk8 use too.
+Owns:  Fp8, Int8, Full8; `quantise` and `dequantise`, which rp8 and topk8 use too.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from torch import Tensor
 
 from vllm_scope.codecs.base import Codec, RowPart
 
-#: The smallest normal float32: scales below it would lose bits, or be flushed to zero.
+#: The smallest normal float32. A smaller scale would lose bits, or be flushed to zero.
 _TINY = torch.finfo(torch.float32).tiny
-#: The finest step, as a share of the largest value: float32 itself has no finer steps. It is a
-#: power of two, so that a constant row comes back exactly.
+#: The least step, as a share of the largest value. float32 has no smaller steps. The number is a
+#: power of two, and therefore a constant row is decoded exactly.
 _FINEST = 2.0**-23
-#: A range is multiplied by this number and not divided by 255, so that its scale is the same on a
-#: GPU as on a CPU (see `_Scaled._encode`).
+#: A range is multiplied by this number instead of divided by 255. Then GPU and CPU compute the same
+#: scale (see `_Scaled._encode`).
 _STEP = 1 / 255
 
 
 def _finite_scale(scale: Tensor) -> Tensor:
-    """A row's scale; NaN if the row held NaN or infinity, so that the row decodes to NaN."""
+    """A row's scale, or NaN if the row has NaN or infinity. With a NaN scale, a row decodes to
+    NaN."""
     return torch.where(scale.isfinite(), scale, torch.nan)
 
 
 class _Scaled(Codec):
-    """A codec that scales each row so that its largest absolute value becomes `limit`."""
+    """A codec that scales the largest absolute value of each row to `limit`."""
 
     limit: ClassVar[float]
     q_dtype: ClassVar[torch.dtype]
@@ -42,8 +43,8 @@ class _Scaled(Codec):
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:
         values = rows.float()
-        # Multiplied by the inverse of `limit`, because a GPU divides by a constant in this way. If
-        # a GPU's scale differed from the CPU's in the last bit, ties would round to the other side.
+        # Multiply by the inverse of `limit`, because a GPU divides by a constant in this way. If
+        # the scales of GPU and CPU differed in the last bit, ties would round differently.
         scale = (values.abs().amax(-1, keepdim=True) * (1 / self.limit)).clamp(min=_TINY)
         q = self._rounded(values / scale).clamp(-self.limit, self.limit)
         return {"q": q.to(self.q_dtype), "scale": _finite_scale(scale)}
@@ -56,7 +57,7 @@ class _Scaled(Codec):
 
 
 class Fp8(_Scaled):
-    """float8_e4m3fn: small values keep their relative precision beside large ones."""
+    """float8_e4m3fn. Small values in a row with large values keep their relative precision."""
 
     limit: ClassVar[float] = torch.finfo(torch.float8_e4m3fn).max
     q_dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
@@ -65,7 +66,7 @@ class Fp8(_Scaled):
 
 
 class Int8(_Scaled):
-    """int8 from -127 to 127, scaled as vLLM's own int8 kernels scale a row."""
+    """int8 from -127 to 127. The scale is the same as in vLLM's own int8 kernels."""
 
     limit: ClassVar[float] = 127
     q_dtype: ClassVar[torch.dtype] = torch.int8
@@ -73,19 +74,19 @@ class Int8(_Scaled):
     codec: Literal["int8"] = "int8"
 
     def _rounded(self, values: Tensor) -> Tensor:
-        # An integer cannot be NaN. If the row had NaN, its scale is NaN.
+        # An integer cannot be NaN. If the row had NaN, the row's scale is NaN.
         return values.round().nan_to_num(0.0)
 
 
 def quantise(values: Tensor) -> dict[str, Tensor]:
     """Quantise float32 [n, m] to uint8 `q` [n, m], with float32 `scale` and `zero` [n, 1].
 
-    A constant row has no range. Its scale is then a tiny share of the constant, and
-    (0 - zero) * scale is the constant.
+    A constant row has no range. The scale of such a row is a tiny share of the constant, and (0 -
+    zero) * scale is the constant.
     """
     low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
     largest = torch.maximum(low.abs(), high.abs())
-    # Scaled before the subtraction, because `high - low` may be too large for float32.
+    # Multiply before the subtraction, because `high - low` can be too large for float32.
     scale = torch.maximum(high * _STEP - low * _STEP, largest * _FINEST).clamp(min=_TINY)
     zero = -low / scale
     q = (values / scale + zero).round().clamp(0, 255).nan_to_num(0.0)
@@ -93,18 +94,18 @@ def quantise(values: Tensor) -> dict[str, Tensor]:
 
 
 def dequantise(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """The values, float32 [n, m]; a row that held NaN or infinity is NaN throughout."""
+    """The values, float32 [n, m]. If a row had NaN or infinity, the whole row is NaN."""
     return (q.float() - zero) * scale
 
 
 def quantised_parts(name: str, size: int) -> tuple[RowPart, ...]:
-    """The parts that `quantise` makes of a row of `size` numbers; `name` is the name of `q`."""
+    """The parts of a row of `size` numbers after `quantise`. `name` is the name of the part `q`."""
     of_row = (RowPart(part, torch.float32, 1) for part in ("scale", "zero"))
     return RowPart(name, torch.uint8, size), *of_row
 
 
 class Full8(Codec):
-    """uint8 values, and a float32 scale and zero per row: x = (q - zero) * scale."""
+    """Stores uint8 values, and a float32 scale and zero per row: x = (q - zero) * scale."""
 
     codec: Literal["full8"] = "full8"
 

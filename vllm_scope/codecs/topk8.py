@@ -1,4 +1,4 @@
-"""The k values of each row with the largest |x|, in one byte each; the others are zero."""
+"""A codec that keeps the k values of each row with the largest |x|, in one byte each."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ DEFAULT_K = 64
 
 
 class TopK8(KeepsK):
-    """int32 indices of the largest |x|, and their values as `full8` quantises them.
+    """int32 indices of the k values with the largest |x|, and these values, quantised as in
+    `full8`. After decoding, all other values are zero.
 
     Attributes:
-        k: values kept per row. Default: 64, or hidden_size if that is less.
+        k: the number of values to keep per row. Default: the smaller of 64 and hidden_size.
     """
 
     codec: Literal["topk8"] = "topk8"
@@ -33,7 +34,7 @@ class TopK8(KeepsK):
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:
         values = rows.float()
-        # topk takes NaN for the largest, so the scale of a row that holds NaN is NaN.
+        # topk treats NaN as the largest value. Therefore the scale of a row with NaN is NaN.
         indices = values.abs().topk(self.k, dim=-1).indices
         parts = quantise(values.gather(-1, indices))
         return {"indices": indices.to(torch.int32), "values": parts.pop("q"), **parts}
@@ -43,6 +44,6 @@ class TopK8(KeepsK):
         if indices.numel() and bool(((indices < 0) | (indices >= self.hidden_size)).any()):
             raise ValueError(f"indices leave a row of {self.hidden_size} values")
         kept = dequantise(parts["values"], parts["scale"], parts["zero"])
-        # Rows of zeros; a row whose scale is NaN is NaN throughout.
+        # Rows of zeros. If a scale is NaN, the whole row is NaN.
         rows = (parts["scale"] * 0.0).expand(num_rows, self.hidden_size).clone()
         return self._cast(rows.scatter_(-1, indices, kept))

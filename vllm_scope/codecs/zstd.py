@@ -1,4 +1,4 @@
-"""The rows' bytes, compressed on the host without loss: about a fifth smaller, and slow."""
+"""A lossless codec that compresses the rows' bytes on the host: about 20% smaller, and slow."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from vllm_scope.errors import ConfigError
 
 
 def zstd_library() -> ModuleType:
-    """The module `zstd`: from Python 3.14 on that of the standard library, before that the one of
-    backports.zstd. Raises ConfigError if the module is missing."""
+    """The module `zstd`: of the standard library (Python 3.14 and later), or of backports.zstd.
+    Raises ConfigError if the module is missing."""
     try:
         if sys.version_info >= (3, 14):
             from compression import zstd
@@ -32,12 +32,12 @@ def zstd_library() -> ModuleType:
 
 
 class Zstd(Codec):
-    """All rows of a call as one zstd frame, so that no row can be decoded alone.
+    """Stores all rows of a call as one zstd frame. A single row cannot be decoded alone.
 
     `encode` copies rows from a device to the host, and waits for the copy.
 
     Attributes:
-        level: zstd's level; a higher one makes smaller frames and is slower.
+        level: zstd's level. A higher level makes smaller frames, and is slower.
     """
 
     lossless: ClassVar[bool] = True
@@ -56,7 +56,7 @@ class Zstd(Codec):
 
     def _encode(self, rows: Tensor) -> dict[str, Tensor]:
         data = rows.contiguous().cpu().view(torch.uint8).reshape(-1).numpy()
-        # A new compressor for each call: if threads share a compressor, they corrupt memory.
+        # Each call uses a new compressor, because threads that share a compressor corrupt memory.
         frame = zstd_library().compress(data, self.level)
         return {"frame": torch.frombuffer(bytearray(frame), dtype=torch.uint8)}
 
@@ -70,7 +70,7 @@ class Zstd(Codec):
                 raise ValueError(f"the frame holds {said} bytes; {size} are expected")
             if size == 0:
                 return torch.empty(0, self.hidden_size, dtype=self.torch_dtype)
-            # A frame may hold more than it claims, so `max_length` bounds the memory.
+            # A frame can hold more bytes than it claims. Therefore `max_length` bounds the memory.
             data = zstd.ZstdDecompressor().decompress(frame, max_length=size)
         except zstd.ZstdError as error:
             raise ValueError(f"the frame is not zstd: {error}") from None

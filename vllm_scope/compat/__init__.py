@@ -1,4 +1,4 @@
-"""Keys, classes and routes of other systems: their users change an import and keep their code.
+"""Keys, classes and routes of other systems, whose users need to change only an import.
 
 vllm_lens/      extra_args of vllm-lens, SteeringVector, output.activations, its client
 steering_http/  the steering fork's keys, capture_results, modules and /v1/steering
@@ -6,13 +6,13 @@ probe_hook.py   LLM, AsyncLLM and SamplingParams of vllm-probe-hook; hidden_stat
 act_capture.py  VLLM_ACT_* variables and the .npz files of the Activation Capture System
 inspect.py      a model provider for Inspect; own_loop.py runs its engine
 inspect_scoring.py  a solver and a scorer for Inspect
-bounds.py       limits of the values that a request hands to a face
+bounds.py       limits of the values of a face's keys
 
 `out.scope.as_cache()` returns the rows under TransformerLens's names.
 
-Each face is a file or a folder here and uses the public API. docs/faces.md lists how each face
-differs from the other system. Keys of `extra_args` need no import: the package imports a face when
-a request first uses one of its keys.
+Each face is a file or a folder of this folder, and uses the public API. docs/faces.md lists how
+each face differs from the other system. Keys of `extra_args` need no import: the package imports a
+face when a request first uses a key of the face.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from vllm_scope.engine.frontend.translators import Translation
 
-#: Face -> the keys of `extra_args` that it understands.
+#: Face -> the keys of `extra_args` that the face accepts.
 KEYS: dict[str, tuple[str, ...]] = {
     "vllm_lens": (
         "output_residual_stream", "apply_steering_vectors", "output_qk", "apply_hooks",
@@ -46,7 +46,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "act_capture": (),
 }  # fmt: skip
 
-#: The attribute of an engine's VllmConfig that holds vllm-lens's hooks of all requests.
+#: The attribute of an engine's VllmConfig with the hooks that vllm-lens runs in all requests.
 PERSISTENT = "scope_persistent_hooks"
 #: Modules of this package that have an HttpFace as their attribute HTTP.
 OVER_HTTP: tuple[str, ...] = ("vllm_lens.http", "steering_http.http")
@@ -76,13 +76,13 @@ def _translate(face: str, values: Mapping[str, object], sites: Sites) -> Transla
 
 
 def _captures_all(vllm_config: VllmConfig) -> Mapping[str, object] | None:
-    """{} if the environment or the workers' class turns on capture for all requests; else None."""
+    """{} if the environment or the worker class turns capture on for all requests; else None."""
     on = os.environ.get("VLLM_ACT_CAPTURE", "0").lower() in ("1", "true", "on", "yes")
     on = on or str(vllm_config.parallel_config.worker_cls).endswith(".WorkerCapture")
     return {} if on else None
 
 
 def _hooks_all(vllm_config: VllmConfig) -> Mapping[str, object] | None:
-    """{PERSISTENT: the hooks that `llm.register_hooks` got}; None if there are none."""
+    """{PERSISTENT: the hooks that `llm.register_hooks` received}; None if there are no hooks."""
     found = vllm_config.__dict__.get(PERSISTENT)
     return {PERSISTENT: found} if found else None

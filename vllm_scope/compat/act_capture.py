@@ -2,24 +2,24 @@
 
     VLLM_ACT_CAPTURE=1 VLLM_ACT_MODE=rp8 VLLM_ACT_OUTDIR=acts python serve.py
 
-The option `worker_cls="vllm_scope.compat.act_capture.WorkerCapture"` turns capture on, too. Each
-completion that has ended is a folder with one .npz per layer and manifest.json:
+The option `worker_cls="vllm_scope.compat.act_capture.WorkerCapture"` also turns capture on. Each
+ended completion has a folder with manifest.json and one .npz per layer:
 
     output.activation_manifest                  a dict; None until the completion has ended
     load_manifest("acts/0~4f.../manifest.json").load(12)    # [num_positions, hidden]
 
 VLLM_ACT_CAPTURE   1 turns capture on
 VLLM_ACT_MODE      rp8 (default): a random projection, 8 bits; full8; topk8
-VLLM_ACT_RP_K      how many numbers of a row rp8 keeps; default: 512, or half a row if that is less
+VLLM_ACT_RP_K      how many numbers of a row rp8 keeps; default: the smaller of 512 and half a row
 VLLM_ACT_RP_SEED   seed of rp8's projection; default: 0
 VLLM_ACT_TOPK_K    how many values of a row topk8 keeps; default: 64
-VLLM_ACT_RETURN    sharded (default) or gathered. Both write one file per layer, because every rank
-                   has the whole residual stream; the manifest repeats the word
+VLLM_ACT_RETURN    sharded (default) or gathered. The files are the same, because every rank has the
+                   whole residual stream: one file per layer. The manifest has the value
 VLLM_ACT_OUTDIR    root of the folders; default: activations
 
 Runs in the front-end, which writes the files when a request ends. Row p of a file is position p.
-The model never processes the token sampled last, so that token has no row. docs/codecs.md says what
-each mode loses.
+The model never processes the token that was sampled last, therefore this token has no row.
+docs/codecs.md describes the loss of each mode.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.vllm_scope")
 
 SITE = "resid_post"
-#: Mode (a codec's name) -> option of the codec -> the variable that sets it.
+#: Mode (a codec's name) -> option of the codec -> the variable that sets the option.
 MODES = {
     "rp8": {"k": "VLLM_ACT_RP_K", "seed": "VLLM_ACT_RP_SEED"},
     "full8": {},
@@ -156,10 +156,10 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
 
 
 def _write(settings: Settings, codec: Codec, request_id: str, completion: CompletionOutput) -> Body:
-    """Write one completion; returns its manifest, which has the error if a write failed."""
+    """Write the files of one completion; returns its manifest, with the error if a write failed."""
     result: ScopeResult = completion.scope
-    # Request ids repeat, as every engine counts from 0; a second run must not replace the files of
-    # the first run.
+    # Request ids repeat, because every engine counts from 0. A second run must not replace the
+    # files of the first run.
     unique = digest(f"{request_id} {secrets.token_hex(8)}")
     folder = f"{clean(str(request_id))}~{unique}"
     manifest: Body = {
@@ -248,7 +248,7 @@ class Manifest:
 
 
 def load_manifest(path: str | Path) -> Manifest:
-    """The manifest of one completion. Raises FileError if the file is not such a manifest."""
+    """The manifest of one completion. Raises FileError if the file is not a manifest."""
     try:
         return Manifest(Path(path), msgspec.json.decode(Path(path).read_bytes(), type=Body))
     except (OSError, ValueError, msgspec.DecodeError) as error:
@@ -256,8 +256,7 @@ def load_manifest(path: str | Path) -> Manifest:
 
 
 def __getattr__(name: str) -> type[WorkerBase]:
-    """This platform's worker class, for the name `WorkerCapture`. As `worker_cls`, this name turns
-    capture on."""
+    """This platform's worker class, for the name `WorkerCapture`. This name turns capture on."""
     if name != "WorkerCapture":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm.platforms import current_platform

@@ -1,11 +1,11 @@
-"""Bounds of the values that a request hands to a face, checked before anything is built from them.
+"""Limits of the values of a face's keys, checked before anything is built from the values.
 
 Owns:  Room (the counts of one request), and checks of lists, objects, JSON text and vectors.
 Runs:  in the front-end; over HTTP, on the event loop of the API server.
 To:    vllm_lens and steering_http.
 
 Promise: a refusal costs a few comparisons of lengths, or a few passes over the characters of a JSON
-text. Each check compares the length of a list or an object before it reads the items.
+text. Each check compares the length of a list or an object before the check reads the items.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MOST = {
     "positions": MAX_ITEMS,
     # Enough for 80 layers with 8,192 numbers each. Python creates 20 numbers in a microsecond.
     "numbers in lists": 1 << 20,
-    # As many float32 numbers as a spec has room for in base64.
+    # The number of float32 numbers that fit into a spec in base64.
     "numbers": MAX_SPEC_BYTES * 3 // 16,
 }
 _NO_NUMBERS = (str, bytes, list, tuple, Mapping)
 
 
 class Room:
-    """The counts of one request so far, one for each key of MOST."""
+    """The counts of one request, one count for each key of MOST."""
 
     def __init__(self) -> None:
         self._taken = dict.fromkeys(MOST, 0)
@@ -65,7 +65,7 @@ def few_fields(value: object, most: int, what: str, where: str) -> Mapping[objec
 
 
 def parsed(value: object, where: str) -> object:
-    """The value of a JSON text; a value that is not a str is returned as it is.
+    """The value of a JSON text; a value that is not a str is returned unchanged.
 
     Raises:
         SpecError: the text is not JSON, is a JSON string, or has too many items.
@@ -74,7 +74,7 @@ def parsed(value: object, where: str) -> object:
         return value
     found: object = decode(value, where, MOST["numbers in lists"])
     if isinstance(found, str):
-        raise SpecError(f"{where} is a JSON string in a JSON string; encode it once.")
+        raise SpecError(f"{where} is a JSON string in a JSON string; encode the value one time.")
     return found
 
 

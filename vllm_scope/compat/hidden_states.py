@@ -1,4 +1,4 @@
-"""vllm-probe-hook's options as reads, and its hidden states as views of a result.
+"""vllm-probe-hook's options as reads, and hidden states as views of a result.
 
 Owns:  Options, HiddenStates, `translate`.
 Runs:  in the front-end.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SITE = "resid_post"
 KEY = "probe_hook"
-#: Part of a read -> the argument of LLM and AsyncLLM that errors name.
+#: Part of a read -> the argument of LLM and AsyncLLM, for error texts.
 WORDS = {"Read.layers": "layers", "Read.site": "layers"}
 
 
@@ -42,13 +42,13 @@ class Options:
         layers: numbers from 0, or "all".
         include_prefill: capture the prompt's tokens, as `output.prefill_hidden`.
         include_decode: capture the generated tokens, as `output.hidden_states`.
-        last_prefill_token: of the prompt, capture only the last token, even if `include_prefill`
-            is False.
-        last_decode_token: of the generated tokens, capture only the last one that is processed,
-            even if `include_decode` is False.
-        process_last_token: process also the token sampled last, in a second request, which
-            finds the other tokens in the prefix cache. Not possible with edits. `max_model_len`
-            must leave room for one more token.
+        last_prefill_token: capture the prompt's last token only, even if `include_prefill` is
+            False.
+        last_decode_token: capture only the last generated token that is processed, even if
+            `include_decode` is False.
+        process_last_token: also process the token that was sampled last, in a second request. The
+            second request finds the other tokens in the prefix cache. Not possible with edits.
+            `max_model_len` must leave room for one more token.
 
     Raises:
         SpecError: nothing is captured, or an option is of a wrong type.
@@ -91,7 +91,7 @@ class Options:
         return found
 
     def params(self, given: SamplingParams | None) -> SamplingParams:
-        """A copy of a request's parameters that asks for the capture."""
+        """A copy of a request's parameters, with these Options."""
         params = copy(given) if given is not None else SamplingParams()
         extra = params.extra_args or {}
         if self.process_last_token and "scope" in extra and Spec.from_json(extra["scope"]).edits:
@@ -104,7 +104,7 @@ class Options:
 
 
 class HiddenStates(Mapping[int, Tensor]):
-    """The prompt's or the generated tokens' rows that have arrived: layer -> [num_rows, d_model].
+    """layer -> the rows that have arrived, [num_rows, d_model], of prompt or generated tokens.
 
     Args:
         of_prompt: True: rows of the prompt's tokens. False: rows of generated tokens.
@@ -119,7 +119,7 @@ class HiddenStates(Mapping[int, Tensor]):
         self._last_alone = False
 
     def end_with(self, last: HiddenStates, alone: bool) -> None:
-        """Append the rows of `last`, which are of the token sampled last.
+        """Append the rows of `last`: the rows of the token that was sampled last.
 
         Args:
             alone: True: return the rows of `last` only.
@@ -152,7 +152,7 @@ class HiddenStates(Mapping[int, Tensor]):
 
 
 def translate(values: Mapping[str, object], sites: Sites) -> Translation:
-    """The reads that the Options of a request ask for.
+    """The reads for the Options of a request.
 
     Raises:
         SpecError: the engine does not tap a layer, or the options were not set by LLM or AsyncLLM.

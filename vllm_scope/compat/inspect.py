@@ -1,4 +1,4 @@
-"""A model provider for the framework Inspect: models are read while they are evaluated.
+"""A model provider for the framework Inspect, which reads models during an evaluation.
 
     inspect eval task.py --model vllm-scope/Qwen/Qwen3-8B
     get_model("vllm-scope/any-name", model_path="toyworld/model", chat=False, max_model_len=256)
@@ -17,7 +17,7 @@ The answer's `ModelOutput.metadata` has
     activations     tensors of vllm-lens's `output_residual_stream`, for code in this process
     prompt_token_ids, token_ids
 
-If there are several choices, metadata["choices"] has one such object for each.
+If there are several choices, metadata["choices"] has one such object for each choice.
 
 `reading(...)` is a solver that reads. `probe_scorer(...)` is a scorer that checks a probe's
 decision against the target. The name `vllm-lens/...` is an alias of `vllm-scope/...`.
@@ -106,7 +106,7 @@ class ScopeAPI(ModelAPI):
     ) -> None:
         super().__init__(model_name, base_url, api_key, [], config or GenerateConfig())
         if base_url is not None:
-            raise SpecError("base_url: this provider starts its own engine, and takes no server.")
+            raise SpecError("base_url: leave it out; this provider starts its own engine.")
         self._options = {"model": model_path or model_name, **model_args}
         self._chat, self._tensors = chat, tensors
         self._engine: OwnLoop | None = None
@@ -114,7 +114,7 @@ class ScopeAPI(ModelAPI):
         self._number = 0
 
     def max_connections(self) -> int:
-        """How many requests Inspect sends at once; vLLM queues what it cannot batch."""
+        """How many requests Inspect sends at the same time; vLLM queues the rest."""
         return 256
 
     async def generate(
@@ -202,14 +202,14 @@ class ScopeAPI(ModelAPI):
         return found
 
     def _write(self, result: ScopeResult) -> dict[str, dict[str, object]]:
-        """Write rows to a file named by its digest; returns the file and the key of each stream."""
+        """Write rows to a file named by its digest. Returns each stream's file and key."""
         from safetensors.torch import save
 
         tensors: dict[str, Tensor] = {}
         reads: dict[str, dict[str, object]] = {}
         for site, layer in result.keys():
             key = site if site == "embed" else f"{site}.{layer}"
-            # Copies: streams may share memory, which safetensors refuses.
+            # A copy, because streams can share memory, and safetensors refuses shared memory.
             rows = result[site, layer].clone(memory_format=torch.contiguous_format)
             tensors |= {key: rows, f"{key}.positions": result.positions(site, layer).clone()}
             dtype = str(rows.dtype).removeprefix("torch.")
@@ -247,7 +247,7 @@ def _params(config: GenerateConfig, extra_args: Mapping[str, object] | None) -> 
             raise SpecError(f"{name} is not given by this provider.")
     given = {ours: getattr(config, theirs) for theirs, ours in SAMPLING.items()}
     options = {name: value for name, value in given.items() if value is not None}
-    # None: if the caller sets no limit, generation may go on to the end of the context.
+    # None: without a limit of the caller, generation can continue to the end of the context.
     options.setdefault("max_tokens", None)
     kind = RequestOutputKind.FINAL_ONLY
     return SamplingParams(**options, extra_args=extra_args, output_kind=kind)

@@ -51,8 +51,9 @@ def reading(spec: Mapping[str, object]) -> Solver:
 
 @metric
 def auroc() -> Metric:
-    """A metric: the share of pairs (a sample with the concept, a sample without it) in which the
-    first sample scores higher. A tie counts half. 0.5 is chance; the metric of no pairs is NaN."""
+    """A metric: the share of pairs (a sample with the concept, a sample without the concept) in
+    which the first sample scores higher. A tie counts as half a pair. Random scores give 0.5;
+    without pairs, the metric is NaN."""
 
     def measure(scores: list[SampleScore]) -> float:
         found = [each.score.metadata or {} for each in scores]
@@ -70,13 +71,13 @@ def auroc() -> Metric:
 def probe_scorer(
     probe: str, positive: str, threshold: float = 0.0, pooling: Pooling = "last"
 ) -> Scorer:
-    """A scorer. A sample is correct if its pooled score is above `threshold` and its target is
-    `positive`, or if neither holds.
+    """A scorer. A sample with the target `positive` is correct if its pooled score is above
+    `threshold`. Every other sample is correct if its pooled score is not above `threshold`.
 
     Args:
         probe: the probe's name.
         positive: the target of samples that have the concept.
-        threshold: the probe fires if the pooled score is above it.
+        threshold: the probe fires if the pooled score is above `threshold`.
         pooling: "last", "mean" or "max" of the probe's scores in the sample.
 
     Raises:

@@ -1,7 +1,7 @@
-"""vLLM's AsyncLLM on an event loop of its own.
+"""vLLM's AsyncLLM on a separate event loop.
 
 Owns:  OwnLoop: the engine, its loop and its thread.
-Runs:  in a process that has one event loop after another: Inspect makes a new loop for each eval.
+Runs:  in a process with one event loop after another. Inspect creates a new loop for each eval.
 To:    inspect.
 """
 
@@ -32,13 +32,14 @@ class OwnLoop:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.llm = self._submit(self._start(options)).result()
-        # Inspect keeps models for the next eval and never closes them. When the process ends, vLLM
-        # stops EngineCore, and tasks that still wait for EngineCore would log that it died. atexit
-        # calls the last registered function first, so `close` runs before vLLM's function.
+        # Inspect keeps models for the next eval and never closes a model. When the process ends,
+        # vLLM stops EngineCore. Tasks that still wait for EngineCore would log that EngineCore
+        # died. atexit calls the last registered function first. Therefore `close` runs before
+        # vLLM's function.
         atexit.register(self.close)
 
     async def last(self, stream: AsyncIterator[T]) -> T:
-        """The last item of a stream of the engine. May be called from any event loop."""
+        """The last item of a stream of the engine. Any event loop can call this."""
 
         async def read() -> T:
             return [item async for item in stream][-1]
@@ -61,7 +62,7 @@ class OwnLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _stop(self) -> None:
-        # Called on the engine's loop, `shutdown` cancels the tasks that wait for the engine. Called
-        # on another thread, it would leave tasks that then log that the engine died.
+        # On the engine's loop, `shutdown` cancels the tasks that wait for the engine. On another
+        # thread, `shutdown` would not cancel these tasks. They would then log that the engine died.
         self.llm.shutdown()
         self.llm = None

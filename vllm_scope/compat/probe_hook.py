@@ -7,11 +7,11 @@
     output.prefill_hidden[15]    # [num_prompt_tokens, d_model]
 
 Row i of `hidden_states` is the residual stream of output token i. The model never processes the
-token sampled last, so that token has no row. `process_last_token=True` processes that token in a
-second request.
+token that was sampled last, therefore this token has no row. With `process_last_token=True`, a
+second request processes this token.
 
-Layer k is Hugging Face's `hidden_states[k + 1]`. Values are on the CPU, in the model's
-dtype. A process may have any number of LLMs.
+Layer k is Hugging Face's `hidden_states[k + 1]`. Values are on the CPU, in the model's dtype. A
+process can have any number of LLMs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["LLM", "AsyncLLM", "HiddenStates", "SamplingParams"]
 
 
 def _last_token_request(completion: CompletionOutput) -> tuple[TokensPrompt, SamplingParams]:
-    """A prompt that ends in the token sampled last, and parameters that read its row."""
+    """A prompt that ends in the token that was sampled last, and parameters that read its row."""
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
     layers = list(completion.hidden_states)
     last = Options(layers, last_prefill_token=True, include_decode=False)
@@ -65,7 +65,6 @@ class _Capturing:
         self._start(model, vllm_kwargs)
 
     def _start(self, model: str, options: Mapping[str, object]) -> None:
-        """Make vLLM's engine."""
         raise NotImplementedError
 
 
@@ -130,9 +129,9 @@ class LLM(_Capturing, vllm.LLM):
 
 
 class AsyncLLM(_Capturing):
-    """An engine whose outputs, one per token, hold the rows that have arrived so far.
+    """An engine with one output for each token. An output has the rows that have arrived so far.
 
-    A row arrives one or two tokens after its token; the final output has all rows.
+    A row arrives one or two tokens after its token. The final output has all rows.
 
     Args:
         layers ... process_last_token: see Options.
@@ -155,7 +154,7 @@ class AsyncLLM(_Capturing):
         lora_request: LoRARequest | None = None,
         **vllm_kwargs: object,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield one output for each token, unless `output_kind` says otherwise."""
+        """Yield one output for each token, or the outputs that `output_kind` sets."""
         name = f"{KEY}-{next(self._numbers)}" if request_id is None else request_id
         stream = self.engine.generate(
             prompt, self.capture.params(sampling_params), name, lora_request=lora_request,

@@ -1,14 +1,14 @@
-"""An operator's code that acts on what the model computes: between tokens, and across requests.
+"""An operator's code that acts on a model's numbers: between tokens, and across requests.
 
-policy.py          what a policy is, and what it decides about a request's later tokens
-policy_options.py  the operator's options of policies, and their plugins
-running.py         one request under a policy
-activity.py        what monitors have found since they were set, in the form for callers
-tally.py           counts what one monitor finds, in bounded memory
-background.py      base classes of objects that all requests share: vLLM does not copy them
-backlog.py         work that answers do not wait for, such as the counts
-controller.py      server-wide edits that follow what monitors find, with rate and bounds
-bounded_edits.py   a controller's edits, whose scales stay within bounds
+policy.py          the protocols of a policy, and a policy's decisions about later tokens
+policy_options.py  the operator's options of policies, and the plugins of policies
+running.py         the running policy of one request
+activity.py        the findings of monitors, in the form for callers
+tally.py           counts the findings of one monitor, in bounded memory
+background.py      base classes of objects that all requests share and vLLM must not copy
+backlog.py         does work for which answers do not wait, such as the counts
+controller.py      changes server-wide edits by the findings of monitors, within a rate and bounds
+bounded_edits.py   a controller's edits, with bounds of their scales
 """
 
 from vllm_scope.control.controller import Change, Controller, Observation, ServerEdits

@@ -1,11 +1,11 @@
-"""What monitors have found since they were set, and the plugin's state, in the form for callers.
+"""The findings of monitors since they were set, and the plugin's state, in the form for callers.
 
-Owns:  Found (of one monitor), with Histogram, Slice and Flagged; State, with Ring; Activity, which
-       has all of these.
+Owns:  Found (of one monitor) and its parts Histogram, Slice and Flagged. State and its part Ring.
+       Activity, which contains the Found of each monitor and the State.
 From:  tally, engine.http.calls.
-To:    server.pages and server.access; client, cli.monitor and views.monitors, which show it.
+To:    server.pages, server.access, client, cli.monitor, views.monitors.
 
-Promise: an Activity has no text of a request.
+Promise: an Activity does not contain text of a request.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from dataclasses import dataclass, field
 
 #: Length of a slice of time, in seconds.
 SLICE_S = 5
-#: Number of slices from which a rate is computed: about a minute.
+#: Number of slices from which a rate is computed: 12 * 5 s = one minute.
 _RATE_SLICES = 12
-#: Outcomes of the verdicts for a webhook. A verdict that is "waiting" has not been sent yet.
+#: Outcomes of sending a verdict to a webhook. "waiting": the verdict has not been sent yet.
 OUTCOMES = ("sent", "failed", "dropped", "waiting")
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """The number of requests whose largest value is in each range.
+    """For each range of values, the number of completions whose largest value is in the range.
 
-    Range i has the values above `threshold + (first + i) * width`, up to this number plus `width`,
-    inclusive. So the threshold is the end of a range.
+    Range i begins above `threshold + (first + i) * width`, and ends at
+    `threshold + (first + i + 1) * width`, inclusive. Therefore the threshold is the end of a range.
 
     Attributes:
-        width: a power of 2; 0 if there are no ranges.
-        first: `first` in the formula above; negative if the first range is below the threshold.
-        counts: the number of requests in each range.
+        width: a power of 2. 0 if there are no ranges.
+        first: `first` in the formula above. Negative if the first range is below the threshold.
+        counts: the number of completions in each range.
     """
 
     width: float = 0.0
@@ -38,14 +38,14 @@ class Histogram:
     counts: list[int] = field(default_factory=list)
 
     def ranges(self, threshold: float) -> list[tuple[float, float, int]]:
-        """(lower end, upper end, requests) of each range, in order."""
+        """(lower end, upper end, count) of each range, in ascending order."""
         ends = [threshold + (self.first + i) * self.width for i in range(len(self.counts) + 1)]
         return list(zip(ends, ends[1:], self.counts, strict=False))
 
 
 @dataclass(frozen=True)
 class Slice:
-    """The completions that ended within SLICE_S seconds from `begin_s`, a time of `time.time()`."""
+    """Counts of the completions that ended within SLICE_S from `begin_s` (of `time.time()`)."""
 
     begin_s: int
     requests: int
@@ -57,10 +57,10 @@ class Flagged:
     """A verdict of a monitor.
 
     Attributes:
-        time_s: when the completion ended, in seconds of `time.time()`.
+        time_s: the time at which the completion ended, in seconds of `time.time()`.
         request_id: the first MOST_ID characters of the request's id.
         position: the first position at which the value was above the threshold.
-        value: the value at this position; None if it is not finite.
+        value: the value at this position. None if the value is not finite.
     """
 
     time_s: float
@@ -72,17 +72,17 @@ class Flagged:
 
 @dataclass(frozen=True)
 class Found:
-    """A monitor's settings, and what it found in completions that have ended since it was set.
+    """A monitor's settings, and its findings in completions since the monitor was set.
 
     Attributes:
-        since_s: when the monitor was set, in seconds of `time.time()`; 0.0 if it was set at the
-            server's start.
-        requests: completions that the monitor scored.
-        verdicts: completions with a value above the threshold.
-        not_finite: completions whose largest value is in no range, because it is not finite.
-        slices: the last ten minutes, in order; slices in which nothing ended are left out.
-        recent: the last verdicts, the newest first.
-        escalations: outcome (OUTCOMES) -> verdicts for the monitor's webhook.
+        since_s: the time at which the monitor was set, in seconds of `time.time()`. 0.0 if the
+            monitor was set at the server's start.
+        requests: number of completions that the monitor has scored.
+        verdicts: number of completions with a value above the threshold.
+        not_finite: number of completions that the histogram leaves out: the value is not finite.
+        slices: the slices of the last ten minutes, in order, without empty slices.
+        recent: the last verdicts. The newest verdict is first.
+        escalations: outcome (OUTCOMES) -> number of verdicts for the monitor's webhook.
     """
 
     site: str
@@ -100,7 +100,7 @@ class Found:
     escalations: dict[str, int] = field(default_factory=dict)
 
     def rates(self, now_s: float) -> tuple[float, float]:
-        """Requests and verdicts per second, over about the last minute."""
+        """(completions per second, verdicts per second), over about the last minute."""
         begin = (now_s // SLICE_S - _RATE_SLICES + 1) * SLICE_S
         recent = [one for one in self.slices if begin <= one.begin_s <= now_s]
         counts = sum(one.requests for one in recent), sum(one.verdicts for one in recent)
@@ -112,8 +112,8 @@ class Ring:
     """The shared memory through which one worker delivers rows.
 
     Attributes:
-        used_bytes: bytes of rows that a front-end has still to read.
-        wait_ms: the total time that the worker has waited for room.
+        used_bytes: bytes of rows that no front-end has read yet.
+        wait_ms: the total time for which the worker has waited for room in the ring.
     """
 
     num_bytes: int
@@ -123,17 +123,18 @@ class Ring:
 
 @dataclass(frozen=True)
 class State:
-    """What the plugin holds. `pending` to `results_most_bytes` are of the API server process that
-    was asked; the other fields are of the whole engine.
+    """The plugin's running requests and its use of memory, files and rings. The fields `pending` to
+    `results_most_bytes` are for one API server process: the process that made the answer. The other
+    fields are for the whole engine.
 
     Attributes:
-        requests: running requests that read, probe or edit.
-        pending: requests that wait for rows, or that are not yet answered.
-        rows_bytes, rows_most_bytes: rows and scores of running requests, and their limit.
-        results, results_bytes, results_most_bytes: files that wait to be fetched: their number,
-            their bytes, and the limit of these bytes.
+        requests: number of running requests that read, probe or edit.
+        pending: number of requests that wait for rows, or are not answered yet.
+        rows_bytes, rows_most_bytes: bytes of rows and scores of running requests, and their limit.
+        results, results_bytes, results_most_bytes: number of result files that clients have not
+            fetched yet, the bytes of these files, and the limit of these bytes.
         rings: the ring of each worker that delivers rows.
-        sinks: sink -> counter (sinks.counters) -> value, over all workers.
+        sinks: sink -> counter (sinks.counters) -> sum of the values of all workers.
     """
 
     requests: int
@@ -149,7 +150,7 @@ class State:
 
 @dataclass(frozen=True)
 class Activity:
-    """What a server's monitors have found, and its plugin's state. `at_s`: the time of this answer,
+    """The findings of a server's monitors, and the plugin's state. `at_s`: the time of this answer,
     in seconds of `time.time()`."""
 
     at_s: float

@@ -1,4 +1,4 @@
-"""Base classes of objects that all requests share: vLLM does not copy them; some have a thread.
+"""Base classes of objects that all requests share and vLLM must not copy.
 
 Owns:  Uncopied, Background.
 Runs:  in the front-end.
@@ -12,15 +12,15 @@ from typing import Self
 
 
 class Uncopied:
-    """An object that `deepcopy` does not copy. SamplingParams hold it until the request enters, and
-    vLLM copies SamplingParams."""
+    """An object that `deepcopy` does not copy. Until a request enters, its SamplingParams refer to
+    this object, and vLLM copies SamplingParams."""
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
 
 
 class Background(Uncopied):
-    """An object with a daemon thread, which runs the object's `_run`.
+    """An object with a daemon thread. The thread runs the method `_run`.
 
     Args:
         name: the thread's name.
@@ -34,7 +34,7 @@ class Background(Uncopied):
         raise NotImplementedError
 
     def _start(self) -> None:
-        """Start the thread if it does not run yet. May be called on any thread."""
-        with self._starting:  # a thread can be started once
+        """Start the thread if the thread does not run yet. Can be called on any thread."""
+        with self._starting:  # a thread can be started only one time
             if self._thread.ident is None:
                 self._thread.start()

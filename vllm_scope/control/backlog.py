@@ -1,11 +1,11 @@
-"""Work for which no answer waits: a thread does it a little later.
+"""Does work for which answers do not wait: a thread does the work about 20 ms later.
 
 Owns:  Backlog.
 Runs:  in the front-end. `add` and `work_off` on any thread.
-From:  engine.judge (completions whose verdicts are to be counted).
+From:  engine.judge (completions whose verdicts must be counted).
 
-Promise: work is done in the order in which it was added, one piece at a time. Work that waits when
-the process ends is done too. The thread releases the GIL between two pieces.
+Promise: pieces of work are done one at a time, in the order in which they were added. If the
+process ends, the waiting work is done first. The thread releases the GIL between two pieces.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from vllm_scope.control.background import Background
 logger = logging.getLogger("vllm.vllm_scope")
 #: Name of the thread.
 NAME = "vllm-scope-backlog"
-#: Seconds after which the thread begins. Requests that end together have their answers by then.
+#: Delay of the work, in seconds. By then, requests that ended together have their answers.
 LATER_S = 0.02
-#: Largest number of pieces of work that may wait.
+#: Largest number of pieces of work that can wait.
 MOST_WAITING = 1024
 
 
 class Backlog(Background):
-    """Work that waits for a thread. Its errors are logged."""
+    """Work that waits for a thread. If a piece of work raises an error, the error is logged."""
 
     def __init__(self) -> None:
         super().__init__(NAME)
         self._waiting: deque[Callable[[], None]] = deque()
-        #: Set if the thread has work to do.
+        #: Set while the thread has work to do.
         self._came = threading.Event()
-        #: Held while a piece of work is taken and done.
+        #: Locked while a piece of work is removed from `_waiting` and done.
         self._working = threading.Lock()
         atexit.register(self.work_off)
 
@@ -46,8 +46,8 @@ class Backlog(Background):
         return len(self._waiting)
 
     def add(self, work: Callable[[], None]) -> None:
-        """Have the thread do `work` about LATER_S later. If more than MOST_WAITING pieces wait, the
-        calling thread does the oldest one now."""
+        """Add a piece of work. The thread does `work` about LATER_S later. If more than
+        MOST_WAITING pieces wait, the calling thread does the oldest piece now."""
         self._start()
         self._waiting.append(work)
         if not self._came.is_set():
@@ -56,18 +56,18 @@ class Backlog(Background):
             self._do_one()
 
     def work_off(self) -> None:
-        """Do all work that was added so far, on the calling thread."""
+        """Do all work that was added before this call, on the calling thread."""
         for _ in range(len(self._waiting)):
             self._do_one()
-            time.sleep(0)  # other threads may take the GIL between two pieces
-        with self._working:  # wait for the piece that another thread has taken
+            time.sleep(0)  # releases the GIL, so that other threads can run
+        with self._working:  # wait for a piece that another thread does now
             pass
 
     def _do_one(self) -> None:
         with self._working:
             try:
                 work = self._waiting.popleft()
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread has done the last piece
                 return
             try:
                 work()

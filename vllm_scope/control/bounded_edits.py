@@ -1,4 +1,4 @@
-"""Named edits whose scales stay within bounds.
+"""Named edits with bounds of their scales.
 
 Owns:  BoundedEdits.
 To:    controller.
@@ -17,15 +17,15 @@ from vllm_scope.request.actions import Add, Edit
 
 @dataclass(frozen=True)
 class BoundedEdits:
-    """Edits by name, in the order in which they apply.
+    """Edits by name. The order of the mapping is the order in which the edits apply.
 
     Attributes:
         bounds: name of an Add -> (lowest, highest) scale.
-        max_step: name -> the largest change of the scale by one call of `moved`.
+        max_step: name of an Add -> the largest change of its scale by one call of `moved`.
 
     Raises:
-        SpecError: a name has no edit, an edit with bounds is not an Add, or a scale is out of
-            bounds.
+        SpecError: a name has no edit, an edit with bounds is not an Add, a scale is out of its
+            bounds, or a step is not above 0.
     """
 
     edits: Mapping[str, Edit]
@@ -53,10 +53,10 @@ class BoundedEdits:
         return {name: edit.scale for name, edit in bounded if isinstance(edit, Add)}
 
     def moved(self, to: Mapping[str, Any]) -> BoundedEdits:
-        """The edits after a change, within bounds.
+        """The edits after a change. Each scale with bounds stays within its bounds.
 
         Args:
-            to: name -> the new scale if the name has bounds, else a new edit.
+            to: name -> the new scale if the name has bounds. Otherwise, name -> a new edit.
 
         Raises:
             SpecError: a name has no edit, or a value has the wrong kind.

@@ -1,4 +1,4 @@
-"""Server-wide edits that follow what monitors find, by an operator's callback, within bounds.
+"""An operator's callback changes server-wide edits by the findings of monitors, within bounds.
 
     def calmer(observations, scales):
         mean = sum(one.value for one in observations) / len(observations)
@@ -11,11 +11,11 @@
     with controller.on(llm): ...              # async with, for an AsyncLLM
 
 Owns:  Controller, Observation, Change, the protocol ServerEdits, and `find_edits_by`.
-Runs:  in the process of the front-end, on a thread of its own. Imports no vLLM.
+Runs:  in the process of the front-end, on its own thread. No vLLM.
 From:  engine.monitors (observations).   To: engine.control (server-wide edits).
 
-Promise: no callback delays a request, and none sets a scale outside of its bounds. If a callback
-raises, hangs or returns a change that is not possible, the last edits stay in force.
+Promise: a callback never delays a request, and never sets a scale outside of its bounds. If a
+callback raises, hangs or returns an impossible change, the last edits stay in force.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from vllm_scope.request.actions import Edit
 from vllm_scope.request.spec import scope
 
 logger = logging.getLogger("vllm.vllm_scope")
-#: Observations that wait for the callback; older ones are dropped and counted.
+#: The largest number of waiting observations. Older observations are dropped and counted.
 MOST_WAITING = 4096
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What a monitor found in one completion that has ended.
+    """A monitor's finding in one completion that has ended.
 
     Attributes:
-        request_id, completion: the request, and the index of its completion.
+        request_id, completion: the id of the request, and the index of its completion.
         name: the monitor's name, without its prefix.
-        value: the aggregate of all scores; the largest score if the monitor has no aggregate.
+        value: the aggregate of all scores. If the monitor has no aggregate, the largest score.
         position: the token position of `value`.
         verdict: True if the value was above the monitor's threshold at some position.
-        time_s: when the completion ended, in seconds of `time.time()`.
+        time_s: the time at which the completion ended, in seconds of `time.time()`.
     """
 
     request_id: str
@@ -68,57 +68,56 @@ class Change:
     """The change of server-wide edits that a callback wants.
 
     Attributes:
-        to: name of an edit -> its new scale if the name has bounds, else a new edit.
-        reason: for the log.
+        to: name of an edit -> the new scale if the name has bounds. Otherwise, name -> a new edit.
+        reason: a text for the log.
     """
 
     to: Mapping[str, float | Edit]
     reason: str = ""
 
 
-#: (observations since the last call, the scales in force by name) -> a Change; None for no change.
+#: (observations since the last call, {name: scale in force}) -> a Change, or None for no change.
 Callback = Callable[[Sequence[Observation], Mapping[str, float]], Change | None]
 
 
 class ServerEdits(Protocol):
-    """The server-wide edits of an engine, as a spec. The methods are called on any thread, and may
-    raise."""
+    """The server-wide edits of an engine, as a spec. Called on any thread. Can raise."""
 
     def get(self) -> str | None: ...
 
     def set(self, text: str | None) -> None: ...
 
     def listen(self, tell: Callable[[Observation], None] | None) -> None:
-        """Have the engine's monitors call `tell` with each observation; None ends these calls."""
+        """Make the engine's monitors call `tell` with each observation. None ends these calls."""
 
 
-#: The function that finds the ServerEdits of a vllm.LLM or an AsyncLLM. Empty until the plugin is
-#: loaded.
+#: Functions that find the ServerEdits of a vllm.LLM or an AsyncLLM. Only the last function is used.
+#: The list is empty until the plugin is loaded.
 _finders: list[Callable[[Any], ServerEdits]] = []
 
 
 def find_edits_by(finder: Callable[[Any], ServerEdits]) -> None:
     """Set the function by which `Controller.on` finds the ServerEdits of an engine. The function is
-    in `engine`, which imports this package, so this package cannot import `engine`."""
+    in `engine`. `engine` imports this package. Therefore this package cannot import `engine`."""
     _finders.append(finder)
 
 
 class Controller(Uncopied):
-    """Server-wide edits, by name, that a callback changes. The engine has no other server-wide
-    edits while the controller runs.
+    """Server-wide edits by name. A callback changes the edits. While the controller runs, the
+    engine has no other server-wide edits.
 
     Args:
-        callback: called with at least one observation, on the controller's thread.
-        edits: name -> the edit that is in force at the start. They apply in the mapping's order.
+        callback: a function that the controller's thread calls with one or more observations.
+        edits: name -> the edit at the start. The edits apply in the order of the mapping.
         bounds: name of an Add -> (lowest, highest) scale.
-        max_step: name -> the largest change of the scale by one call.
-        rate: the most calls per second, 0.0001 to 1000.
-        patience_s: above 0, at most 3600. A callback that takes longer counts as hanging, and its
-            result is dropped.
-        clock: returns the time in seconds; tests give another clock.
+        max_step: name -> the largest change of the scale by one call of the callback.
+        rate: the largest number of calls of the callback per second, 0.0001 to 1000.
+        patience_s: above 0, at most 3600. If a call of the callback takes longer, it counts as
+            hanging, and the result is dropped.
+        clock: a function that returns the time in seconds. Tests use another clock.
 
     Attributes:
-        counts: calls, changes, failures, hangs, and dropped observations, so far.
+        counts: number of calls, changes, failures, hangs and dropped observations so far.
 
     Raises:
         SpecError: a name has no edit, an edit with bounds is not an Add, or a scale, `rate` or
@@ -153,11 +152,11 @@ class Controller(Uncopied):
 
     @property
     def scales(self) -> dict[str, float]:
-        """Name -> the scale in force, for the edits with bounds."""
+        """Name of an edit with bounds -> the scale in force."""
         return self._edits.scales
 
     def tell(self, observation: Observation) -> None:
-        """Add an observation. May be called on any thread; never blocks."""
+        """Add an observation. Can be called on any thread. Never blocks."""
         if len(self._seen) == MOST_WAITING:
             self.counts["dropped"] += 1
         self._seen.append(observation)
@@ -166,8 +165,8 @@ class Controller(Uncopied):
             self._failed("hangs", f"has run for more than {self._patience_s:g} s")
 
     def turn(self) -> float:
-        """Call the callback if it is due and something was observed. The controller's thread calls
-        this method; without a thread, its user does.
+        """If the callback is due and there are observations, call the callback. The controller's
+        thread calls this method.
 
         Returns:
             Seconds to wait before the next call of this method.
@@ -193,7 +192,7 @@ class Controller(Uncopied):
         return max(self._due - self._clock(), 0.0)
 
     def _failed(self, kind: str, what: str) -> None:
-        """Count a failure. Log it if it is the first one since the last change."""
+        """Count a failure. If this is the first failure after the last change, log the failure."""
         self.counts[kind] += 1
         if not self._quiet:
             logger.warning("vllm-scope: a controller's callback %s; the edits stay.", what)
@@ -218,13 +217,14 @@ class Controller(Uncopied):
         if self._server is not None:
             self._server.set(scope(*edits.edits.values())["scope"])
 
-    # While it runs
+    # While the controller runs
 
     def on(self, engine: Any) -> Controller:
-        """Choose the engine, and return the controller. Its `with` block starts the thread.
+        """Set the engine, and return the controller. A `with` block starts the thread.
 
         Args:
-            engine: vllm.LLM, AsyncLLM (on its event loop; `async with`), or a ServerEdits.
+            engine: a vllm.LLM, an AsyncLLM or a ServerEdits. With an AsyncLLM, use `async with` on
+                the engine's event loop.
         """
         if not hasattr(engine, "listen"):
             if not _finders:
@@ -240,7 +240,7 @@ class Controller(Uncopied):
         assert self._server is not None, "call on(engine) first"
         self._check_thread()
         if self._closed.is_set() or self._thread.ident is not None:
-            raise SpecError("a controller is used once; make another one.")
+            raise SpecError("a controller can be used only one time; make a new controller.")
         self._before = self._server.get()
         self._server.listen(self.tell)
         try:
@@ -265,10 +265,10 @@ class Controller(Uncopied):
             wait_s = self.turn()
 
     def close(self, keep: bool = False) -> None:
-        """End the controller: the callback is not called any more. Replace the controller's edits
-        by the server-wide edits from before the controller; if `keep` is True, leave its last
-        edits. If the callback still runs, wait for it at most `patience_s`; its result is
-        dropped."""
+        """End the controller. The callback is not called any more. If `keep` is False, restore the
+        server-wide edits from before the controller. If `keep` is True, the controller's last edits
+        stay in force. If the callback still runs, wait at most `patience_s` for its end, and drop
+        the result."""
         if self._server is None or self._closed.is_set():
             return
         self._check_thread()

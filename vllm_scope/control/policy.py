@@ -1,10 +1,9 @@
-"""Policies: an operator's code that sees a request's scores and decides about its later tokens.
+"""Policies: an operator's code that gets a request's scores and decides about later tokens.
 
-Owns:  the protocols of a plugin (PolicyPlugin, RunningPolicy), what a running policy returns
-       (Decision), and a decision as the result shows it (Decided). Imports no torch and no vLLM.
+Owns:  the protocols of a plugin (PolicyPlugin, RunningPolicy), the return value of a running policy
+       (Decision), and a decision in a result (Decided). No torch, no vLLM.
 
-A plugin is a package with an entry point in the group "vllm_scope.policies". docs/control.md has an
-example.
+A plugin is a package with an entry point in the group "vllm_scope.policies" (docs/control.md).
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ class Start(NamedTuple):
 
     Attributes:
         request_id: the caller's id of the request.
-        completion: the index of the completion, if the request has several (`n`).
-        num_prompt_tokens: also the position of the first generated token.
-        options: the options that the request gives its policy, after `PolicyPlugin.check` has
-            accepted them.
+        completion: the index of the completion, if the request has several completions (`n`).
+        num_prompt_tokens: this number is also the position of the first generated token.
+        options: the request's options, which `PolicyPlugin.check` has accepted.
     """
 
     request_id: str
@@ -35,12 +33,12 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True)
 class Decision:
-    """What a running policy decides at one position.
+    """The decision of a running policy at one position.
 
     Attributes:
-        scale: name of an `Add` of the request -> its `scale` for later tokens, until it is changed
-            again. Edits that are not named keep their scale.
-        stop: True ends the request; the token that the position's step sampled is its last.
+        scale: name of an `Add` of the request -> the new `scale` of the `Add` for later tokens.
+            Edits that are not named keep their scale.
+        stop: True: the request ends with the token that was sampled in this position's step.
         flag: a word for the result, of at most 200 characters.
     """
 
@@ -50,44 +48,45 @@ class Decision:
 
 
 class RunningPolicy(Protocol):
-    """One completion of a request under a policy. `observe` is called on one thread of one
-    process."""
+    """A policy for one completion of a request. `observe` is called on one thread only."""
 
     def observe(self, position: int, scores: Mapping[str, float]) -> Decision | None:
-        """The decision about later tokens; None for no decision.
+        """Return a decision about later tokens, or None.
 
-        Called once for each processed position that has scores, in ascending order. The decision
-        must depend only on the arguments of this call and of earlier calls.
+        The worker calls this method one time for each processed position with scores, in ascending
+        order. The decision must depend only on the arguments of this call and of earlier calls.
 
         Args:
-            scores: the values at this position, by the names of probes, gates and doses. The value
-                of a probe with an aggregate is the aggregate.
+            scores: name of a probe, gate or dose -> value at this position. If a probe has an
+                aggregate, the value is the aggregate.
         """
 
 
 class PolicyPlugin(Protocol):
-    """The plugin of a policy. Its entry point names a class with these methods, or a function that
-    returns an object with them. The class or the function is called once in each process, with the
-    policy's own options as keywords. If it raises an error, the engine does not start."""
+    """The plugin of a policy. The plugin's entry point names a class with these methods, or a
+    function that returns an object with these methods. Each process calls the class or the function
+    one time, with the policy's own options as keywords. If the call raises an error, the engine
+    does not start."""
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """Raise ValueError, with the reason as its text, if a request's options are not valid."""
+        """If a request's options are not valid, raise ValueError with the reason as its text."""
 
     def start(self, request: Start) -> RunningPolicy: ...
 
 
-#: Positions, ascending, and the scales that hold from each position on, by the edits' names.
+#: (position, {name of an edit: scale}), in ascending order. The scales apply from the position on.
 Changes = tuple[tuple[int, dict[str, float]], ...]
 
 
 class Decided(msgspec.Struct, frozen=True, array_like=True):
-    """A decision, as the result has it.
+    """A decision in a result.
 
     Attributes:
         position: the position at which the policy decided.
-        acts_from: the first position with the new scales; None without new scales.
+        acts_from: the first position with the new scales. None if there are no new scales.
         scale, stop, flag: as in Decision.
-        error: why the policy does not control this request any more; None while it does.
+        error: the reason why the policy does not control this request any more. None if the policy
+            still controls the request.
     """
 
     position: int

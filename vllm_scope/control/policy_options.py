@@ -3,10 +3,10 @@
     "policies": {"hold": {"most": 2.0}, "watch": {"timeout_s": 0.1}}
 
 Owns:  PolicyConfig (one policy), Loaded (a policy with its plugin), and the look-up of plugins.
-Runs:  parsed in every process; plugins are made in front-ends (which check options) and in the
-       worker of rank 0 (which calls running policies).
+Runs:  every process parses the options. Front-ends load plugins to check options of requests. The
+       worker of rank 0 loads plugins to call running policies.
 
-Promise: only code that the operator has installed and named is loaded.
+Promise: a process loads only code that the operator has installed and named.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ GROUP = "vllm_scope.policies"
 
 
 class PolicyOptions(BaseModel):
-    """The options that every policy has, besides its own options.
+    """The options that every policy has. A policy can also have its own options.
 
     Attributes:
-        most_changes: how many times the policy may change the scales of one request. A request
-            waits until the device tables have room for all these changes.
-        timeout_s: limit of the time that the calls of a running policy take in one step. A running
-            policy that takes longer is not called again.
+        most_changes: the largest number of changes of scales in one request. A request waits until
+            the device tables have room for all these changes.
+        timeout_s: limit of the time of all calls of a running policy in one step. If the calls take
+            longer, the running policy is not called again.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -52,7 +52,7 @@ class PolicyConfig:
     """One policy of an engine.
 
     Attributes:
-        own: the options of this policy alone.
+        own: the policy's own options.
     """
 
     name: str
@@ -60,11 +60,10 @@ class PolicyConfig:
     own: Mapping[str, Any]
 
     def load(self) -> Loaded:
-        """The policy with its plugin, which is imported and made with the policy's own options.
+        """Import the plugin, and make the plugin with the policy's own options.
 
         Raises:
-            ConfigError: the plugin cannot be imported, does not take its options, or lacks a
-                method.
+            ConfigError: the plugin cannot be imported, refuses its options, or lacks a method.
         """
         try:
             made = _plugin(self.name).load()
@@ -76,7 +75,7 @@ class PolicyConfig:
         try:
             plugin = made(**self.own)
         except Exception as error:
-            # The text has only the options' names: it is logged, and values may be secrets.
+            # The log gets this text. The text has no values of options: values can be secrets.
             raise ConfigError(
                 f"the options of policy {self.name!r}, {', '.join(sorted(self.own)) or 'none'}, "
                 f"are not taken ({type(error).__name__}: {error})."
@@ -103,8 +102,8 @@ def parse_policies(body: object) -> dict[str, PolicyConfig]:
     """Name -> PolicyConfig, from an object of options by name, or from an array of names.
 
     Raises:
-        ConfigError: a policy or an option is wrong. The message names it, the value that came and
-            the values that are allowed.
+        ConfigError: a policy or an option is wrong. The text names the policy or option, the given
+            value and the allowed values.
     """
     if isinstance(body, list | tuple) and all(isinstance(name, str) for name in body):
         body = {name: {} for name in body}
@@ -114,7 +113,7 @@ def parse_policies(body: object) -> dict[str, PolicyConfig]:
 
 
 def check_engine(policies: Mapping[str, PolicyConfig], num_stages: int, drafts: bool) -> None:
-    """Raises ConfigError if an engine with policies has several stages or speculative decoding."""
+    """Raises ConfigError if there are policies, and pipeline stages or speculative decoding."""
     if policies and (num_stages > 1 or drafts):
         what = f"{num_stages} pipeline stages" if num_stages > 1 else "speculative decoding"
         raise ConfigError(
@@ -149,10 +148,10 @@ def _plugin(name: str) -> EntryPoint:
 
 
 def checked(policy: Policy, loaded: Mapping[str, Loaded]) -> PolicyOptions:
-    """The engine's options of the policy that a request names. Checks the request's options, too.
+    """Check a request's options for its policy. Returns the engine's options of the policy.
 
     Raises:
-        SpecError: the engine has no such policy, or the policy does not take the request's options.
+        SpecError: the engine does not have the policy, or the policy refuses the options.
     """
     found = loaded.get(policy.name)
     if found is None:

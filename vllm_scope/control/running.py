@@ -1,12 +1,12 @@
 """Calls a request's running policy with the request's scores, and checks its decisions.
 
 Owns:  Policies (a worker's policies), Steering (one request's running policy).
-Runs:  in the worker whose output EngineCore reads, on the thread that makes a step's output.
+Runs:  in the worker whose output EngineCore reads, on the thread that makes the step's output.
 From:  worker.watch (the scores).   To: core.news (new scales, to every rank), the result.
 
-Promise: a running policy that raises, makes an impossible decision, takes too long or changes
-scales too often is not called again. Its last decision has no effect: the request keeps the scales
-that it has. Other requests are not affected.
+Promise: if a running policy raises, makes an impossible decision, takes too long or changes scales
+too often, the running policy is not called again. Its last decision has no effect, and the request
+keeps its scales. Other requests are not affected.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class Policies:
     """The policies of a worker.
 
     Args:
-        lag: how many steps the scheduler is ahead when the policy sees a step's scores: 1 with
-            async scheduling, else 0.
+        lag: number of steps by which the scheduler is ahead when the policy gets a step's scores. 1
+            with async scheduling, otherwise 0.
     """
 
     def __init__(self, loaded: Mapping[str, Loaded], lag: int) -> None:
         self._loaded, self._lag = loaded, lag
-        #: Policies whose failure is in the log.
+        #: Names of policies whose failure is in the log.
         self._logged: set[str] = set()
 
     def begin(
         self, asked: Resolved, request_id: str, completion: int, num_prompt: int
     ) -> Steering | None:
-        """The Steering of a completion that begins; None if its request has no policy."""
+        """Make the Steering of a completion that begins. None if the request has no policy."""
         if asked.policy is None:
             return None
         policy, options = self._loaded[asked.policy.name], asked.policy.options
@@ -52,13 +52,13 @@ class Steering:
     """One request's running policy.
 
     Args:
-        names: the names of the edits whose scale the policy may set.
+        names: the names of the edits whose scale the policy is allowed to set.
         lag: as in Policies.
         logged: names of policies whose failure is in the log.
 
     Attributes:
         name: the policy's name.
-        over: True once the running policy is not called any more.
+        over: True if the running policy is not called any more.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class Steering:
         self.over = False
 
     def begin_step(self) -> None:
-        """Begin a new step: the time of its observations counts from 0. The step's output waits for
-        all of them."""
+        """Begin a new step. The time of the policy's calls in this step counts from 0. The step's
+        output waits for all these calls."""
         self._spent_s = 0.0
 
     def observe(self, position: int, scores: Mapping[str, float]) -> Decided | None:
-        """The decision at a position; None if nothing is decided. Positions ascend over calls."""
+        """The decision at a position, or None. Positions must increase from call to call."""
         if self.over:
             return None
         began = time.monotonic()
@@ -100,8 +100,8 @@ class Steering:
             return self._end(position, str(error))
 
     def _checked(self, position: int, decision: object) -> Decided | None:
-        """A decision as Decided; None if it changes nothing. Raises SpecError if it is not
-        possible."""
+        """Convert a decision to Decided. None if the decision changes nothing. Raises SpecError if
+        the decision is not possible."""
         if not isinstance(decision, Decision):
             raise SpecError(f"it returned {shown(decision)}; it returns a Decision or None")
         if not isinstance(decision.stop, bool):
@@ -112,7 +112,7 @@ class Steering:
         acts_from = None
         if new:
             acts_from = max(position, self._start.num_prompt_tokens - 1) + 1 + self._lag
-            # Changes decided at positions of the prompt act from one position, and count as one.
+            # All changes at positions of the prompt apply from one position, and count as one.
             self._num_changes += acts_from != self._last_from
             most = self._policy.options.most_changes
             if self._num_changes > most:
@@ -126,7 +126,7 @@ class Steering:
         return Decided(position, acts_from, new, decision.stop, decision.flag)
 
     def _new_scales(self, scales: object) -> dict[str, float]:
-        """The scales that are not in force already."""
+        """The scales that differ from the scales in force."""
         if not isinstance(scales, Mapping):
             raise SpecError(f"Decision.scale is {shown(scales)}; it must be name to number")
         unknown = [name for name in scales if name not in self._names]

@@ -1,12 +1,13 @@
-"""What one monitor has found, counted in bounded memory.
+"""Counts the findings of one monitor, in bounded memory.
 
-Owns:  Tally; `joined`, which adds the counts of several API server processes.
+Owns:  Tally, and `joined`, which adds the counts of several API server processes.
 Runs:  in the front-end, on any thread.
-From:  engine.judge, which counts; engine.monitors, which has a Tally for each monitor.
+From:  engine.judge (calls `add`), engine.monitors (has a Tally for each monitor).
 To:    activity.
 
-Promise: a Tally holds MOST_RANGES ranges of scores, MOST_SLICES slices of time and MOST_VERDICTS
-verdicts at most, however many requests end. It holds no text of a request.
+Promise: a Tally has at most MOST_RANGES ranges of scores, MOST_SLICES slices of time and
+MOST_VERDICTS verdicts. The number of requests does not change these limits. A Tally does not
+contain text of a request.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from collections.abc import Callable, Mapping, Sequence
 from vllm_scope.control.activity import SLICE_S, Flagged, Found, Histogram, Slice
 from vllm_scope.control.background import Uncopied
 
-#: Largest number of ranges of scores on each side of the threshold, and on both sides together.
+#: Largest number of ranges of scores: on each side of the threshold, and on both sides together.
 _SIDE = 32
 MOST_RANGES = 2 * _SIDE
-#: Number of slices of time that are kept: ten minutes.
+#: Number of stored slices of time: 120 * 5 s = ten minutes.
 MOST_SLICES = 120
 MOST_VERDICTS = 50
-#: Characters that are kept of a request's id: a client may choose a long one.
+#: Number of stored characters of a request's id. A client can choose a long id.
 MOST_ID = 128
 
 
 class Tally(Uncopied):
-    """Counts what one monitor finds. If the monitor is set anew, it gets a new Tally.
+    """Counts the findings of one monitor. If the monitor is set again, it gets a new Tally.
 
     Args:
         threshold: the monitor's threshold, a float64.
-        since_s: see Found.
+        since_s: as in Found.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class Tally(Uncopied):
         self._threshold, self.since_s, self._clock = threshold, since_s, clock
         self._lock = threading.Lock()
         self._requests = self._verdicts = self._not_finite = 0
-        #: The width of a range is 2 ** _exponent. `_ranges`: `first + i` of a range, as in
-        #: Histogram -> the number of requests.
+        #: The width of a range is 2 ** _exponent. `_ranges`: index of a range (`first + i` in
+        #: Histogram) -> number of completions.
         self._exponent = -math.inf
         self._ranges: dict[int, int] = {}
         self._slices: deque[list[int]] = deque(maxlen=MOST_SLICES)
@@ -58,9 +59,9 @@ class Tally(Uncopied):
         """Count a completion that has ended.
 
         Args:
-            value: the completion's largest value; None if nothing was scored.
-            verdict: (position, value) of the completion's verdict; None if it has none.
-            ended_s: when the completion ended, by `clock`; None: now.
+            value: the completion's largest value. None if no token was scored.
+            verdict: (position, value) of the completion's verdict. None if there is no verdict.
+            ended_s: the time at which the completion ended, by `clock`. None: now.
         """
         now = self._clock() if ended_s is None else ended_s
         with self._lock:
@@ -79,7 +80,7 @@ class Tally(Uncopied):
                 self._recent.appendleft(Flagged(now, named, completion, position, told))
 
     def _slice(self, begin_s: int) -> list[int]:
-        # If the clock was set back, the last slice counts the completion.
+        # If the clock was set back, the completion counts in the last slice.
         if not self._slices or self._slices[-1][0] < begin_s:
             self._slices.append([begin_s, 0, 0])
         return self._slices[-1]
@@ -115,15 +116,15 @@ class Tally(Uncopied):
 
 
 def _first_slice(now_s: float) -> int:
-    """The beginning of the oldest of the last MOST_SLICES slices, in seconds."""
+    """The beginning of the first slice of the last MOST_SLICES slices, in seconds."""
     return (int(now_s // SLICE_S) - MOST_SLICES + 1) * SLICE_S
 
 
 def _merged(some: Sequence[tuple[Mapping[int, int], float]], exponent: int) -> dict[int, int]:
-    """The sum of some counts by range, as counts of wider ranges, of width 2 ** exponent.
+    """The sum of several counts by range. The ranges of the result have the width 2 ** exponent.
 
     Args:
-        some: (range -> count, the exponent of its width); no exponent is above `exponent`.
+        some: (index of a range -> count, its exponent). Each exponent is at most `exponent`.
     """
     found: dict[int, int] = {}
     for ranges, own in some:
@@ -142,12 +143,12 @@ def _histogram(ranges: Mapping[int, int], exponent: float) -> Histogram:
 
 
 def joined(found: Sequence[Found], now_s: float) -> Found:
-    """The sum of what one monitor has found in several API server processes.
+    """The sum of one monitor's findings in several API server processes.
 
     Args:
-        found: one Found per process, at least one, all of the same setting of the same monitor. A
-            Found may be old if no completion has ended in its process since.
-        now_s: now, in seconds of `time.time()`.
+        found: one Found for each process, at least one Found. All must be from the same setting of
+            the same monitor. A Found can be old if its process had no new completion.
+        now_s: the current time, in seconds of `time.time()`.
     """
     begin_s = _first_slice(now_s)
     one, slices = found[0], dict[int, list[int]]()

@@ -1,9 +1,9 @@
-"""What EngineCore keeps for requests. This folder does not import vLLM.
+"""EngineCore's data about requests. This folder does not import vLLM.
 
 registry.py     steering modules by name, and server-wide edits
-sent_ahead.py   vectors that tickets name by digest
-news.py         what EngineCore tells its workers with a step
-admission.py    which requests have places in the workers' tables, and which wait for room
-score_index.py  which KV blocks' scores the workers hold
-sums_room.py    which sums the workers keep for Moments, and whether there is room for more
+sent_ahead.py   vectors that front-ends sent before the requests that use the vectors
+news.py         the message that EngineCore sends to all workers with a step
+admission.py    counts the table entries of requests, and lets requests wait for free entries
+score_index.py  the KV blocks whose scores the workers store
+sums_room.py    the sums that the workers store for Moments, and the free memory for more sums
 """

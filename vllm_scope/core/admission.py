@@ -1,12 +1,12 @@
-"""Whether the workers' tables have room for one more request.
+"""Decides whether the workers' tables have room for a new request.
 
 Owns:  Admission, Ranges.
 Runs:  in EngineCore, on the scheduler's thread.
-From:  program.held, engine.core.scheduler (which asks).
+From:  program.held, engine.core.scheduler (the caller).
 
 Promise: the tables have room for every request that Admission admits. Requests of one spec with the
-same programs share their places, and equal vectors share one place. In the tables, requests with
-few operations also share equal programs; Admission does not rely on that.
+same programs share their table entries, and equal vectors share one entry. In the tables, requests
+with few operations also share equal programs. Admission does not count on this second sharing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Generic, Protocol, TypeVar
 from vllm_scope.program.held import Held
 from vllm_scope.program.operations import Cost
 
-#: No places of the device tables.
+#: No entries of the device tables.
 NOTHING = Cost()
 
 
 class Waits(Protocol):
-    """A request that may wait: vLLM's Request."""
+    """A request that can wait: vLLM's Request."""
 
     request_id: str
 
@@ -33,13 +33,13 @@ Waiting = TypeVar("Waiting", bound=Waits)
 
 
 class Ranges:
-    """The free ranges of a table. `take` uses the first one that is large enough."""
+    """The free ranges of a table. `take` uses the first free range that is large enough."""
 
     def __init__(self, size: int) -> None:
         self._free = [(0, size)]
 
     def take(self, size: int) -> int | None:
-        """Take a range and return its start; None if no free range is large enough."""
+        """Allocate a range and return its start. None if no free range is large enough."""
         for i, (start, stop) in enumerate(self._free):
             if stop - start >= size:
                 self._free[i : i + 1] = [(start + size, stop)] if stop - start > size else []
@@ -62,53 +62,53 @@ def _names(line: Iterable[Waits], request_id: str) -> bool:
 
 
 class Admission(Generic[Waiting]):
-    """Places in the workers' tables that requests hold, from their entry to their end.
+    """The entries of the workers' tables that requests use until their end.
 
-    A request that does not fit waits outside the scheduler, first come, first served. Requests with
-    a lens have a queue of their own: while they wait for running lenses to end, other requests go
-    on. The front-end refuses a request that could never fit.
+    If the tables have no room for a request, the request waits outside the scheduler. Waiting
+    requests are admitted in the order of their arrival. Requests with a lens have their own queue.
+    Therefore other requests can enter while requests with a lens wait. If a request can never fit,
+    the front-end refuses the request.
 
     Args:
-        most: the places that the tables have.
-        num_logged: places of the log of states.
+        most: the number of entries of the tables.
+        num_logged: number of entries of the log of states.
 
     Attributes:
         most: as above.
-        lines: the requests for which there is no room yet: the line of those without a lens, and
-            the line of those with one.
-        num_waited: how many requests have had to wait so far.
-        held: the places that are taken or reserved.
+        lines: the queue of waiting requests without a lens, and the queue of those with a lens.
+        num_waited: number of requests that have waited so far.
+        held: the entries that are used or reserved.
     """
 
     def __init__(self, most: Cost, num_logged: int = 0) -> None:
         self.most = most
         self._log = Ranges(num_logged)
-        #: Request -> start and size of its range of the log.
+        #: Request id -> (start, size) of the request's range of the log.
         self._logged: dict[str, tuple[int, int]] = {}
         self.lines: tuple[deque[Waiting], deque[Waiting]] = deque(), deque()
         self.num_waited = 0
         self._held: dict[str, Held] = {}
-        #: Held programs -> how many requests hold them. Key of a vector -> how many of these Held
-        #: use the vector.
+        #: `_sets`: `Held` (the programs of a request) -> number of requests that use it.
+        #: `_vectors`: key of a vector -> number of these `Held` that use the vector.
         self._sets: Counter[Held] = Counter()
         self._vectors: Counter[bytes] = Counter()
-        #: Request -> its `reserve`, as in `admit`.
+        #: Request id -> the request's `reserve`, as in `admit`.
         self._reserved: dict[str, Cost] = {}
         self.held = Cost()
 
     @property
     def waiting(self) -> list[Waiting]:
-        """Requests for which there is no room yet, line by line."""
+        """The waiting requests: first those without a lens, then those with a lens."""
         return [request for line in self.lines for request in line]
 
     def enter(
         self, request: Waiting, held: Held | None, num_logged: int = 0, reserve: Cost = NOTHING
     ) -> bool:
-        """True if a new request may go to the scheduler now. Otherwise the request is put in line.
-        Arguments as for `admit`; `held` is None for a request without programs."""
+        """True if a new request can go to the scheduler now. Otherwise the request is added to a
+        queue. The arguments are as for `admit`. `held` is None for a request without programs."""
         line = self.lines[reserve.lens_rows > 0]
         if held is None:
-            # A piece of streamed input may not overtake an earlier piece that waits.
+            # If a piece of streamed input waits, later pieces of the same request must wait too.
             lines = (some for some in self.lines if _names(some, request.request_id))
             found = next(lines, None)
             if found is None:
@@ -121,27 +121,25 @@ class Admission(Generic[Waiting]):
         return False
 
     def take_out(self, request_ids: Collection[str] | None) -> list[Waiting]:
-        """Remove waiting requests from their lines and return them, line by line; None takes
-        all."""
+        """Remove waiting requests from the queues, and return them. None removes all."""
         taken = [r for r in self.waiting if request_ids is None or r.request_id in request_ids]
         without, with_ = (deque(r for r in line if r not in taken) for line in self.lines)
         self.lines = without, with_
         return taken
 
     def log_start(self, request_id: str) -> int:
-        """The start of a request's range of the log; 0 if it has none."""
+        """The start of a request's range of the log. 0 if the request has no range."""
         return self._logged.get(request_id, (0, 0))[0]
 
     def admit(
         self, request_id: str, held: Held, num_logged: int = 0, reserve: Cost = NOTHING
     ) -> bool:
-        """Take places for a request. Returns False if there is no room.
+        """Allocate table entries for a request. Returns False if there is no room.
 
         Args:
-            held: the request's programs. If the request holds places already, it takes no more.
-            num_logged: places of the log that the request needs.
-            reserve: the places that the request may take later if a policy changes its scales, and
-                the rows of its lenses.
+            held: the request's programs. A request that has entries already gets no more.
+            num_logged: number of entries of the log that the request needs.
+            reserve: entries for later changes of scales by a policy, and the rows of lenses.
         """
         if request_id in self._held:
             return True
@@ -164,7 +162,7 @@ class Admission(Generic[Waiting]):
         return True
 
     def release(self, request_id: str) -> bool:
-        """Free a request's places. Returns False if the request held none."""
+        """Free a request's entries. Returns False if the request had no entries."""
         held = self._held.pop(request_id, None)
         if held is None:
             return False
@@ -181,6 +179,6 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def _last_gone(counter: Counter[Key], key: Key) -> bool:
-    """Subtract one from a key's count. If the count is then zero, drop the key and return True."""
+    """Subtract 1 from a key's count. If the count is then 0, drop the key and return True."""
     counter[key] -= 1
     return not counter[key] and counter.pop(key) == 0

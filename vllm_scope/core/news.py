@@ -1,13 +1,13 @@
-"""What EngineCore tells its workers with a step.
+"""The message that EngineCore sends to all workers with a step.
 
-Owns:  StepNews and Entrant (what travels), Told (which specs and vectors EngineCore has sent),
-       Heard (which specs and vectors a worker holds).
-Runs:  Told in EngineCore, on the scheduler's thread; Heard in every worker, on its main thread.
+Owns:  StepNews and Entrant (the message), `Told` (the specs and vectors that EngineCore has sent),
+       `Heard` (the specs and vectors that a worker has received).
+Runs:  `Told` in EngineCore, on the scheduler's thread. `Heard` in every worker, on its main thread.
 From:  engine.core.entry (resolved requests).   To: engine.worker.worker.
 
-Promise: EngineCore knows what every worker holds, because all workers get the same news in the
-same order. While workers hold a resolved spec or a vector, EngineCore does not send it again.
-The memory for both is bounded: EngineCore tells the workers which specs and vectors to forget.
+Promise: all workers get the same news in the same order. Therefore EngineCore knows the specs and
+vectors that every worker stores, and does not send a stored spec or vector again. The memory for
+specs and vectors is bounded: a StepNews also names the specs and vectors that workers must drop.
 """
 
 from __future__ import annotations
@@ -28,25 +28,24 @@ from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.ticket import Recipient
 from vllm_scope.sinks.request import Ended
 
-#: Bounds on a worker's memory: for specs with their vectors, and for vectors by digest.
+#: Limits of a worker's memory, in bytes: for specs with their vectors, and for vectors by digest.
 SPEC_BYTES, ARRAY_BYTES = 64 << 20, 64 << 20
 
 
 class Entrant(msgspec.Struct, frozen=True):
-    """A request that the workers see for the first time.
+    """A request that is new for the workers.
 
     Attributes:
-        recipient: None if only the server's edits or global sinks concern the request.
-        spec: the number of its spec in the StepNews of this step or of an earlier one.
-        columns: `RequestProgram.columns` if the request edits or probes, or is unchecked; else
-            empty.
-        unchecked: True if the request may deliver more at once than its front-end checked
-            (server-wide edits, modules, global sinks, codecs).
-        logged: its range of the log of states.
-        scores: the digest of its probes, if its scores are kept with KV blocks; else empty.
-        cached: hashes of its first blocks, whose KV comes from the cache and whose scores the
-            workers hold.
-        block_size: tokens of a block.
+        recipient: None if only the server's edits or global sinks apply to the request.
+        spec: the number of the request's spec, in the StepNews of this step or of an earlier step.
+        columns: `RequestProgram.columns` if the request edits, probes or is unchecked, else empty.
+        unchecked: True if the request can deliver more in one step than its front-end has checked.
+            The causes are server-wide edits, modules, global sinks and codecs.
+        logged: the request's range of the log of states.
+        scores: the digest of the probes if workers store scores with KV blocks. Otherwise empty.
+        cached: hashes of the request's first blocks whose KV comes from the cache. The workers
+            store the scores of these blocks.
+        block_size: number of tokens of a block.
     """
 
     recipient: Recipient | None
@@ -60,31 +59,29 @@ class Entrant(msgspec.Struct, frozen=True):
 
 
 class StepNews(msgspec.Struct):
-    """What changed since the last step. Applied before the step's forward.
+    """The changes since the last step. Workers apply the changes before the step's forward.
 
     Attributes:
         entrants: request id -> a request that enters.
-        specs: number -> a packed spec. The spec includes the server's edits and the reads of global
-            sinks.
-        arrays: digest -> shape and data of vectors that workers do not hold.
-        forgotten_specs, forgotten_arrays: numbers of specs and digests of vectors that workers
-            drop once the entrants have entered.
-        ended: id of an ended request that has sinks -> the tokens that the scheduler accepted.
+        specs: number -> a new packed spec, with the server's edits and reads of global sinks.
+        arrays: digest -> (shape, data) of a vector that the workers do not have.
+        forgotten_specs, forgotten_arrays: numbers of specs and digests of vectors. Workers drop
+            these after the entrants have entered.
+        ended: id of an ended request with sinks -> the tokens that the scheduler has accepted.
         zeroed: KV blocks that the workers must zero before the step's forward.
-        filled: request id -> the number of a block that the request has filled, or fills with this
-            step, and the hashes of this block and of the other full blocks after it. Workers keep
+        filled: request id -> (number of the first new full block, hashes of all new full blocks). A
+            new full block was filled in an earlier step, or is filled with this step. Workers store
             the scores of these blocks.
-        filled_at_end: the same for requests that have ended.
+        filled_at_end: as `filled`, for requests that have ended.
         forgotten_scores: the keys of scores that workers drop.
-        resumed: id of a request that begins, or begins again after preemption, and whose gates have
-            states -> its number of tokens.
-        begun: request id -> names of its probes that now have a verdict, and for which later stages
-            wait.
-        scales: request id -> the new scales that its policy decided.
-        accepted: id of a request with Moments, running or ended -> its number of accepted tokens.
-        resolved: number -> a new spec that is not packed.
-        held: request id -> the programs that an entrant holds. `resolved` and `held` are for a
-            worker in EngineCore's own process, and are left out when a StepNews is pickled.
+        resumed: request id -> number of tokens of the request. It has the requests with states of
+            gates that begin, or begin again after preemption.
+        begun: request id -> names of first stages that now have a verdict.
+        scales: request id -> the new scales that the request's policy has decided.
+        accepted: id of a running or ended request with Moments -> number of accepted tokens.
+        resolved: number -> a new spec, not packed.
+        held: request id -> the programs of an entrant. `resolved` and `held` are for a worker in
+            EngineCore's process. A pickled StepNews does not contain `resolved` and `held`.
     """
 
     entrants: dict[str, Entrant] = {}
@@ -114,7 +111,7 @@ class StepNews(msgspec.Struct):
 
 
 def packed_of(asked: Resolved) -> tuple[Packed, dict[bytes, Array]]:
-    """The spec as it travels, and its vectors by digest; made once."""
+    """The packed spec, and digest -> vector. The result is cached on `asked`."""
     known: tuple[Packed, dict[bytes, Array]] | None = asked.__dict__.get("_packed")
     if known is None:
         whole = tuple(getattr(asked, each.name) for each in fields(asked))
@@ -123,36 +120,35 @@ def packed_of(asked: Resolved) -> tuple[Packed, dict[bytes, Array]]:
 
 
 def digest_of(asked: Resolved) -> bytes:
-    """A digest that is equal for equal specs: the one that `know_digest` has set, or else the
-    packed spec's."""
+    """A digest of a spec. Equal specs have equal digests. If `know_digest` has set a digest,
+    returns that digest. Otherwise returns the digest of the packed spec."""
     known: bytes | None = asked.__dict__.get("_digest")
     return packed_of(asked)[0].digest if known is None else known
 
 
 def know_digest(asked: Resolved, digest: bytes) -> None:
-    """Set the digest that `digest_of` returns for a spec. The spec need not be packed then."""
+    """Set the digest that `digest_of` returns, so that `digest_of` does not pack the spec."""
     asked.__dict__["_digest"] = digest
 
 
 class Told:
-    """What the workers hold, as EngineCore knows it.
+    """The specs and vectors that the workers store, as EngineCore knows.
 
     Args:
-        here: True if there is one worker, in this process. The worker then takes specs that are not
-            packed.
+        here: True if the only worker is in this process. Specs are then not packed.
     """
 
     def __init__(self, here: bool = False) -> None:
         self._here = here
         self._numbers = itertools.count()
-        #: Id of a Resolved -> the Resolved, and its number. The entry keeps the Resolved alive:
-        #: Python could otherwise give its id to another object.
+        #: `id()` of a Resolved -> (the Resolved, its number). The entry keeps the Resolved alive.
+        #: Otherwise Python could give the same `id()` to another object.
         self._specs: Remembered[int, tuple[Resolved, int]] = Remembered(SPEC_BYTES)
         self._arrays: Remembered[bytes, bool] = Remembered(ARRAY_BYTES)
 
     def number_of(self, asked: Resolved, news: StepNews) -> int:
-        """The number of a spec. If the workers do not hold the spec, `news` gets the spec and those
-        of its vectors that the workers do not hold."""
+        """The number of a spec. If the workers do not have the spec, the spec is added to `news`.
+        The vectors that the workers do not have are added too."""
         known = self._specs.get(id(asked))
         if known is not None:
             return known[1]
@@ -179,10 +175,10 @@ class Told:
 
 
 class Heard:
-    """The specs and vectors that a worker holds."""
+    """The specs and vectors that a worker stores."""
 
     def __init__(self) -> None:
-        #: Number of a spec -> the spec, and its digest.
+        #: Number of a spec -> (the spec, the digest of the spec).
         self._specs: dict[int, tuple[Resolved, bytes]] = {}
         self._arrays: dict[bytes, Array] = {}
 
@@ -204,8 +200,8 @@ class Heard:
                 self._specs[number] = asked, packed.digest
 
     def forget(self, news: StepNews) -> None:
-        """Drop the specs and vectors that the news names as forgotten. Call it after the requests
-        of the news have entered."""
+        """Drop the specs and vectors that the news names as forgotten. Call this method after the
+        requests of the news have entered."""
         for number in news.forgotten_specs:
             del self._specs[number]
         for digest in news.forgotten_arrays:

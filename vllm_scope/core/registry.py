@@ -1,12 +1,11 @@
-"""What an engine holds for its requests: steering modules by name, server-wide edits, and vectors
-that front-ends have sent ahead.
+"""The engine's steering modules by name, server-wide edits, and vectors that were sent ahead.
 
 Owns:  Registry.
-Runs:  in EngineCore, which sees every request and every change. Any thread.
+Runs:  in EngineCore, because EngineCore gets every request and every change. Any thread.
 From:  vectors (modules as bytes), request.ticket.   To: engine.core.entry.
 
-Promise: a request is resolved once, when it enters, and keeps the modules and the server's edits
-of that moment. KV blocks are keyed by content, not by names.
+Promise: EngineCore resolves a request one time, when the request enters. If modules or the server's
+edits change later, the request does not change. Keys of KV blocks depend on content, not on names.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from vllm_scope.vectors import SteeringModule, from_bytes
 from vllm_scope.vectors.module import VectorKey
 
 MAX_MODULES = 4096
-#: The selectors that server-wide edits may have.
+#: The selectors that server-wide edits can have.
 TIERS = ("all", "prompt", "generated")
 
 
@@ -37,7 +36,7 @@ class Registry:
 
     Attributes:
         names: name -> digest of its module.
-        server: digest of the server-wide edits; None if there are none.
+        server: digest of the server-wide edits. None if there are no server-wide edits.
         server_text: the spec of the server-wide edits, as the caller sent it.
         ahead: vectors that tickets name by digest.
     """
@@ -45,31 +44,31 @@ class Registry:
     def __init__(self, sites: Sites) -> None:
         self._sites = sites
         self._meanings = Meanings(sites)
-        #: Requests enter on one thread; modules change on another.
+        #: Requests enter on one thread. Modules change on another thread.
         self._lock = threading.Lock()
         self.names: dict[str, str] = {}
         self.server: str | None = None
         self.server_text: str | None = None
         self._vectors: dict[str, Vectors] = {}
-        #: How many times a name got or lost a module.
+        #: The number of times that a name got or lost a module.
         self._num_changes = 0
         self._edits: tuple[ResolvedEdit, ...] = ()
         self.ahead = SentAhead()
 
     def know(self, sites: Sites) -> None:
-        """Resolve specs for these sites from now on."""
+        """Set the sites for which specs are resolved from now on."""
         with self._lock:
             self._sites, self._meanings = sites, Meanings(sites)
 
     def register(self, name: str, data: bytes) -> str:
-        """Give a module a name, and return its digest.
+        """Register a module under a name. Returns the module's digest.
 
         Args:
             name: 1 to 200 characters.
-            data: the module as `vllm_scope.vectors.to_bytes` makes it.
+            data: the module as bytes, made by `vllm_scope.vectors.to_bytes`.
 
         Raises:
-            SpecError: a bad name, malformed content, a vector whose size differs from the model's
+            SpecError: a wrong name, malformed content, a vector whose size differs from the model's
                 rows, a vector of zeros, or too many names.
         """
         if not isinstance(data, bytes):
@@ -101,7 +100,7 @@ class Registry:
         return module.digest
 
     def unregister(self, name: str) -> bool:
-        """Forget a name and its module. Returns False if the name was not known."""
+        """Remove a name and its module. Returns False if the name was not registered."""
         with self._lock:
             self._change_names()
             self._vectors.pop(name, None)
@@ -112,22 +111,21 @@ class Registry:
         self._meanings.forget()
 
     def modules(self) -> dict[str, dict[str, Any]]:
-        """Name -> its module's `digest`, and `streams`: [site, layer] or [site, layer, tier] of
-        each vector."""
+        """Name of a module -> {"digest": ..., "streams": ...}. `streams` has [site, layer] or
+        [site, layer, tier] of each vector."""
         return {
             name: {"digest": digest, "streams": [list(s) for s in self._vectors[name]]}
             for name, digest in self.names.items()
         }
 
     def set_edits(self, text: str | None) -> str | None:
-        """Set the edits of every request that enters from now on; None removes them.
+        """Set the edits of all requests that enter from now on. None removes the edits.
 
         Args:
-            text: a spec with edits only, in the form of `scope(...)["scope"]`. The tokens of each
-                edit are one of TIERS.
+            text: a spec of edits, in the form of `scope(...)["scope"]`. `tokens` must be in TIERS.
 
         Returns:
-            The edits' digest; None if `text` is None.
+            The digest of the edits. None if `text` is None.
 
         Raises:
             SpecError: `text` is not a spec of edits, or this engine cannot apply the edits.
@@ -140,7 +138,7 @@ class Registry:
         return self.server
 
     def parse_edits(self, text: str) -> tuple[ResolvedEdit, ...]:
-        """Parse a text as `set_edits` takes it, and return its edits without setting them.
+        """Parse a text in the form of `set_edits`. Returns the edits, and does not set the edits.
 
         Raises:
             SpecError: as `set_edits`.
@@ -154,8 +152,8 @@ class Registry:
         for i, edit in enumerate(spec.edits):
             if edit.dose is not None or (edit.gate is not None and edit.gate.name is not None):
                 raise SpecError(
-                    f"edits[{i}] names the values of its gate or its dose; those of server-wide "
-                    "edits are delivered to nobody. Leave the name out."
+                    f"edits[{i}] has a name for its gate or its dose; server-wide edits do not "
+                    "deliver such values. Leave the name out."
                 )
             if isinstance(edit, Add) and edit.name is not None:
                 raise SpecError(
@@ -164,8 +162,8 @@ class Registry:
                 )
             if edit.gate is not None and edit.gate.state is not None:
                 raise SpecError(
-                    f"edits[{i}].gate has a state; server-wide edits take gates without one, and "
-                    "requests those with one."
+                    f"edits[{i}].gate has a state; server-wide edits take only gates without a "
+                    "state. Send the edit in a request."
                 )
             tokens = edit.tokens.to_json()
             if tokens not in TIERS:
@@ -176,14 +174,13 @@ class Registry:
         return spec.resolve(self._sites, self._vectors).edits
 
     def hold(self, frontend: str, data: bytes) -> list[bytes]:
-        """Hold vectors for a front-end, in place of the vectors that it sent before.
+        """Store vectors of a front-end, in place of the vectors that the front-end sent before.
 
         Args:
-            data: as `request.ticket.encode_arrays` makes it.
+            data: the vectors as bytes, made by `request.ticket.encode_arrays`.
 
         Returns:
-            The digests of the vectors that are held. The front-end's tickets may leave these
-            vectors out.
+            The digests of the stored vectors. Tickets can leave these vectors out.
         """
         arrays = decode_arrays(data)
         with self._lock:
@@ -195,18 +192,19 @@ class Registry:
         return held
 
     def resolve(self, ticket: Ticket | None) -> tuple[Resolved, Resolved]:
-        """The spec of a request that enters now, resolved: without the server's edits, and with
-        them before the request's own edits.
+        """Resolve the spec of a request that enters now. Returns the resolved spec without the
+        server's edits, and the resolved spec with the server's edits before the request's edits.
 
         Args:
             ticket: None for a request without a spec.
 
         Returns:
-            The same object twice if the server has no edits.
+            (without, with) the server's edits. If there are no server-wide edits, the same object
+            twice.
 
         Raises:
-            SpecError: the spec is not possible here, because modules have changed.
-            UnheldError: the spec names vectors by digests that EngineCore does not hold.
+            SpecError: the spec is not possible any more, because modules have changed.
+            UnheldError: the spec names vectors by digests that EngineCore does not have.
         """
         own = NOTHING
         with self._lock:
@@ -216,17 +214,17 @@ class Registry:
 
     def _own(self, ticket: Ticket) -> Resolved:
         arrays = _Held(ticket.own_arrays(), self.ahead.arrays)
-        # The version is the number of changes, and not the modules themselves: a spec may name a
-        # thousand modules.
+        # The version is the number of changes, and not the digests of the modules, because a spec
+        # can name a thousand modules.
         version = (self._num_changes,) if ticket.modules else ()
         return self._meanings.of(ticket.spec, arrays, self._vectors, version)
 
 
 class _Held(ChainMap[bytes, Array]):
-    """The vectors that a ticket may name."""
+    """The vectors that a ticket can name."""
 
     def __missing__(self, digest: bytes) -> Array:
         raise UnheldError(
             "the engine does not hold vectors that the request names by their digests; send it "
-            "again, and they travel with it."
+            "again. The vectors are then sent with the request."
         )

@@ -1,15 +1,15 @@
-"""Which KV blocks' scores the workers hold.
+"""The KV blocks whose scores the workers store.
 
 Owns:  ScoreIndex.
 Runs:  in EngineCore, on the scheduler's thread.
-From:  engine.core.scheduler.   To: news (what workers keep and forget).
+From:  engine.core.scheduler.   To: news (the scores that workers store and drop).
 
-A request that only probes may take KV from the prefix cache for a block if the scores of the
-block's tokens are known. These scores are the same for every request with the same block hash and
-the same probes: the hash covers all tokens up to the end of the block, and all edits of these
-tokens. The workers keep scores by (block hash, digest of the probes). EngineCore decides what the
-workers keep, so it knows what they hold. The memory is bounded: the scores that were used longest
-ago are forgotten first.
+If the scores of a block's tokens are known, a request that only probes can use the block's KV from
+the prefix cache. Two requests with the same block hash and the same probes have the same scores.
+The block hash covers all tokens up to the end of the block, and all edits of these tokens. The
+workers store scores by (block hash, digest of the probes). EngineCore decides which scores the
+workers store. Therefore EngineCore knows the stored scores. The memory is bounded: the scores that
+were used longest ago are dropped first.
 """
 
 from __future__ import annotations
@@ -20,65 +20,63 @@ from itertools import repeat, takewhile
 
 from vllm_scope.request.remembered import Remembered
 
-#: Estimated memory for each block with scores, here and in a worker together, beside the scores.
+#: Estimated memory for each block with scores, in bytes, without the scores. The sum of the memory
+#: in EngineCore and in a worker.
 _BLOCK_BYTES = 512
-#: Requests that began together fill their blocks with the same steps. To tell the workers about the
-#: blocks of 256 requests in one step took the scheduler 7 ms on the host of an H100. Requests
-#: therefore take turns: the workers are told about a block of generated tokens up to TURNS - 1
-#: steps after the step for which it was expected to be full. With async scheduling the scheduler is
-#: up to two steps ahead of the known tokens, so this is up to TURNS + 1 steps after the step that
+#: Requests that began together fill their blocks in the same steps. On the host of an H100, the
+#: scheduler needed 7 ms to send news of the blocks of 256 requests in one step. Therefore requests
+#: take turns. The news of a block of generated tokens is sent up to TURNS - 1 steps after the step
+#: in which the block was expected to be full. With async scheduling, the scheduler is up to two
+#: steps ahead of the known tokens. The news is then sent up to TURNS + 1 steps after the step that
 #: fills the block.
 TURNS = 8
-#: In each step the blocks of this many ended requests are marked as used; if more than TURNS times
-#: as many requests wait for that, those of one waiting request in TURNS. When the blocks of 128
-#: requests were marked at the end of the requests, this delayed the last outputs by 3 ms (on the
-#: host of an H100).
+#: In each step, the blocks of this many ended requests are marked as used. If more than TURNS *
+#: ENDS_A_STEP ended requests wait, the blocks of 1 / TURNS of the waiting requests are marked.
+#: Measured without this limit, on the host of an H100: to mark the blocks of 128 requests when the
+#: requests ended delayed the last outputs by 3 ms.
 ENDS_A_STEP = 4
-#: If the scores of the blocks that are not marked yet take more than one part in WAITING of the
-#: room, all these blocks are marked at once.
+#: If the scores of unmarked blocks take more than 1 / WAITING of `most_bytes`, all are marked.
 WAITING = 8
 #: (block hash, digest of the probes).
 ScoreKey = tuple[bytes, bytes]
 
 
 class ScoreIndex:
-    """The blocks whose scores the workers hold.
+    """The blocks whose scores the workers store.
 
     Args:
-        block_size: tokens of a block that has a hash.
-        most_bytes: bound on the bytes of all scores.
+        block_size: number of tokens of a block with a hash.
+        most_bytes: limit of the bytes of all scores.
         step_tokens: as in Sites.
     """
 
     def __init__(self, block_size: int, most_bytes: int, step_tokens: int = 1) -> None:
         self.block_size, self._step_tokens = block_size, step_tokens
         self._known: Remembered[ScoreKey, bool] = Remembered(most_bytes)
-        #: Running request -> how many of its first blocks came from the cache, or are blocks that
-        #: workers were told to keep.
+        #: Id of a running request -> number of its first blocks that were cached or filled.
         self._told: dict[str, int] = {}
-        #: Running request that has filled blocks -> the hashes of its blocks, the digest of its
-        #: probes, and the bytes of one block.
+        #: Id of a running request with filled blocks -> (hashes of its blocks, digest of its
+        #: probes, bytes of the scores of one block).
         self._chains: dict[str, tuple[Sequence[bytes], bytes, int]] = {}
-        #: Running request -> how many of its first tokens may lie in blocks that are kept.
+        #: Id of a running request -> number of its first tokens whose blocks can be stored.
         self._frozen: dict[str, int] = {}
-        #: Running request -> how many steps later workers are told about its blocks of generated
-        #: tokens; and the same for the request that began last.
+        #: Id of a running request -> number of steps by which the news of its blocks of generated
+        #: tokens is delayed. `_last_turn`: this number for the request that began last.
         self._turns: dict[str, int] = {}
         self._last_turn = 0
-        #: Ended request -> the blocks that workers were not told about while it ran, as `fill`
-        #: returns them.
+        #: Id of an ended request -> its blocks of which no news was sent, in the form of `fill`.
         self._ended: dict[str, tuple[int, list[bytes]]] = {}
-        #: For each ended request whose blocks are not marked as used yet: its entry of `_chains`,
-        #: but with the bytes of all its blocks.
+        #: For each ended request whose blocks are not marked as used yet: (hashes of its blocks,
+        #: digest of its probes, bytes of the scores of all its blocks).
         self._ended_chains: deque[tuple[Sequence[bytes], bytes, int]] = deque()
         #: The sum of the bytes in `_ended_chains`.
         self._ended_bytes = 0
-        #: Number of steps so far; step -> requests to look at in that step; request -> the step in
-        #: which `due` returns it.
+        #: `_step`: number of steps so far. `_due`: step -> requests that `due` can return in that
+        #: step. `_due_at`: request id -> the step in which `due` returns the request.
         self._step = 0
         self._due: dict[int, dict[str, None]] = {}
         self._due_at: dict[str, int] = {}
-        #: Keys of scores that workers must forget with the next news.
+        #: Keys of scores that workers must drop with the next news.
         self._forgotten: list[ScoreKey] = []
 
     @property
@@ -86,28 +84,27 @@ class ScoreIndex:
         return list(self._told)
 
     def begin(self, request_id: str, num_cached: int) -> None:
-        """Keep a request's scores from now on, except those of its first `num_cached` blocks, which
-        came from the cache."""
+        """Store a request's scores from now on, without its first `num_cached` blocks."""
         self._told[request_id] = num_cached
         self._last_turn = (self._last_turn + 1) % TURNS
         self._turns[request_id] = self._last_turn
         self._look_at(request_id, self._step + 1)
 
     def due(self) -> list[str]:
-        """The running requests about whose full blocks the workers are told with the coming step.
-        Call it once a step, and then `look_again` for each request that it returned."""
+        """The running requests whose full blocks are in the news of the coming step. Call this
+        method one time for each step. Then call `look_again` for each returned request."""
         self._step += 1
         self._use_ended(max(ENDS_A_STEP, len(self._ended_chains) // TURNS))
         found = self._due.pop(self._step, {})
         return [r for r in found if self._due_at.get(r) == self._step]
 
     def look_again(self, request_id: str, num_tokens: int) -> None:
-        """Make `due` return a request again: with the next step if its known tokens fill another
-        block, and else at its turn after it can have filled another block.
+        """Set the step in which `due` returns a request again. If the known tokens fill another
+        block, this is the next step. Otherwise, this is the request's turn after the first step
+        that can fill another block.
 
         Args:
-            num_tokens: how many tokens of the request are known now. A step adds at most
-                `step_tokens`.
+            num_tokens: number of known tokens. A step adds at most `step_tokens` tokens.
         """
         full = self._next_full(request_id)
         if self._frozen.get(request_id, full) >= full:
@@ -120,41 +117,38 @@ class ScoreIndex:
         self._due_at[request_id] = step
 
     def num_known(self, hashes: Sequence[bytes], probes: bytes) -> int:
-        """How many blocks, from the first one on and without a gap, have scores."""
+        """The number of blocks before the first block without scores."""
         known = list(takewhile(self._known.__contains__, zip(hashes, repeat(probes))))
-        # In reverse order, so that the end of a chain is forgotten before its beginning: an end
-        # alone is of no use.
+        # In reverse order: the end of a chain must be dropped before its beginning, because the end
+        # is useless without the beginning.
         self._known.use(reversed(known))
         return len(known)
 
     def num_told(self, request_id: str) -> int | None:
-        """The number of a running request's first blocks that came from the cache or were filled;
-        None for a new request."""
+        """The number of first blocks that were cached or filled. None for a new request."""
         return self._told.get(request_id)
 
     def may_fill(self, request_id: str, num_tokens: int) -> bool:
-        """True if `fill` may find a block once this many tokens are computed."""
+        """True if `fill` can find a new full block after `num_tokens` tokens are computed."""
         return num_tokens >= self._next_full(request_id)
 
     def _next_full(self, request_id: str) -> int:
-        """The number of the request's tokens at which its next block is full."""
+        """The number of tokens at which the request's next block is full."""
         return (self._told[request_id] + 1) * self.block_size
 
     def fill(
         self, request_id: str, hashes: Sequence[bytes], num_tokens: int, probes: bytes,
         token_bytes: int,
     ) -> tuple[int, list[bytes]] | None:  # fmt: skip
-        """Note the blocks that a request has filled.
+        """Record the blocks that a request has filled.
 
         Args:
-            hashes: hashes of the request's blocks so far. The object is kept until the request is
-                forgotten.
-            num_tokens: tokens that are computed once the coming step has run.
-            token_bytes: bytes of one token's scores.
+            hashes: hashes of the request's blocks so far. The list is stored, not a copy.
+            num_tokens: number of computed tokens after the coming step.
+            token_bytes: bytes of the scores of one token.
 
         Returns:
-            The number of the first newly filled block, and the hashes of all newly filled blocks;
-            None if no block was filled.
+            (number of the first new full block, hashes of all new full blocks), or None.
         """
         first = self._told[request_id]
         num_tokens = min(num_tokens, self._frozen.get(request_id, num_tokens))
@@ -164,26 +158,26 @@ class ScoreIndex:
         size = self.block_size * token_bytes + _BLOCK_BYTES
         self._told[request_id], self._chains[request_id] = stop, (hashes, probes, size)
         found = list(hashes[first:stop])
-        for one in reversed(found):  # as in `num_known`
+        for one in reversed(found):  # in reverse order, as in `num_known`
             self._forgotten += [key for key, _ in self._known.put((one, probes), True, size)]
         return first, found
 
     def freeze(self, request_id: str, num_tokens: int) -> None:
-        """From now on keep only blocks of a running request's first `num_tokens` tokens: a later
-        stage of a cascade has begun, and the other tokens have more scores."""
+        """From now on, store only blocks of a running request's first `num_tokens` tokens. The
+        other tokens have more scores, because a later stage of a cascade has begun."""
         if request_id in self._told:
             self._frozen.setdefault(request_id, num_tokens)
 
     def lose(self, keys: Iterable[ScoreKey]) -> None:
-        """Note that a worker does not hold some scores. All workers are told to forget these
-        scores: workers of other pipeline stages hold a part of them, and a late report may name
-        scores that were kept again since."""
+        """Record that a worker does not have some scores. The next news makes all workers drop
+        these scores. Workers of other pipeline stages store a part of each score. A late report can
+        also name scores that were stored again after the loss."""
         lost = set(keys)
         self._known.discard(lost)
         self._forgotten += lost
 
     def clear(self) -> None:
-        """Forget everything: the model's weights may have changed."""
+        """Drop all scores, because the model's weights have possibly changed."""
         self._forgotten += [key for key, _ in self._known.clear()]
         self._ended_chains.clear()
         self._ended_bytes = 0
@@ -193,27 +187,26 @@ class ScoreIndex:
 
     @property
     def has_news(self) -> bool:
-        """True if there is something for `take_ended` or `take_forgotten`."""
+        """True if `take_ended` or `take_forgotten` would return a result that is not empty."""
         return bool(self._forgotten or self._ended)
 
     def take_ended(self) -> dict[str, tuple[int, list[bytes]]]:
-        """Ended request -> the blocks that workers were not told about while it ran. Each is
-        returned once."""
+        """Id of an ended request -> the blocks of which no news was sent while the request ran. The
+        method returns each block only one time."""
         found, self._ended = self._ended, {}
         return found
 
     def take_forgotten(self) -> list[ScoreKey]:
-        """Return the keys of scores that workers must forget, each only once. The key of
-        scores that are kept again is left out."""
+        """Return the keys of scores that workers must drop. The method returns each key only one
+        time. If scores were stored again, their key is left out."""
         found, self._forgotten = self._forgotten, []
         return [key for key in found if key not in self._known]
 
     def finish_request(self, request_id: str, filled: tuple[int, list[bytes]] | None) -> None:
-        """Forget a request that has ended.
+        """Remove a request that has ended.
 
         Args:
-            filled: the result of `fill`, which the caller calls just before with all tokens of the
-                request.
+            filled: the result of `fill` with all tokens of the request.
         """
         if filled is not None:
             self._ended[request_id] = filled
@@ -231,7 +224,8 @@ class ScoreIndex:
 
     def _use_ended(self, count: int) -> None:
         """Mark the blocks of some ended requests as used. A request fills its blocks from first to
-        last, so the last one counts as used last. `num_known` reverses that."""
+        last. Until this call, its last block counts as used last. `num_known` reverses this
+        order."""
         for _ in range(min(count, len(self._ended_chains))):
             hashes, probes, num_bytes = self._ended_chains.popleft()
             self._ended_bytes -= num_bytes

@@ -1,17 +1,17 @@
 """Vectors that front-ends have sent before the requests that use them.
 
 Owns:  SentAhead.
-Runs:  in EngineCore: `replace` on its main thread, the rest on its input thread too; the caller
-       holds a lock.
+Runs:  in EngineCore. `replace` runs on the main thread, the other methods also on the input thread.
+       The caller must hold a lock.
 From:  engine.frontend.ahead.   To: registry (the vectors that a ticket names by digest).
 
 Promise: a front-end's vectors stay until the same front-end sends other vectors, or until other
-front-ends need the room. In the second case EngineCore drops the vectors of the front-end that sent
-longest ago: that front-end may have died, and EngineCore is not told of it. A front-end names a
-vector by its digest only after `replace` has returned the digest. When a front-end sends other
-vectors, its later tickets name only these. Messages of one front-end arrive in order, so a ticket's
-vectors are here, unless they were dropped to make room. In that case EngineCore refuses the request
-(UnheldError), and its front-end sends the vectors again.
+front-ends need the room. If there is no room, EngineCore drops the vectors of the front-end that
+sent its vectors longest ago. (EngineCore gets no message if a front-end dies.) A front-end names a
+vector by its digest only after `replace` has returned the digest. After a front-end has sent other
+vectors, its tickets name only the new vectors. Messages of one front-end arrive in order. Therefore
+EngineCore has a ticket's vectors, except if EngineCore has dropped the vectors. In that case
+EngineCore refuses the request (UnheldError), and the front-end sends the vectors again.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from vllm_scope.request.arrays import Array
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Bound on the vectors of all front-ends together, in EngineCore.
+#: Limit of the bytes of the vectors of all front-ends together, in EngineCore.
 MOST_BYTES = 256 << 20
 
 
 class SentAhead:
-    """Vectors by digest, and which front-end has sent them.
+    """Vectors by digest, and the front-end that has sent each vector.
 
     Attributes:
-        arrays: digest -> vector; the same object until the vector is dropped.
+        arrays: digest -> vector. The vector is the same object until the vector is dropped.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
-        #: Front-end -> the digests of its vectors, in the order of the calls.
+        #: Front-end -> the digests of its vectors, in the order of the calls of `replace`.
         self._sent: dict[str, frozenset[bytes]] = {}
         self._has_told = False
         self.arrays: dict[bytes, Array] = {}
@@ -46,11 +46,11 @@ class SentAhead:
         return sum(len(array.data) for array in self.arrays.values())
 
     def replace(self, frontend: str, arrays: Mapping[bytes, Array]) -> list[bytes]:
-        """Hold these vectors for a front-end, and drop its earlier vectors that no other front-end
-        has sent.
+        """Store these vectors of a front-end. Drop the front-end's earlier vectors, except vectors
+        that another front-end has also sent.
 
         Returns:
-            The digests of the vectors that are held. The other vectors would exceed the bound.
+            The digests of the stored vectors. The other vectors would exceed the limit.
         """
         self._sent.pop(frontend, None)
         held = self._that_fit(arrays)

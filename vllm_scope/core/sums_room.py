@@ -1,14 +1,14 @@
-"""Which sums the workers keep for Moments, and whether there is room for more.
+"""The sums that the workers store for Moments, and the free memory for more sums.
 
 Owns:  SumsRoom.
-Runs:  in EngineCore: requests enter on one thread; they begin, and sums are dropped, on another.
-From:  engine.core.entry, engine.core.scheduler (which ask).   To: batch.sums (bytes of sums).
+Runs:  in EngineCore. Requests enter on one thread. Another thread begins requests and drops sums.
+From:  engine.core.entry, engine.core.scheduler (callers).   To: batch.sums (bytes of sums).
 
-Promise: the sums that SumsRoom knows fit into `moments_mib`, and all sums of one name have the same
-options. Sums may be dropped after a request has entered and before it begins, so the request takes
-room again when it begins. If other requests have taken the room or the name meanwhile, the request
-runs all the same, and the workers count its rows as missing. Room is given back when sums are
-dropped, and not when a request ends.
+Promise: the sums in a SumsRoom fit into `moments_mib`, and all sums of one name have the same
+options. Sums can be dropped after a request has entered and before the request begins. Therefore
+the request allocates room again when it begins. If other requests have used the room or the name
+before that time, the request still runs, and the workers count its rows as missing. Room is freed
+when sums are dropped, and not when a request ends.
 """
 
 from __future__ import annotations
@@ -37,19 +37,18 @@ class SumsRoom:
         self._sites, self._most = sites, int(most_mib * 2**20)
         self._itemsize = 4 if sites.dtype == "float32" else 2
         self._lock = threading.Lock()
-        #: Name -> (covariance, whether there are targets).
+        #: Name -> (True if the sums have a covariance, True if the sums have targets).
         self._kinds: dict[str, tuple[bool, bool]] = {}
-        #: Name -> (place, label) -> bytes of these sums. `num_bytes`: the bytes of all sums.
+        #: Name -> (`Place`, label) -> bytes of these sums. `num_bytes`: the bytes of all sums.
         self._known: dict[str, dict[tuple[Place, str], int]] = {}
         self.num_bytes = 0
 
     def enter(self, asked: tuple[ResolvedMoments, ...]) -> None:
-        """Take room for the sums of a request. A request that is refused takes none.
+        """Allocate room for the sums of a request. If the request is refused, no room is allocated.
 
         Raises:
-            SpecError: the name has sums with other options, or the request's sums take more than
-                the engine could hold.
-            CapacityError: sums that are kept take the room.
+            SpecError: the name has sums with other options, or the sums exceed `moments_mib`.
+            CapacityError: there is not enough free room, because of other sums.
         """
         with self._lock:
             kinds, sizes = dict[str, tuple[bool, bool]](), dict[tuple[str, Place, str], int]()
@@ -68,8 +67,8 @@ class SumsRoom:
             self.num_bytes += sum(new.values())
 
     def enter_again(self, asked: tuple[ResolvedMoments, ...]) -> None:
-        """Call `enter` again for a request that begins, because its sums may have been dropped
-        since it entered. A refusal is logged, and not raised."""
+        """Call `enter` again for a request that begins, because its sums have possibly been dropped
+        after the request entered. A refusal is logged, and not raised."""
         try:
             self.enter(asked)
         except ScopeError as error:
@@ -91,7 +90,7 @@ class SumsRoom:
             )
 
     def drop(self, name: str) -> bool:
-        """Give back the room of a name's sums. Returns False if the name is not known."""
+        """Free the room of a name's sums. Returns False if the name has no sums."""
         with self._lock:
             self._kinds.pop(name, None)
             gone = self._known.pop(name, None)

@@ -1,9 +1,9 @@
-"""Keeps this package's state about vLLM's objects, in a table beside them.
+"""Keeps this package's state of vLLM's objects in a table, not in attributes of these objects.
 
 Owns:  Beside.
 Runs:  in every process.
 
-Promise: this state needs no attribute on vLLM's object, and is dropped when that object is freed.
+Promise: if an object of vLLM is freed, this package's state of the object is freed too.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ State = TypeVar("State")
 
 
 class Beside(Generic[State]):
-    """Maps objects to one State each. A State is dropped when its object is freed.
+    """Maps each object to one State. If an object is freed, its State is dropped.
 
-    Objects are compared by identity: some of vLLM's objects are equal to others, or have no hash.
-
-    A State must not refer to its object, directly or through a traceback: else neither is freed.
+    Objects are compared by identity, because some of vLLM's objects have no hash, and some are
+    equal to other objects. A State must not refer to its object, directly or through a traceback.
+    Otherwise Python would never free the object and the State.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Beside(Generic[State]):
 
     def put(self, owner: object, state: State) -> State:
         key = id(owner)
-        # The callback runs before another object can get the id.
+        # Python runs the callback before another object can get the same id.
         gone = weakref.ref(owner, lambda _: self._states.pop(key, None))
         self._states[key] = gone, state
         return state

@@ -4,9 +4,9 @@ Owns:  `edits_of`, `flush`, and `configured` (the controller of a server).
 Runs:  in the front-end.
 From:  controller.   To: the remote calls of engine.core.entry; monitors (observations).
 
-LLM talks to EngineCore over a socket that only the caller's thread may use. If another thread
-changes the edits, the change waits until the caller's thread adds the next request, which is the
-first request that can see the change.
+Only the caller's thread can use an LLM's socket to EngineCore. If another thread changes the edits,
+the change waits until the caller's thread adds the next request. The change applies from this next
+request on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from vllm_scope.sinks.options import installed
 
 logger = logging.getLogger("vllm.vllm_scope")
 TIMEOUT_S = 60.0
-#: Entry points: functions without arguments that return a Controller.
+#: Group of entry points. An entry point is a function without arguments that returns a Controller.
 GROUP = "vllm_scope.controller"
 
 
@@ -67,7 +67,7 @@ class _OfLlm(_Listening):
             waiting.clear()
             _set(self._engine, text)
             return
-        # Checked here, so that a refusal reaches the callback. EngineCore's own check comes later.
+        # This check raises its error in the controller's callback. EngineCore checks again later.
         connection = connections.of(self._engine.output_processor)
         if connection is not None and text is not None:
             connection.resolve(Spec.from_json(text))
@@ -75,7 +75,7 @@ class _OfLlm(_Listening):
 
 
 class _OfAsync(_Listening):
-    """The server-wide edits of an AsyncLLM. Called on any thread but that of its event loop."""
+    """The server-wide edits of an AsyncLLM, for all threads except the event loop's thread."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine.vllm_config)
@@ -90,7 +90,7 @@ class _OfAsync(_Listening):
 
     @property
     def on_its_loop(self) -> bool:
-        """True if this code runs on the engine's event loop, which must not wait for itself."""
+        """True on the thread of the engine's event loop. The loop must not wait for itself."""
         with suppress(RuntimeError):
             return asyncio.get_running_loop() is self._loop
         return False
@@ -100,17 +100,17 @@ class _OfAsync(_Listening):
         return asyncio.run_coroutine_threadsafe(call, self._loop).result(TIMEOUT_S)[0]
 
 
-#: LLMEngine -> the newest edits that wait for the caller's thread: a spec as JSON, or None, which
-#: removes all edits. The deque is empty if no edits wait.
+#: LLMEngine -> the newest edits that wait for the caller's thread, or an empty deque. The edits are
+#: a spec as JSON. None removes all edits.
 _waiting: Beside[deque[str | None]] = Beside()
 
 
 def configured(vllm_config: VllmConfig) -> Controller | None:
-    """The controller that the configuration of a server names, made by its entry point.
+    """The controller that a server's configuration names. An entry point makes the controller.
 
     Raises:
-        ConfigError: there is no such entry point, it makes no Controller, or there are several API
-            servers, each of which would see a part of the requests.
+        ConfigError: the entry point is missing or makes no Controller. Or there are several API
+            servers, and each API server would see only some of the requests.
     """
     config = config_of(vllm_config)
     if config is None or config.controller is None:
@@ -144,13 +144,13 @@ find_edits_by(edits_of)
 
 
 def _set(engine: LLMEngine, text: str | None) -> None:
-    """Set the server-wide edits. Called on the caller's thread."""
+    """Set the server-wide edits. Only the caller's thread calls this function."""
     engine.collective_rpc("scope_set_edits", args=(text,))
 
 
 def flush(engine: LLMEngine) -> None:
-    """Set the edits that wait for the caller's thread. If EngineCore refuses them, the log says so;
-    no request fails."""
+    """Set the edits that wait for the caller's thread. If EngineCore refuses the edits, a line in
+    the log says so. No request fails."""
     waiting = _waiting.of(engine)
     if not waiting:
         return

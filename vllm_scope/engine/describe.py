@@ -1,10 +1,10 @@
 """Finds what can be read of a model: vLLM's worker builds the model, then each site is tapped.
 
 Owns:  `describe_model`, ModelReport, SiteReport.
-Runs:  in `vllm-scope doctor`, in one process. The modules have no weights (torch's meta device):
-       no memory for weights, no KV cache, no compilation, no forward.
+Runs:  in `vllm-scope doctor`, in one process. The modules have no weights (torch's meta device).
+       No memory for weights and no KV cache is allocated. No model is compiled or run.
 
-Promise: a layer is reported as readable only if the site's taps were installed on it.
+Promise: a layer is reported as readable only if `_tap` has installed the site's taps on the layer.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from vllm_scope.graph.tap.tables import Tables
 from vllm_scope.program.layout import SLOT_BYTES, Widths
 from vllm_scope.request.sites import MODEL_SITES, SITES, Sites
 
-#: vLLM's name for the loader below.
+#: The name of the loader `NoWeights` in vLLM.
 LOAD_FORMAT = "scope_no_weights"
-#: The default share of the device's memory that must be free. A worker without weights and KV
-#: cache takes less.
+#: The default share of the device's memory that must be free. A worker without weights and without
+#: KV cache needs less.
 LEAST_MEMORY = 0.01
 
 
 @dataclass(frozen=True)
 class SiteReport:
-    """The layers at which a site can be tapped, (0,) for a site in MODEL_SITES; and the reason why
-    another layer cannot be tapped, None if all can."""
+    """The layers at which a site can be tapped, or (0,) for a site in MODEL_SITES. `reason` says
+    why another layer cannot be tapped; None if all layers can be tapped."""
 
     layers: tuple[int, ...]
     reason: str | None
@@ -50,20 +50,20 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What `describe_model` found.
+    """The findings of `describe_model`.
 
     Attributes:
-        vllm_version, runner: vLLM's version, and its model runner: "V1", "V2", or "-" if `sites` is
-            empty.
+        vllm_version, runner: vLLM's version; its model runner ("V1", "V2", or "-" if `sites` is
+            empty).
         num_layers, hidden_size, dtype: of the model.
-        reason: why an engine with the configured sites reads nothing of this model, or None.
-        sites: site -> its report, for every site of vllm-scope; empty if taps do not support the
-            model's layers, or this engine.
+        reason: why an engine with the configured sites cannot read this model, or None.
+        sites: site -> its report, for every site of vllm-scope. Empty if taps do not support the
+            model's layers or this engine.
         configured: the configured sites.
         num_taps, arena_mib: the number of taps and the size of the arena in an engine with the
             configured sites; 0 if there is a `reason`.
-        unread: True if the reason is that the model's source is not understood. An engine that
-            compiles the model then decides by the numbers of a forward.
+        unread: True if the parser does not understand the model's source. An engine that compiles
+            such a model checks the numbers of a forward instead.
     """
 
     vllm_version: str
@@ -85,38 +85,38 @@ def describe_model(
     """Build a model without weights, tap each of its sites, and report what can be read.
 
     Args:
-        model: name or folder, as vLLM takes it.
-        options: further arguments of vLLM's EngineArgs.
-        sites: the sites to configure; None for the engine's default ones.
+        model: name or folder, as for vLLM.
+        options: more arguments of vLLM's EngineArgs.
+        sites: the sites to configure; None for the engine's default sites.
 
     Raises:
         ConfigError: the sites are wrong.
-        CompatError: this vLLM is unknown, or lacks what a wrapper needs.
-        Exception: what vLLM raises if it cannot build the model, or if the device lacks the
-            memory that `gpu_memory_utilization` asks for.
+        CompatError: this vLLM is unknown, or lacks a symbol that a wrapper needs.
+        Exception: the error of vLLM if vLLM cannot build the model, or if the device lacks the
+            memory that `gpu_memory_utilization` requests.
     """
     scope = {} if sites is None else {"sites": list(sites)}
-    config = ScopeConfig.parse(scope)  # before vLLM is imported, which takes seconds
+    config = ScopeConfig.parse(scope)  # before the import of vLLM, which takes seconds
     plugin.register()
     _register_loader()
     vllm_config = _config_of(model, options)
     alone = vllm_config
     if vllm_config.parallel_config.world_size > 1:
-        # Each rank has the whole stream, so one rank is built, on one device.
+        # Each rank has the whole stream. Therefore one rank is built, on one device.
         alone = _config_of(model, options | {"tensor_parallel_size": 1})
     with _worker(alone) as worker:
         return _report(worker, vllm_config, config)
 
 
 def _config_of(model: str, options: dict[str, object]) -> VllmConfig:
-    """vLLM's configuration without this package's part, so that the worker gets no taps."""
+    """vLLM's configuration without this package's part. A worker then adds no taps."""
     from vllm.engine.arg_utils import EngineArgs
 
     arguments: dict[str, object] = {
         "load_format": LOAD_FORMAT,
         "skip_tokenizer_init": True,
         # Only the decoder of a multimodal model is tapped. The model's processor would need a
-        # tokenizer, and files beside the configuration.
+        # tokenizer and more files than the configuration.
         "language_model_only": True,
         "gpu_memory_utilization": LEAST_MEMORY,
     }
@@ -131,8 +131,8 @@ def _config_of(model: str, options: dict[str, object]) -> VllmConfig:
 
 
 def _say_import(error: ValueError) -> None:
-    """Raises ConfigError with the cause if vLLM has code for the architecture but cannot import it.
-    vLLM's own error only points to the log."""
+    """Raises ConfigError with the cause if vLLM has code for the architecture but cannot import the
+    code. vLLM's own error refers only to the log."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     for name in re.findall(r"'(\w+)'", reason_of(error)):
@@ -169,8 +169,8 @@ def _register_loader() -> None:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     if hasattr(registry, "_run_in_subprocess"):
-        # vLLM inspects a model's class in another process, to keep CUDA out of this one. That
-        # takes as long as all other work together, and here no process is forked later.
+        # vLLM inspects a model's class in another process, to keep CUDA out of this process. Here
+        # the inspection runs in this process, which halves the total time.
         registry._run_in_subprocess = lambda ask: ask()
 
     class NoWeights(BaseModelLoader):
@@ -191,8 +191,8 @@ def _register_loader() -> None:
                     with torch.device("meta"):
                         model: nn.Module = initialize_model(**named)
                 except (NotImplementedError, RuntimeError):
-                    # Some constructors compute with values. On the CPU, parameters that are
-                    # never written take no memory.
+                    # Some constructors compute with values. On the CPU, a parameter takes no
+                    # memory until a value is written.
                     vllm_config.compilation_config.static_forward_context.clear()
                     with torch.device("cpu"):
                         model = initialize_model(**named)
@@ -226,7 +226,7 @@ def _report(worker: Worker, vllm_config: VllmConfig, config: ScopeConfig) -> Mod
 
 
 def _site_report(anatomy: Anatomy, vllm_config: VllmConfig, site: str) -> SiteReport:
-    """The report of a site. All layers are tried at once; if that fails, each layer by itself."""
+    """The report of a site. Taps all layers together. If an error occurs, taps each layer alone."""
     layers = (0,) if site in MODEL_SITES else tuple(range(anatomy.num_layers))
     refused = _refusal(anatomy, vllm_config, site, layers)
     if refused is None:
@@ -248,10 +248,10 @@ def _refusal(
 
 
 def _tap(anatomy: Anatomy, vllm_config: VllmConfig, config: ScopeConfig) -> int:
-    """Install the taps of a configuration, remove them again, and return their number.
+    """Install the taps of a configuration, remove the taps, and return their number.
 
     Raises:
-        CompatError, ConfigError: what an engine with this configuration would raise.
+        CompatError, ConfigError: as an engine with this configuration would raise.
     """
     sites = sites_of(vllm_config, config)
     anatomy = with_parts(anatomy, sites, 1)
@@ -268,7 +268,7 @@ def _tap(anatomy: Anatomy, vllm_config: VllmConfig, config: ScopeConfig) -> int:
 
 @contextmanager
 def _classes_kept(anatomy: Anatomy) -> Iterator[None]:
-    """On exit, give each module its own class back: a tap replaces the class by a subclass."""
+    """On exit, give each module its own class. A tap replaces a module's class by a subclass."""
     modules = [module for layer in anatomy.layers.values() for module in layer.modules()]
     modules += [] if anatomy.norm_here is None else [anatomy.norm_here]
     classes = [type(module) for module in modules]
@@ -284,7 +284,7 @@ def _widths(sites: Sites, vllm_config: VllmConfig) -> Widths:
 
 
 def _arena_mib(vllm_config: VllmConfig, config: ScopeConfig) -> float:
-    """The size of the arena that `ScopeWorker` makes."""
+    """The size of the arena that `ScopeWorker` allocates."""
     sites = sites_of(vllm_config, config)
     captured = vllm_config.compilation_config.cudagraph_capture_sizes or [0]
     sizes = Sizes(

@@ -1,12 +1,12 @@
 """Compares the symbols of the installed vLLM with the releases that were read.
 
 Owns:  digests.json (symbol -> release -> digest of its source), and `compare`.
-Runs:  in `vllm-scope doctor`; and as a script, which adds a release to digests.json:
+Runs:  in `vllm-scope doctor`; as a script, which adds a release to digests.json:
        python -m vllm_scope.engine.digests 0.32.0=.venv/lib/python3.11/site-packages/vllm
-From:  seams.CONTRACT. Sources are parsed; nothing of vLLM is imported.
+From:  seams.CONTRACT. Sources are parsed. No module of vLLM is imported.
 
 "Read" means that this package's authors checked the release's source. digests.json has the digests
-of these releases.
+of all releases that were read.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ FILE = Path(__file__).with_name("digests.json")
 
 @dataclass(frozen=True)
 class Change:
-    """A symbol of the installed vLLM that differs from the symbol of a release that was read.
+    """A symbol of the installed vLLM that differs from the same symbol of the compared release.
 
     Attributes:
         symbol: such as "vllm.v1.core.block_pool.BlockPool.get_new_blocks".
         wrapped: True if vllm-scope replaces the symbol.
-        exists: False if the symbol is gone.
+        exists: False if the installed vLLM lacks the symbol.
     """
 
     symbol: str
@@ -44,13 +44,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The differences between an installed vLLM and a release that was read.
+    """The differences between an installed vLLM and one release in digests.json.
 
     Attributes:
         version: the version of the installed vLLM.
-        release: the release with which `version` is compared: among those that were read, the same
-            one, or else the last one before `version`.
-        is_new: True if the installed version is not one of the releases in digests.json.
+        release: the compared release in digests.json: `version` itself, or the last release before
+            `version`.
+        is_new: True if digests.json lacks the installed version.
     """
 
     version: str
@@ -64,14 +64,14 @@ def compare(root: Path, version: str) -> Comparison:
 
     Args:
         root: vLLM's package folder.
-        version: as `vllm.__version__` has it.
+        version: the text of `vllm.__version__`.
     """
     from packaging.version import InvalidVersion, Version
 
     known = json.loads(FILE.read_text())
     releases = sorted({r for digests in known.values() for r in digests}, key=Version)
     release, is_new = releases[-1], True
-    with suppress(InvalidVersion):  # a build may call itself "dev"
+    with suppress(InvalidVersion):  # the version of a private build can be "dev"
         installed = Version(version)
         is_new = installed.public not in releases
         release = [releases[0], *(r for r in releases if Version(r) <= installed)][-1]
@@ -85,10 +85,10 @@ def compare(root: Path, version: str) -> Comparison:
 
 
 def digest(root: Path, seam: Seam) -> str | None:
-    """A hash of what vllm-scope relies on: 16 hex digits; None if the symbol does not exist.
+    """A hash of the source that vllm-scope relies on: 16 hex digits. None if there is no symbol.
 
-    For a function, its source is hashed; for a class, its first line and the definitions of the
-    attributes that are read. For both, the names that `missing` returns are hashed too.
+    The hash of a function covers its source. The hash of a class covers its first line and the
+    definitions of the attributes in `reads`. Both hashes cover the names that `missing` returns.
     """
     node, text = _symbol(root, seam)
     if node is None:
@@ -104,8 +104,8 @@ def digest(root: Path, seam: Seam) -> str | None:
 
 
 def missing(root: Path, seam: Seam) -> list[str]:
-    """The names in a seam's `reads` that do not occur in its module, and the names in its
-    `parameters` that its function lacks."""
+    """The names in a seam's `reads` that its module does not have, and the names in its
+    `parameters` that its function does not have."""
     node, text = _symbol(root, seam)
     arguments = None if node is None or isinstance(node, ast.ClassDef) else node.args
     taken = set() if arguments is None else {each.arg for each in _parameters(arguments)}
@@ -117,7 +117,7 @@ Symbol = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _symbol(root: Path, seam: Seam) -> tuple[Symbol | None, str]:
-    """The definition of a seam's symbol, None if there is none; and the text of its module."""
+    """The definition of a seam's symbol (None if there is none), and the text of its module."""
     below = root.joinpath(*seam.module.split(".")[1:])
     files = [path for path in (below.with_suffix(".py"), below / "__init__.py") if path.is_file()]
     if not files:
@@ -139,7 +139,7 @@ def _parsed(path: Path) -> tuple[str, list[ast.stmt]]:
 
 
 def _find(body: Iterable[ast.stmt], name: str) -> Symbol | None:
-    """The last definition of a name: earlier definitions may be overloads."""
+    """The last definition of a name. Earlier definitions can be overloads."""
     found = None
     for node in body:
         if isinstance(node, Symbol) and node.name == name:
@@ -172,7 +172,7 @@ def _key(seam: Seam) -> str:
 
 
 def main(releases: dict[str, Path]) -> None:
-    """Add releases to digests.json: version -> vLLM's package folder."""
+    """Add releases to digests.json. `releases` maps a version to vLLM's package folder."""
     known = json.loads(FILE.read_text()) if FILE.exists() else {}
     digests = {_key(seam): dict(known.get(_key(seam), {})) for seam in CONTRACT}
     for seam in CONTRACT:

@@ -1,7 +1,7 @@
 """Makes this package's environment variables known to vLLM.
 
-vLLM warns of every variable VLLM_* that it does not know; with `--fail-on-environ-validation` it
-then refuses to start. Both still happen if the name of one of our variables is misspelt.
+vLLM warns of each unknown variable VLLM_*. With `--fail-on-environ-validation`, vLLM does not start
+if there is an unknown variable. A misspelt name of our variables stays unknown to vLLM.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _validate(original: Callable[[bool], object], hard_fail: bool) -> None:
     from vllm.envs import environment_variables as known
 
     ours = [name for name in VARIABLES if name not in known]
-    # Added only during the check: the key of vLLM's compile cache depends on all names in `known`.
+    # Our names are removed after the check: the key of vLLM's compile cache depends on `known`.
     known.update(dict.fromkeys(ours, lambda: None))
     try:
         original(hard_fail)

@@ -1,13 +1,13 @@
 """Python functions that requests run between layers, in one process and without compilation.
 
-Owns:  a request's functions (under a token that never leaves the process), the check whether an
-       engine can run them, and their calls in a step.
-Runs:  in the front-end and the worker, which are one process here.
+Owns:  a request's functions, under a token that stays in this process; the check whether an
+       engine can run functions; the calls of functions in a step.
+Runs:  in the front-end and the worker, which must be one process.
 From:  frontend.translators.   To: graph.anatomy.hooked.
 
-Promise: a function sees only the rows of its own request. If a call raises, its completion gets no
-further calls and the completion's result fails; other requests go on. No other request uses KV
-that a function may have changed.
+Promise: a function sees only the rows of its own request. If a call raises, the completion gets no
+more calls and its result fails. Other requests continue. If a request has functions, no other
+request uses its KV.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Functions(Protocol):
     """The functions of one request, for all its completions.
 
     Attributes:
-        places: (layer, True) if a function runs before the layer; (layer, False) if after it.
+        places: (layer, True): a function runs before the layer. (layer, False): after the layer.
     """
 
     @property
@@ -46,7 +46,7 @@ class Functions(Protocol):
     def call(
         self, child: int, place: tuple[int, bool], rows: Tensor, first: int, model: nn.Module
     ) -> Tensor | None:
-        """Read rows of the stream; return new rows of the same shape, or None to keep the rows.
+        """Read rows of the stream. Return new rows of the same shape, or None to keep the rows.
 
         Args:
             child: index of the completion.
@@ -55,15 +55,15 @@ class Functions(Protocol):
         """
 
     def fail(self, child: int, error: str) -> None:
-        """A call raised `error`; this completion gets no further calls."""
+        """Record that a call raised `error`. This completion gets no more calls."""
 
 
-#: Token -> functions. Weak, because the request's decorators keep its functions alive.
+#: Token -> functions. The references are weak: the request's decorators keep the functions alive.
 _kept: WeakValueDictionary[str, Functions] = WeakValueDictionary()
 
 
 def keep(functions: Functions) -> str:
-    """A token for the functions, valid while the caller holds them."""
+    """A token for the functions. The token is valid as long as the caller holds the functions."""
     token = uuid.uuid4().hex
     _kept[token] = functions
     return token
@@ -90,14 +90,14 @@ def check_engine(engine: Engine) -> None:
     config, inner = engine.vllm_config, getattr(engine.engine_core, "engine_core", None)
     executor = type(inner.model_executor).__name__ if inner is not None else None
     reasons = {
-        "runs in another process (VLLM_ENABLE_V1_MULTIPROCESSING=0 has LLM run in this one; a "
-        "server never does)": inner is None,
+        "runs in another process (VLLM_ENABLE_V1_MULTIPROCESSING=0 makes LLM run in this process; "
+        "a server always uses another one)": inner is None,
         "has workers in other processes (distributed_executor_backend='uni')": executor
         != "UniProcExecutor",
-        "compiles its model (enforce_eager=True; that costs every request its graphs)": (
+        "compiles its model (set enforce_eager=True; then no request uses CUDA graphs)": (
             not config.model_config.enforce_eager
         ),
-        "decodes speculatively, so that rows may not be kept": config.speculative_config
+        "decodes speculatively, therefore rows can be discarded": config.speculative_config
         is not None,
     }
     for reason, present in reasons.items():
@@ -110,8 +110,8 @@ def check_engine(engine: Engine) -> None:
 
 
 def salt(request: EngineCoreRequest, child: int) -> None:
-    """Give a request with functions a salt of its own. The keys of KV blocks depend on the salt, so
-    no other request uses this request's KV."""
+    """Give a request with functions a salt of its own. The keys of KV blocks depend on the salt.
+    Therefore no other request uses this request's KV."""
     if _find(request.sampling_params) is not None:
         token = request.sampling_params.extra_args[FUNCTIONS]
         request.cache_salt = f"{request.cache_salt or ''}|{token}.{child}"
@@ -145,7 +145,7 @@ class StepFunctions:
         self._requests[req_id] = (functions, child)
 
     def finish_request(self, req_id: str) -> str | None:
-        """Forget a request. Returns why its functions failed, or None if they did not."""
+        """Forget a request. Returns the error of its functions, or None if no call failed."""
         self._requests.pop(req_id, None)
         return self._errors.pop(req_id, None)
 
@@ -189,6 +189,6 @@ def _write(stream: Tensor, hidden: Tensor, residual: Tensor | None) -> None:
         if residual is None:
             hidden.copy_(stream)
         else:
-            # The next layer adds `hidden`, now 0, to `residual`: the new row is rounded only once.
+            # The next layer adds `hidden` (now 0) to `residual`: the new row is rounded only once.
             residual.copy_(stream)
             hidden.zero_()

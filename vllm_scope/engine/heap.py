@@ -1,7 +1,7 @@
 """Makes Python's garbage collections rarer while many requests are computed.
 
 Owns:  `frozen_heap`, `seldom`.
-Runs:  in the front-end process, on the caller's thread; `seldom` also in EngineCore.
+Runs:  in the front-end process, on the caller's thread. `seldom` also runs in EngineCore.
 To:    engine.offline, frontend.sweep_runs, core.variants.
 """
 
@@ -12,15 +12,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: The defaults of Python 3.11 are 700, 10 and 10. A cell of a sweep has some hundred objects in
-#: EngineCore until it ends. The first threshold is about the number of objects of all running
-#: cells, so most objects are freed before a collection looks at them.
+#: The defaults of Python 3.11 are 700, 10 and 10. A running cell of a sweep has some hundred
+#: objects in EngineCore. The first threshold is about the number of objects of all running cells.
+#: Therefore most objects are freed before a collection visits them.
 _THRESHOLDS = (200_000, 20, 50)
 
 
 class _Seldom:
-    """Makes collections rarer from the first `begin` to the last `end`. Thresholds that
-    other code sets in between stay."""
+    """Makes garbage collections rarer from the first `begin` to the last `end`. If other code sets
+    thresholds between `begin` and `end`, `end` keeps these thresholds."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,7 +31,7 @@ class _Seldom:
         with self._lock:
             if not self._num:
                 self._before = gc.get_threshold()
-                if self._before[0]:  # 0 if other code has switched collections off
+                if self._before[0]:  # 0 if other code has disabled collections
                     gc.set_threshold(*map(max, self._before, _THRESHOLDS))
                 self._set = gc.get_threshold()
             self._num += 1
@@ -43,20 +43,20 @@ class _Seldom:
                 gc.set_threshold(*self._before)
 
 
-#: The one instance of this process.
+#: The only instance in this process.
 seldom = _Seldom()
 
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Inside, make garbage collections rarer, and exclude the objects that exist at the start.
+    """In the `with` block, garbage collections are rarer and ignore all older objects.
 
-    Each request makes hundreds of objects, which starts collections again and again. If each
-    collection looked at the old objects too, this would take a tenth of this process's time (with
-    EngineCore in another process). Old garbage is freed only after the end: to collect it at the
-    start would make the engine wait for 0.3 s.
+    Each request makes hundreds of objects, and these objects start collections. Collections of the
+    old objects too would take a tenth of this process's time (with EngineCore in another process).
+    Old garbage is freed only after the `with` block. A collection of the old garbage at the start
+    would stop the engine for 0.3 s.
     """
-    # The heap may be frozen already: by the caller, or by vLLM if EngineCore is in this process.
+    # The heap can already be frozen, by the caller or by an EngineCore in this process.
     freezes = not gc.get_freeze_count()
     if freezes:
         gc.collect(1)

@@ -1,12 +1,12 @@
-"""Counts what monitors found in a request, and tells webhooks and the controller.
+"""Counts what monitors found in a request, and sends it to webhooks and the controller.
 
 Owns:  Judge, and `tallied`.
-Runs:  in the front-end: `Judge.told` when a completion ends, the counting on the backlog's thread.
+Runs:  in the front-end. `Judge.told` runs when a completion ends. The backlog's thread counts.
 From:  monitors.   To: control.backlog, control.activity, sinks.metrics, webhook, controller,
        server.peers.
 
-Promise: no answer waits for the counts of its completions. `tallied` returns the counts of all
-completions of this process that have ended.
+Promise: an answer does not wait for the counts of its completions. `tallied` returns the counts of
+all ended completions of this process.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from vllm_scope.engine.monitors import Monitor
     from vllm_scope.server.peers import Peers
 
-#: The one instance of this process.
+#: The only instance in this process.
 backlog = Backlog()
 
 
 def tallied(monitors: Sequence[Monitor]) -> dict[str, Found]:
-    """Name -> what a monitor has found in this process."""
+    """Name of a monitor -> the monitor's findings in this process."""
     backlog.work_off()
     none = dict.fromkeys(OUTCOMES, 0)
     found = {}
@@ -49,21 +49,22 @@ def tallied(monitors: Sequence[Monitor]) -> dict[str, Found]:
 
 
 class Judge:
-    """Counts the verdicts of one request, and tells webhooks and the engine's controller."""
+    """Counts the verdicts of one request, and sends them to webhooks and the controller."""
 
     def __init__(
         self, monitors: tuple[Monitor, ...], tell: Callable[[Observation], None] | None,
         peers: Peers | None,
     ) -> None:  # fmt: skip
         self._monitors, self._tell, self._peers = monitors, tell, peers
-        #: The indices of the completions that were given to the backlog.
+        #: The indices of the completions that the backlog has.
         self._counted: set[int] = set()
 
     def told(self, output: RequestOutput, completion: CompletionOutput) -> None:
-        """Have a completion counted once it has ended. Called with each snapshot of its rows.
+        """Give an ended completion to the backlog. The front-end calls this method with each
+        snapshot of the completion's rows.
 
-        Scores are looked at only after the end, so that a step's cost does not grow with the number
-        of tokens so far.
+        Scores are read only after the completion has ended. Otherwise a step's cost would grow with
+        the number of generated tokens.
         """
         reason = completion.finish_reason
         if reason is None or completion.index in self._counted:
@@ -80,11 +81,11 @@ class Judge:
         for monitor in self._monitors:
             name, called = monitor.name, monitor.probe.name
             if monitor.probe.after is not None and called not in result.begun:
-                continue  # a later stage counts only requests for which it began
+                continue  # a later stage counts only requests in which it began
             found = result.scores if monitor.probe.aggregate is None else result.aggregates
             values, verdict = found[called].numpy(), verdicts.get(called)
             largest = float(values.max()) if len(values) else None
-            # The scores of an aborted request's last tokens may not have been made.
+            # The scores of an aborted request's last tokens can be missing.
             num_lost = 0 if aborted else result.num_lost(called)
             count_verdict(name, largest, verdict is not None, num_lost)
             monitor.tally.add(

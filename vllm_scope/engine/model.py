@@ -1,7 +1,7 @@
 """Finds a model's decoder layers, and checks whether taps support the model in this engine.
 
-Owns:  what follows from vLLM's configuration and module classes for sites, layers and taps.
-Runs:  in every worker, after load; the parts that need only the configuration, in EngineCore too.
+Owns:  the sites, layers and taps that follow from vLLM's configuration and module classes.
+Runs:  in every worker after load. EngineCore runs the parts that need only the configuration.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from vllm_scope.request.sites import MLP_SITE, ROUTER_SITE, Place, Sites
 from vllm_scope.request.spec import Spec
 from vllm_scope.sinks.router import GLOBAL
 
-#: vLLM's KV connectors that find KV by block hashes, which include our keys of edits.
+#: vLLM's KV connectors that find KV by block hashes. The block hashes include our keys of edits.
 #: vllm 0.32, kv_connector/v1/offloading/scheduler.py; v1/simple_kv_offload/manager.py
 CONNECTORS_BY_HASH = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 
 
-#: Attribute of VllmConfig, its value if the feature is off, and the feature. Not every version
-#: of vLLM has all of these attributes.
+#: (attribute of VllmConfig, its value if the feature is off, name of the feature). Some versions
+#: of vLLM lack some of these attributes.
 _UNFIT: tuple[tuple[str, object, str], ...] = (
     ("parallel_config.use_ubatching", False,
      "dual batch overlap (each half reads the plan from row 0)"),
@@ -44,13 +44,13 @@ _UNFIT: tuple[tuple[str, object, str], ...] = (
     ("speculative_config.enable_adaptive_verification", False,
      "adaptive verification of drafts (rows are not in the order of the plan)"),
     ("kernel_config.monokernel", False,
-     "one kernel for a whole decode step (--monokernel: the layers are passed by)"),
+     "one kernel for a whole decode step (--monokernel: this kernel does not call the layers)"),
 )  # fmt: skip
 
 
 def worker_is_here(vllm_config: VllmConfig) -> bool:
-    """True if the only worker runs in EngineCore's process. EngineCore then passes objects to the
-    worker without serialization."""
+    """True if the only worker runs in EngineCore's process. In this case EngineCore passes objects
+    to the worker without serialization."""
     return vllm_config.parallel_config.distributed_executor_backend == "uni"
 
 
@@ -63,15 +63,14 @@ def hidden_size_of(vllm_config: VllmConfig) -> int:
 
 
 def sites_of(vllm_config: VllmConfig, config: ScopeConfig) -> Sites:
-    """The sites and layers that the configuration asks this engine to tap.
+    """The sites and layers that the configuration names, and that this engine therefore taps.
 
     Raises:
-        ConfigError: a layer that the model does not have, or a site that this engine
-            cannot tap.
+        ConfigError: the model lacks a configured layer, or this engine cannot tap a site.
     """
     num_layers = num_layers_of(vllm_config)
     boundaries = set(config.boundaries(num_layers))
-    # Edited requests are checked after the last layer, so a tap is added there.
+    # A tap after the last layer checks that the rows of edited requests are finite.
     last = Place("resid_post", num_layers - 1).boundary
     guard = last if boundaries and last not in boundaries else None
     return Sites(
@@ -115,7 +114,7 @@ def check_engine(vllm_config: VllmConfig) -> None:
 
 
 def foreign_connector(vllm_config: VllmConfig) -> str | None:
-    """The KV connector that may mix edited KV with plain KV of the same tokens, or None."""
+    """The KV connector that can mix edited KV with plain KV of the same tokens, or None."""
     transfer: Any = vllm_config.kv_transfer_config
     name = None if transfer is None else transfer.kv_connector
     if name is None or (name in CONNECTORS_BY_HASH and transfer.kv_connector_module_path is None):
@@ -127,8 +126,8 @@ def anatomy_of(model: nn.Module, vllm_config: VllmConfig) -> Anatomy:
     """The model's decoder layers.
 
     Raises:
-        UnreadError: the source of the layers, or of the model, is not understood.
-        CompatError: taps do not support this engine, or this model.
+        UnreadError: the parser does not understand the source of the layers or of the model.
+        CompatError: taps do not support this engine or this model.
     """
     check_engine(vllm_config)
     anatomy = find_anatomy(model, num_layers_of(vllm_config), _is_missing, _has_cache)
@@ -139,21 +138,21 @@ def anatomy_of(model: nn.Module, vllm_config: VllmConfig) -> Anatomy:
 def supposed_anatomies_of(
     model: nn.Module, vllm_config: VllmConfig, unread: str
 ) -> tuple[Anatomy, ...]:
-    """One anatomy for each convention, for a model whose source is not understood. The numbers of a
-    forward must prove exactly one of them.
+    """One anatomy for each convention, for a model whose source the parser does not understand. The
+    numbers of one forward must prove exactly one of these anatomies.
 
     Args:
-        unread: why the source is not understood.
+        unread: the reason why the parser does not understand the source.
 
     Raises:
-        CompatError: as `anatomy_of`, or later forwards may take other branches than the first.
+        CompatError: as `anatomy_of`, or if a later forward can take another branch of the code.
     """
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
     from vllm.config import CompilationMode
 
     found = supposed_anatomies(model, num_layers_of(vllm_config), _is_missing, _has_cache, unread)
     _check_layers(found[0], vllm_config)
-    # One graph for all forwards: vLLM drops the guards that could make torch.compile trace another.
+    # All forwards use one graph: vLLM drops the guards that would let torch.compile trace again.
     # vllm 0.32, compilation/wrapper.py, TorchCompileWithNoGuardsWrapper
     once = (CompilationMode.VLLM_COMPILE, CompilationMode.DYNAMO_TRACE_ONCE)
     names = found[0].path.split(".")
@@ -163,8 +162,8 @@ def supposed_anatomies_of(
         for owner in owners
     ):
         raise CompatError(
-            f"{unread}, and the model is not compiled as one graph, so that a forward may take "
-            "another branch than the one that numbers show"
+            f"{unread}, and the model is not compiled as one graph. A forward could take another "
+            "branch than the forward whose numbers vllm-scope checks"
         )
     return found
 
@@ -187,7 +186,7 @@ def _check_layers(anatomy: Anatomy, vllm_config: VllmConfig) -> None:
     for layer in anatomy.layers.values():
         if isinstance(layer, TorchCompileWithNoGuardsWrapper):
             raise CompatError(
-                f"{type(layer).__name__} is compiled by itself, a tap there would not be traced"
+                f"{type(layer).__name__} is compiled by itself; a tap in it would not be traced"
             )
     half = vllm_config.model_config.dtype == torch.float16
     for layer in anatomy.layers.values() if half else ():

@@ -4,8 +4,8 @@ Owns:  `moments_of`, `drop_moments_of`, for an LLM and for an AsyncLLM.
 Runs:  in the front-end.
 From:  the package's public functions, http.calls.   To: the remote calls of engine.worker.sums.
 
-Each data-parallel replica and each pipeline stage has sums of its own requests and layers. This
-file adds those of one place and label, in float64.
+Each data-parallel replica has the sums of its requests. Each pipeline stage has the sums of its
+layers. This file adds the replicas' sums of one place and label, in float64.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from vllm_scope.request.actions.base import checked_name
 #: (site, layer, label)
 Key = tuple[str, int, str]
 Found = dict[Key, Sums]
-#: A remote call: its name and its arguments.
+#: A remote call: (its name, its arguments).
 _Call = tuple[str, tuple[object, ...]]
-#: A generator that yields remote calls and is sent their answers, by replica and worker.
+#: A generator of remote calls. The caller sends the answers, by replica and worker.
 _Asking = Generator[_Call, list[list[Any]], Any]
 
 
@@ -61,7 +61,7 @@ def _every(name: str) -> Generator[_Call, list[list[Any]], Found]:
         known = sorted({str(held) for some in replies for one in some for held in one})
         raise SpecError(
             f"there are no sums called {shown(name)}; this engine has: "
-            f"{', '.join(map(shown, known[:8])) or 'none'}. A name has sums once a row was added."
+            f"{', '.join(map(shown, known[:8])) or 'none'}. A name has sums after its first row."
         )
     return found
 
@@ -97,19 +97,19 @@ async def _run_async(engine: AsyncLLM, asking: _Asking) -> Any:
 
 
 def moments_of(engine: LLMEngine, name: str) -> Found:
-    """The sums of a name, by place and label. A row of a running request counts once the request's
-    next token is accepted.
+    """The sums of a name, by place and label. A row of a running request is added after the
+    request's next token is accepted.
 
     Raises:
-        SpecError: the name has no sums; the message lists the names that have some.
+        SpecError: the name has no sums. The message lists the names that have sums.
     """
     found: Found = _run(engine, _every(name))
     return found
 
 
 def drop_moments_of(engine: LLMEngine, name: str) -> bool:
-    """Forget the sums of a name, and free their memory. Running requests add nothing more to them.
-    Returns False if there were none."""
+    """Forget the sums of a name, and free their memory. Running requests add no more rows to the
+    sums. Returns False if the name had no sums."""
     return bool(_run(engine, _dropped(name)))
 
 
@@ -123,12 +123,12 @@ async def drop_moments_of_async(engine: AsyncLLM, name: str) -> bool:
 
 
 async def keys_of_async(engine: AsyncLLM, name: str) -> list[Key]:
-    """Site, layer and label of each of the sums of a name."""
+    """(site, layer, label) of all sums of a name."""
     found: list[Key] = await _run_async(engine, _keys(name))
     return found
 
 
 async def one_of_async(engine: AsyncLLM, name: str, key: Key) -> Sums:
-    """The sums at one place with one label. Raises SpecError if there are none."""
+    """The sums of one place and one label. Raises SpecError if there are no such sums."""
     found: Sums = await _run_async(engine, _one(name, key))
     return found

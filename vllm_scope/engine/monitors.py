@@ -1,15 +1,15 @@
 """Monitors: an operator's probes on every request.
 
 Owns:  Monitor, `monitors_of`, `set_monitors`, `share` (with other API servers), `activity_of`,
-       `listen`, and the translator that adds monitors to requests.
-Runs:  in the front-end, for each request; in workers at load, to check the configured monitors.
+       `listen`; the translator that adds monitors to requests.
+Runs:  in the front-end, for each request; in workers at load, which check configured monitors.
 From:  config (`monitors`), server.shared, server.peers.   To: frontend.translators, judge,
        controller.
 
-A monitor is a probe with a threshold. In a request it is called `monitor/NAME`.
+A monitor is a probe with a threshold. In a request, the name of this probe is `monitor/NAME`.
 
-Promise: a monitor harms no request. If this model cannot have a monitor of the configuration, the
-engine does not start. If the model cannot have a monitor that is set later, the monitor is refused.
+Promise: a monitor harms no request. If the model does not support a configured monitor, the engine
+does not start. If the model does not support a later monitor, the later monitor is refused.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ from vllm_scope.server.peers import Peers
 from vllm_scope.server.shared import Shared
 from vllm_scope.vectors.probe_weights import from_safetensors
 
-#: What a monitor may do when its value is above the threshold.
+#: The actions of a monitor whose value is above the threshold.
 ACTIONS = ("flag", "stop", "escalate")
 MOST_MONITORS = 64
-#: Where `file` and `url` are allowed, in the words of error texts.
+#: The place where `file` and `url` are allowed, as a part of error texts.
 AT_START = "in additional_config={'scope': {'monitors': ...}}, at the engine's start"
 
 
@@ -68,9 +68,9 @@ class Monitor:
     """One of an operator's probes.
 
     Attributes:
-        probe: its name begins with MONITOR, its action is "flag" or "stop".
-        tally: what the monitor has found since it was set.
-        webhook: the address that is told of each verdict; None if there is none.
+        probe: a probe whose name begins with MONITOR, and whose action is "flag" or "stop".
+        tally: the monitor's findings since the monitor was set.
+        webhook: the address that gets each verdict; None if there is no address.
     """
 
     name: str
@@ -89,13 +89,13 @@ def parse(name: str, body: object) -> Monitor:
 
     Args:
         body: the fields of a probe (`weight`, `layers`, `threshold`, ...), without `name` and `to`.
-            `file` may take the place of `weight`: a safetensors file (vectors.probe_weights); then
-            `kind` is the probe's kind, "linear" if it is left out.
-            `action` may be "escalate", which needs `url`: the address that is told of a verdict.
+            `file` can replace `weight`: a safetensors file (vectors.probe_weights). With `file`,
+            `kind` is the probe's kind; the default is "linear".
+            If `action` is "escalate", `url` is the address that gets each verdict.
             `after` names another monitor, the first stage.
 
     Raises:
-        SpecError: `body` is malformed; the message names the monitor and the field.
+        SpecError: `body` is malformed. The message names the monitor and the field.
         OSError: the file cannot be read.
     """
     where = f"monitors[{name!r}]"
@@ -140,7 +140,7 @@ def parse(name: str, body: object) -> Monitor:
 
 
 def parse_all(bodies: object) -> tuple[Monitor, ...]:
-    """Make monitors from a JSON object: name -> the fields of a monitor, as for `parse`."""
+    """Make monitors from a JSON object: name -> the fields of a monitor as in `parse`."""
     if not isinstance(bodies, Mapping):
         raise SpecError(f"monitors is {shown(bodies)}; it must be an object: name to monitor.")
     if len(bodies) > MOST_MONITORS:
@@ -153,7 +153,7 @@ def parse_all(bodies: object) -> tuple[Monitor, ...]:
 
 
 def check(monitors: tuple[Monitor, ...], sites: Sites, num_stages: int) -> None:
-    """Raises SpecError for a monitor that this engine cannot have."""
+    """Raises SpecError if this engine does not support one of the monitors."""
     for monitor in monitors:
         try:
             Spec(probes=(replace(monitor.probe, after=None),)).resolve(sites)
@@ -170,11 +170,11 @@ def check(monitors: tuple[Monitor, ...], sites: Sites, num_stages: int) -> None:
             )
 
 
-#: An engine's VllmConfig -> its monitors, once they were looked up or set.
+#: An engine's VllmConfig -> its monitors, after they were looked up or set.
 _monitors: Beside[tuple[Monitor, ...]] = Beside()
-#: The file by which several API servers share their monitors; None outside of servers.
+#: The file by which several API servers share their monitors; None outside a server.
 _file: Shared | None = None
-#: Held while `_monitors` or `_peers` is looked up and set, by the event loop and other threads.
+#: Lock for `_monitors` and `_peers`, which the event loop and other threads read and set.
 _looking = threading.Lock()
 
 
@@ -194,7 +194,7 @@ def configured(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
     """The monitors that the engine starts with.
 
     Raises:
-        ConfigError: one of them is malformed.
+        ConfigError: a monitor is malformed.
     """
     config = config_of(vllm_config)
     try:
@@ -217,9 +217,9 @@ def told(vllm_config: VllmConfig) -> dict[str, dict[str, object]]:
 
 
 def _since(monitors: tuple[Monitor, ...], before: tuple[Monitor, ...]) -> dict[str, float]:
-    """Name -> when the monitor was set: now, or the earlier time if it has not changed.
+    """Name of a monitor -> the time at which the monitor was set. If unchanged: the earlier time.
 
-    A monitor with a webhook, or with a changed earlier stage, counts as changed.
+    A monitor with a webhook, or with a changed first stage, counts as changed.
     """
     now, new = time.time(), {monitor.name: monitor for monitor in monitors}
     old = {monitor.name: monitor for monitor in before}
@@ -238,7 +238,7 @@ def _since(monitors: tuple[Monitor, ...], before: tuple[Monitor, ...]) -> dict[s
 def _put(
     vllm_config: VllmConfig, monitors: tuple[Monitor, ...], since: Mapping[str, float]
 ) -> None:
-    """Replace the monitors. A monitor whose time in `since` is unchanged keeps its tally."""
+    """Replace the monitors. If the time in `since` is unchanged, the monitor keeps its tally."""
     old = {monitor.name: monitor for monitor in _monitors.of(vllm_config) or ()}
 
     def held(one: Monitor) -> Monitor:
@@ -252,7 +252,7 @@ def _put(
 
 
 def monitors_of(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
-    """The monitors that requests get now."""
+    """The monitors that new requests get."""
     with _looking:
         return _looked_up(vllm_config)
 
@@ -264,7 +264,7 @@ def _looked_up(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
     found = _monitors.of(vllm_config)
     if found is not None:
         return found
-    # This runs for each request, so the configuration is parsed only if it has monitors, and once.
+    # Only a configuration with monitors is parsed, because this code runs for each request.
     additional = vllm_config.additional_config
     body = additional.get(KEY) if isinstance(additional, dict) else None
     if not isinstance(body, Mapping) or not body.get("monitors"):
@@ -274,16 +274,17 @@ def _looked_up(vllm_config: VllmConfig) -> tuple[Monitor, ...]:
 
 def set_monitors(engine: Engine, bodies: object, sites: Sites) -> None:
     """Replace an engine's monitors, in this process and in the other API servers of its server.
-    Requests that enter from now on get the new ones.
+    Requests that enter later get the new monitors.
 
     Args:
-        bodies: name -> JSON as for `parse`, without `file` and `url`: a caller may send numbers,
-            but no paths and no addresses. Empty for no monitors.
-        sites: what the engine taps.
+        bodies: name -> JSON as for `parse`, without `file` and `url`: a caller is allowed to send
+            numbers, but no paths and no addresses. Empty for no monitors.
+        sites: the sites that the engine taps.
 
     Raises:
-        SpecError: a monitor is malformed, or this engine cannot have it. No monitor has changed.
-        OSError: the file that API servers share cannot be written. No monitor has changed.
+        SpecError: a monitor is malformed, or the engine does not support a monitor. All monitors
+            stay as before.
+        OSError: the file that API servers share cannot be written. All monitors stay as before.
     """
     for name, body in bodies.items() if isinstance(bodies, Mapping) else ():
         if isinstance(body, Mapping):
@@ -300,7 +301,7 @@ def set_monitors(engine: Engine, bodies: object, sites: Sites) -> None:
 
 
 def _check_outside(where: str, body: Mapping[str, object]) -> None:
-    """Raises SpecError for a field or action that only monitors of the configuration may have."""
+    """Raises SpecError for a field or action that is allowed only in configured monitors."""
     if "file" in body:
         raise SpecError(
             f"{where} has 'file', which is for monitors that the engine starts with; send the "
@@ -316,7 +317,7 @@ def _check_outside(where: str, body: Mapping[str, object]) -> None:
 
 
 def set_on(engine: LLMEngine, bodies: object) -> None:
-    """Connect an LLM's engine if it is not connected yet, and call `set_monitors`."""
+    """Connect the engine of an LLM if necessary, then call `set_monitors`."""
     if needs_connection(engine):
         connect_sync(engine)
     connection = _connection_of(engine)
@@ -343,24 +344,24 @@ def _connection_of(engine: Engine) -> Connection:
 
 
 def _make_ready(engine: Engine, connection: Connection) -> None:
-    """Resolve and check the spec of a request that has only monitors. Otherwise the first such
-    request, and the requests that come with it, would wait for this work."""
+    """Resolve and check the spec of a request that has only monitors. Otherwise the first request
+    would do this work, and concurrent requests would wait."""
     monitors = monitors_of(engine.vllm_config)
     if connection.reason is not None or not monitors:
         return
     text = translators.text_of(tuple(monitor.probe for monitor in monitors))
-    with suppress(SpecError):  # the requests get this error themselves
+    with suppress(SpecError):  # each request raises the same error
         connection.check(connection.resolve(Spec.from_json(text)), [0], 1)
 
 
-# What monitors found
+# The findings of monitors
 
-#: An engine's VllmConfig -> what the server's other processes have counted.
+#: An engine's VllmConfig -> the counts of the server's other processes.
 _peers: Beside[Peers] = Beside()
 
 
 def _peers_of(vllm_config: VllmConfig) -> Peers | None:
-    """What the other API server processes have counted; None if there is no other process."""
+    """The counts of the other API server processes; None if there is no other process."""
     if (shared := _shared(vllm_config)) is None:
         return None
     config = weakref.ref(vllm_config)
@@ -375,8 +376,8 @@ def _peers_of(vllm_config: VllmConfig) -> Peers | None:
 
 
 def activity_of(vllm_config: VllmConfig) -> dict[str, Found]:
-    """Name -> what a monitor has found, in all API server processes. Counts of other
-    processes may be a second old."""
+    """Name of a monitor -> its findings in all API server processes. The counts of other processes
+    can be one second old."""
     own = tallied(monitors_of(vllm_config))
     peers = _peers_of(vllm_config)
     texts = [] if peers is None else peers.others()
@@ -390,17 +391,17 @@ def activity_of(vllm_config: VllmConfig) -> dict[str, Found]:
     }
 
 
-# The controller that is told
+# The controller that gets the findings
 
-#: An engine's VllmConfig -> what its Controller calls with what monitors find.
+#: An engine's VllmConfig -> the function of its Controller that gets the monitors' findings.
 _listeners: Beside[Callable[[Observation], None]] = Beside()
 
 
 def listen(vllm_config: VllmConfig, tell: Callable[[Observation], None] | None) -> None:
-    """Call `tell` with what monitors find in each completion that ends; None ends these calls.
+    """Call `tell` with the monitors' findings of each ended completion. None stops these calls.
 
     Raises:
-        SpecError: the engine has a controller already.
+        SpecError: the engine already has a controller.
     """
     if tell is None:
         _listeners.pop(vllm_config)
@@ -420,7 +421,7 @@ def _everywhere(vllm_config: VllmConfig) -> Mapping[str, object] | None:
     return {_KEY: (monitors, _listeners.of(vllm_config), _peers_of(vllm_config))}
 
 
-#: A caller cannot send this key: it has a space, and is not registered as a translator's key.
+#: A caller cannot send this key, because it has a space and no translator registers it.
 _KEY = "scope monitors"
 
 

@@ -1,7 +1,7 @@
 """An engine that computes prompts for a harvest, in continuous batches and bounded memory.
 
 Owns:  OfflineEngine.
-Runs:  in the harvesting process; one thread at a time.
+Runs:  in the harvesting process, on one thread at a time.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Requests and tokens that are in the engine at once, as a multiple of the most in one step.
-#: With this many the scheduler never waits for the next prompt.
+#: The most requests and tokens in the engine, as a multiple of the most in one step. With this
+#: value the scheduler never waits for the next prompt.
 _AHEAD = 4
 #: Seconds between two checks that EngineCore is alive.
 _LOOK_S = 0.5
 
 
 class OfflineEngine:
-    """Computes the rows of prompts with a `vllm.LLM`. The token that the LLM samples after each
-    prompt is not used.
+    """Computes the rows of prompts with a `vllm.LLM`. The LLM samples one token after each prompt,
+    and the sampled token is not used.
 
     Args:
-        model: name or folder, as vLLM takes it, or an LLM. `close` does not end a given LLM.
+        model: a name or folder, as for vLLM, or an LLM. `close` does not end an LLM of the caller.
         options: arguments of LLM.
-        reads: the reads that will be asked for. Their sites are tapped if the options name none.
+        reads: the reads that the caller will request. If the options name no sites, the sites of
+            these reads are tapped.
 
     Attributes:
         model: name or folder.
 
     Raises:
-        SpecError: `model` is neither a name nor an LLM; an LLM is given together with options; or
-            an engine of the named model would have no tap for a read. Such an engine is not
-            started.
+        SpecError: `model` is not a name and not an LLM; or there are an LLM and options; or an
+            engine of the named model would lack a tap for a read. No engine is started then.
         ScopeError: vLLM cannot start.
     """
 
@@ -69,26 +69,26 @@ class OfflineEngine:
             body = dict(additional.get(KEY) or {})
             sites = sorted({read.site for read in reads})
             additional[KEY] = ({"sites": sites} if sites else {}) | body
-            # Reads of whole prompts never hit the prefix cache, and hashing blocks takes time.
+            # Reads of whole prompts never use the prefix cache, and block hashes take time.
             defaults = {"enable_prefix_caching": False}
             arguments = defaults | dict(options) | {"additional_config": additional}
             with _in_words(f"vLLM cannot start {model}"), checking_sites(partial(_find, reads)):
                 self._llm = LLM(model, **arguments)
         elif options:
             raise SpecError(
-                f"the model is an LLM, and there are options {', '.join(options)}; options are for "
-                "an engine that is named."
+                f"the model is an LLM, and there are options {', '.join(options)}; options are "
+                "allowed only with the name of a model."
             )
         elif not hasattr(model, "llm_engine"):
             raise SpecError(
                 f"the model is {shown(model)}; it must be a name, a folder or a vllm.LLM."
             )
         self._config: VllmConfig = self._llm.llm_engine.vllm_config
-        # As it was given: vLLM may replace a name by the path of a copy.
+        # vLLM can replace a name by the path of a copy. `model` keeps the caller's name.
         self.model = model if isinstance(model, str) else self._config.model_config.model
 
     def settings(self, reads: Sequence[Read]) -> dict[str, Any]:
-        """The settings that rows depend on, besides the prompts, as JSON.
+        """The settings on which rows depend, besides the prompts, as JSON.
 
         Raises:
             SpecError: a read names a layer or a site that has no tap.
@@ -101,7 +101,7 @@ class OfflineEngine:
             "quantization": config.quantization,
             "hf_overrides": json.loads(json.dumps(config.hf_overrides, default=_name_of)),
             "kv_cache": self._config.cache_config.cache_dtype,
-            # vLLM may replace both names by the path of a copy.
+            # vLLM can replace the names of the model and the tokenizer by the path of a copy.
             "tokenizer": self.model if config.tokenizer == config.model else config.tokenizer,
             "tokenizer_revision": config.tokenizer_revision,
         }
@@ -110,7 +110,7 @@ class OfflineEngine:
         return found
 
     def _sites(self) -> Sites | None:
-        """What the engine taps; None if it taps nothing. `compute` then raises the reason."""
+        """The engine's tapped sites. None without taps: `compute` then raises an error."""
         engine = self._llm.llm_engine
         if needs_connection(engine):
             connect_sync(engine)
@@ -124,24 +124,24 @@ class OfflineEngine:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the longest prompt that fits: vLLM always samples one token after a prompt."""
+        """Tokens of the longest possible prompt. vLLM always samples one token after a prompt."""
         return self._config.model_config.max_model_len - 1
 
     @property
     def vocabulary(self) -> int:
-        """The size of the vocabulary; every token id is below it."""
+        """The size of the vocabulary. Every token id is below this number."""
         return self._config.model_config.get_vocab_size()
 
     @property
     def end(self) -> int | None:
-        """Id of the tokenizer's end-of-text token; None if there is none."""
+        """Id of the tokenizer's end-of-text token; None without tokenizer or without this token."""
         if self._config.model_config.skip_tokenizer_init:
             return None
         found: int | None = self._llm.get_tokenizer().eos_token_id
         return found
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The token ids of texts, tokenized as vLLM does with prompts.
+        """The token ids of texts, from the tokenizer that vLLM uses for prompts.
 
         Raises:
             SpecError: the engine has no tokenizer.
@@ -157,16 +157,16 @@ class OfflineEngine:
     def compute(
         self, prompts: Iterable[tuple[T, Sequence[int]]], reads: Sequence[Read]
     ) -> Generator[tuple[T, ScopeResult]]:
-        """Each prompt's rows, in the order in which the prompts end.
+        """Yields the rows of each prompt, in the order in which the prompts end.
 
         Args:
-            prompts: (any object that names the prompt, its token ids). The object is returned with
-                the prompt's rows. A prompt is taken when the engine has room for it.
+            prompts: (an object that names the prompt, its token ids). The object is returned with
+                the prompt's rows. The engine takes the next prompt when it has room.
 
         Raises:
             SpecError: the engine cannot deliver these reads.
             CompatError: vllm-scope is switched off.
-            ScopeError: the LLM has running requests, vLLM refuses a prompt, or the engine dies.
+            ScopeError: the LLM has running requests, or vLLM refuses a prompt, or the engine dies.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -178,7 +178,7 @@ class OfflineEngine:
         engine = self._llm.llm_engine
         if engine.has_unfinished_requests():
             raise ScopeError("this LLM has requests that run; let them end before the harvest.")
-        self._sites()  # connects
+        self._sites()  # connects the engine
         with _woken(engine), frozen_heap():
             yield from self._computed(prompts, _Sending(engine, reads, params))
 
@@ -214,11 +214,11 @@ class OfflineEngine:
                         yield running.end(output.request_id), result
         finally:
             if running.items:
-                with suppress(Exception):  # the engine may be dead
+                with suppress(Exception):  # the engine can be dead
                     drop(engine, running.items)
 
     def close(self) -> None:
-        """End the engine, unless it was given as an LLM."""
+        """End the engine. Does nothing for an LLM of the caller."""
         if self._own:
             self._llm.llm_engine.engine_core.shutdown()
 
@@ -228,7 +228,7 @@ def _name_of(value: object) -> str:
 
 
 def _find(reads: Sequence[Read], sites: Sites) -> list[list[int]]:
-    """The layers of each read. Raises SpecError for a site or layer without a tap."""
+    """The layers of each read. Raises SpecError if a site or layer has no tap."""
     return [
         [place.layer for place in sites.find(read.site, read.layer_numbers, f"reads[{i}]")]
         for i, read in enumerate(reads)
@@ -237,7 +237,7 @@ def _find(reads: Sequence[Read], sites: Sites) -> list[list[int]]:
 
 @contextmanager
 def _in_words(what: str) -> Iterator[None]:
-    """Inside, turn whatever vLLM raises into a ScopeError of one sentence."""
+    """In the `with` block, each error of vLLM becomes a ScopeError of one sentence."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
@@ -252,9 +252,8 @@ def _in_words(what: str) -> Iterator[None]:
 
 @contextmanager
 def _woken(engine: Any) -> Iterator[None]:
-    """Inside, a step that waits for EngineCore ends with EngineDeadError if EngineCore is killed.
-
-    Without this, vLLM notices the death and closes the socket, and the step waits forever.
+    """If EngineCore is killed in the `with` block, a waiting step ends with EngineDeadError.
+    Without this function, vLLM closes the socket, and the step waits forever.
     vllm 0.30 to 0.33, v1/engine/core_client.py, SyncMPClient.get_output
     """
     from vllm.v1.engine.exceptions import EngineDeadError
@@ -290,7 +289,7 @@ class _Sending:
         self._alike, self._prepared_params = Alike.of_engine(engine), asking(params)
 
     def send(self, name: str, ids: list[int]) -> None:
-        """Add a prompt to the engine. Raises SpecError, or what vLLM raises."""
+        """Add a prompt to the engine. Raises SpecError, or an error of vLLM."""
         prompt, found = {"type": "token", "prompt_token_ids": ids}, None
         if self._alike is not None:
             first = self._alike.checked("harvest", self._reads, self._params, ids)

@@ -1,9 +1,9 @@
 """Our fields in a request's SamplingParams: the spec, keys of translators, the ticket.
 
-Owns:  the ticket's place in SamplingParams.
+Owns:  the key of the ticket in SamplingParams.
 Runs:  in the front-end and in EngineCore.
 
-Promise: a caller's SamplingParams are never changed; a change is made in a copy.
+Promise: a caller's SamplingParams never change. Changes are made in a copy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def has_ticket(sampling_params: object) -> bool:
 
 
 def ticket_of(sampling_params: Any) -> Ticket | None:
-    """The ticket of a request with taps; None for a plain one."""
+    """The ticket of a request with taps; None for a request without taps."""
     if not has_ticket(sampling_params):
         return None
     return Ticket.decode(sampling_params.extra_args[TICKET])
@@ -50,7 +50,7 @@ def with_ticket(sampling_params: Params, ticket: Ticket, without: Collection[str
 
 
 def without_ticket(sampling_params: Any) -> Any:
-    """A copy of the parameters without their ticket; the same object if they have none."""
+    """A copy of the parameters without their ticket. Without a ticket: the same object."""
     if not has_ticket(sampling_params):
         return sampling_params
     params = copy(sampling_params)
@@ -58,17 +58,16 @@ def without_ticket(sampling_params: Any) -> Any:
     return params
 
 
-#: Types of values that nothing changes in place. `dedicated` adds each type of enumeration that it
-#: meets.
+#: Types whose values are immutable. `dedicated` adds the types of enumerations that it finds.
 _FIXED: set[type] = {type(None), bool, int, float, str, bytes, translators.Decorators}
 
 
 def dedicated(sampling_params: Params) -> Params:
-    """A copy of the parameters for one request alone, which vLLM need not copy again.
+    """A copy of the parameters for one request alone. vLLM does not copy this object again.
 
-    vLLM's own copy is deep and takes 20 us, a third of what a plain request costs the front-end.
-    This copy has its own lists, sets and dicts of plain values. Parameters with other values are
-    returned as they are, and vLLM copies them.
+    vLLM's own copy is deep and takes 20 us: a third of the front-end's time for a plain request.
+    This function's copy has its own lists, sets and dicts of plain values. Parameters with other
+    values are returned unchanged, and vLLM copies such parameters.
     """
     if sampling_params.skip_clone:
         return sampling_params
@@ -104,7 +103,7 @@ def asks(params: object) -> bool:
 
 
 def names_module(text: object) -> bool:
-    """True if a spec may name a steering module; False if it cannot. The spec is not parsed."""
+    """False if a spec surely names no steering module. The spec's text is searched, not parsed."""
     return isinstance(text, str) and _has_name(text)
 
 
@@ -113,7 +112,7 @@ def _has_name(text: str) -> bool:
     return _NAME.search(text) is not None
 
 
-#: Matches a field `module`, or a string in place of numbers, which is the name of a module.
+#: Matches a field `module`. Also matches a string in place of numbers, which names a module.
 _NAME = re.compile(r'"module"|"(?:vector|direction|values|weight)"\s*:\s*"')
 
 

@@ -1,10 +1,10 @@
 """The `vllm.general_plugins` entry point.
 
-Runs:  `register` in the front-end, in EngineCore and in every worker process, maybe
-       more than once. It is cheap and idempotent.
+Runs:  `register` in the front-end, in EngineCore and in every worker process. A process can call
+       `register` more than once; only the first call has an effect.
 
-Promise: with VLLM_SCOPE=0 nothing is wrapped. Otherwise an unknown version of vLLM, or a symbol
-that lacks what its wrapper needs, is refused with an error that names the version or the symbol.
+Promise: with VLLM_SCOPE=0, nothing is wrapped. Otherwise `register` refuses an unknown version of
+vLLM, and a symbol that lacks what its wrapper needs. The error names the version or the symbol.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm_scope.sinks.options import without_secrets
 logger = logging.getLogger("vllm.vllm_scope")
 
 _registered = False
-#: Called with the sites of each engine that the running code configures, before the engine starts.
+#: The function that `create_engine_config` calls with an engine's sites. `checking_sites` sets it.
 _check_sites: ContextVar[Callable[[Sites], object] | None] = ContextVar(
     "vllm_scope_check_sites", default=None
 )
@@ -38,7 +38,7 @@ def enabled() -> bool:
 
 
 def register() -> None:
-    """Wrap vLLM's seams, once per process."""
+    """Wrap vLLM's seams, one time in each process."""
     global _registered
     if _registered or not enabled():
         return
@@ -76,8 +76,8 @@ def register() -> None:
 
 @contextmanager
 def checking_sites(check: Callable[[Sites], object]) -> Iterator[None]:
-    """Inside, call `check` with the sites of each engine that is configured. If `check` raises, the
-    engine does not start."""
+    """In the `with` block, `check` gets the sites of each engine that is configured. If `check`
+    raises, the engine does not start."""
     token = _check_sites.set(check)
     try:
         yield
@@ -87,16 +87,16 @@ def checking_sites(check: Callable[[Sites], object]) -> Iterator[None]:
 
 def wrap_engine_args() -> None:
     """Put the whole configuration into additional_config, for workers and for the key of vLLM's
-    compile cache. Before a process is started, refuse missing files, and sites and layers that the
-    model does not have."""
+    compile cache. If a file is missing, or the model lacks a site or layer, an error is raised
+    before vLLM starts a process."""
     from vllm_scope.engine.frontend import requests
     from vllm_scope.engine.model import sites_of
 
     def create_engine_config(
         original: Callable[..., VllmConfig], self: EngineArgs, *args: object, **kwargs: object
     ) -> VllmConfig:
-        reuse_bytes()  # before anything starts, refuse a VLLM_SCOPE_REUSE_MIB that is no number
-        if "vllm.entrypoints.llm" in sys.modules:  # LLM calls this before its first request
+        reuse_bytes()  # raises if VLLM_SCOPE_REUSE_MIB is not a number, before a process starts
+        if "vllm.entrypoints.llm" in sys.modules:  # LLM runs this code before its first request
             requests.wrap_llm()
         additional = dict(self.additional_config or {})
         parsed = ScopeConfig.parse(additional.get(KEY, {}))
@@ -105,7 +105,7 @@ def wrap_engine_args() -> None:
         additional[KEY] = config
         self.additional_config = additional
         found = original(self, *args, **kwargs)
-        sites = sites_of(found, ScopeConfig.parse(config))  # raises here, not in EngineCore's log
+        sites = sites_of(found, ScopeConfig.parse(config))  # an error reaches the user, not a log
         if (check := _check_sites.get()) is not None:
             check(sites)
         return found
@@ -114,8 +114,8 @@ def wrap_engine_args() -> None:
 
 
 def wrap_log() -> None:
-    """Keep the values of options of sinks and policies, some of which are secret, out of vLLM's log
-    of its arguments."""
+    """Keep the options of sinks and policies out of vLLM's log of its arguments. Some of these
+    options are secret."""
 
     def redact(
         original: Callable[..., dict[str, object]], args: dict[str, object]

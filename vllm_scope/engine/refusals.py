@@ -1,11 +1,11 @@
 """Turns our errors into errors that vLLM passes on: to HTTP, and from EngineCore to the caller.
 
-Owns:  `refusal`, `busy` and `named` (our errors as vLLM's server knows them), and the way by which
-       an error in EngineCore reaches the caller, after the front-end accepted the request.
+Owns:  `refusal`, `busy` and `named`, which make errors that vLLM's server can answer; the transport
+       of an error from EngineCore to the caller.
 Runs:  in EngineCore (input thread) and in the front-end.
 
-If EngineCore refuses a request, vLLM tells the front-end only that the request ended with an error.
-The error's text travels in the output's `stop_reason`, which vLLM leaves empty for an error.
+If EngineCore refuses a request, vLLM's output says only that the request ended with an error.
+This file puts the error's text into the output's `stop_reason`, which vLLM leaves empty for errors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NO_PATHS: Mapping[str, str] = {}
 
 @cache
 def refusal() -> type[SpecError]:
-    """A SpecError class that vLLM's server answers with HTTP 400."""
+    """A class of SpecError for which vLLM's server answers HTTP 400."""
     from vllm.exceptions import VLLMValidationError
 
     return type("SpecError", (VLLMValidationError, SpecError), {})
@@ -41,16 +41,16 @@ def _busy(kind: type[CapacityError]) -> type[CapacityError]:
 
 
 def busy(sentence: str, kind: type[CapacityError] = CapacityError) -> CapacityError:
-    """A CapacityError of this kind that vLLM's server answers with HTTP 429."""
+    """A CapacityError of this kind, for which vLLM's server answers HTTP 429."""
     # mypy does not know that a class of exceptions is hashable.
     return _busy(kind)(sentence, HTTPStatus.TOO_MANY_REQUESTS)  # type: ignore[arg-type]
 
 
 class Refusing(AbstractContextManager[None]):
-    """Inside, turn our errors into those of `refusal` and `busy`.
+    """In the `with` block, our errors become errors of `refusal` and `busy`.
 
     Args:
-        paths: the caller's words for parts of the spec (translators.in_words).
+        paths: the caller's names for parts of the spec (translators.in_words).
     """
 
     def __init__(self, paths: Mapping[str, str] = NO_PATHS) -> None:
@@ -66,7 +66,7 @@ class Refusing(AbstractContextManager[None]):
 
 
 def named(error: ScopeError, where: str) -> ScopeError:
-    """The error with `where` before its text: the name of its prompt, such as "prompts[3]"."""
+    """The error with `where` before its text. `where` names the prompt, such as "prompts[3]"."""
     sentence = f"{where}: {error}"
     if isinstance(error, SpecError):
         return refusal()(sentence)
@@ -76,7 +76,7 @@ def named(error: ScopeError, where: str) -> ScopeError:
 
 
 def refusal_in(completion: CompletionOutput) -> ScopeError | None:
-    """Why EngineCore refused a completion's request; None if it did not."""
+    """The error with which EngineCore refused a completion's request, or None."""
     if completion.finish_reason != "error" or not str(completion.stop_reason).startswith(_MARK):
         return None
     kind, sentence = _parts(completion.stop_reason)
@@ -85,13 +85,13 @@ def refusal_in(completion: CompletionOutput) -> ScopeError | None:
 
 
 def _parts(text: str) -> tuple[str, str]:
-    """The error's class name and its text, from a stop_reason that `refused` made."""
+    """(class name, text) of an error, from the stop_reason that `refused` has made."""
     kind, sentence = text.removeprefix(_MARK).split(": ", 1)
     return kind, sentence
 
 
 def sentence_in(stop_reason: object) -> str:
-    """Why a request failed.
+    """The reason why a request failed.
 
     Args:
         stop_reason: the stop_reason of the request's last output.
@@ -101,7 +101,7 @@ def sentence_in(stop_reason: object) -> str:
 
 
 def refused(request_id: str, error: ScopeError) -> Last:
-    """EngineCore's last output of a request, with the error; `refusal_in` reads it."""
+    """EngineCore's last output of a request, with the error for `refusal_in`."""
     from vllm.v1.engine import EngineCoreOutput, FinishReason
 
     text = f"{_MARK}{type(error).__name__}: {error}"
@@ -114,7 +114,7 @@ def refused(request_id: str, error: ScopeError) -> Last:
 def _refuse(
     original: Callable[..., object], self: EngineCoreProc, request: EngineCoreRequest
 ) -> None:
-    """EngineCoreProc._handle_request_preproc_error: send our errors with their text."""
+    """EngineCoreProc._handle_request_preproc_error: send our errors together with their text."""
     error = sys.exception()
     if not isinstance(error, ScopeError):
         original(self, request)

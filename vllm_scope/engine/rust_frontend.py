@@ -1,10 +1,10 @@
 """Refuses requests with a scope that vLLM's Rust front-end, not ours, sends to EngineCore.
 
-Owns:  the refusal of such requests, and the warning when the Rust front-end is started.
+Owns:  the refusal of these requests, and the warning at the start of the Rust front-end.
 Runs:  the refusal in EngineCore (input thread), the warning in `vllm serve`.
 
-`VLLM_USE_RUST_FRONTEND=1 vllm serve` runs no Python between HTTP and EngineCore: nothing checks a
-scope, nobody receives its rows, and a client may send a ticket of its own making.
+`VLLM_USE_RUST_FRONTEND=1 vllm serve` runs no Python between HTTP and EngineCore. Therefore no code
+checks a scope, no process receives rows, and a client can send a forged ticket.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ REFUSED = (
 
 
 def serves(vllm_config: Any) -> bool:
-    """True if an engine's requests come from the Rust front-end.
+    """True if an engine's requests come from vLLM's Rust front-end.
 
-    VLLM_USE_RUST_FRONTEND alone is no proof, because `LLM` ignores it. Rank -1 marks a process that
-    serves no HTTP. vllm 0.30 to 0.33, entrypoints/cli/serve.py, run_multi_api_server
+    VLLM_USE_RUST_FRONTEND alone is not enough, because `LLM` ignores the variable. Rank -1 marks
+    a process without HTTP. vllm 0.30 to 0.33, entrypoints/cli/serve.py, run_multi_api_server
     """
     from vllm import envs
 
@@ -42,12 +42,12 @@ def serves(vllm_config: Any) -> bool:
 
 
 def _preprocess(original: Callable[..., T], self: EngineCore, request: EngineCoreRequest) -> T:
-    """EngineCore.preprocess_add_request, before entry.py's wrapper."""
+    """EngineCore.preprocess_add_request. The wrapper of entry.py runs after this wrapper."""
     params = request.sampling_params
     extra = getattr(params, "extra_args", None) or {}
     asked = asks(params) or translators.has_keys(extra)
     if (asked and TICKET not in extra) or (TICKET in extra and serves(self.vllm_config)):
-        # The Rust front-end's answer does not have the error's text, so the log has it.
+        # The Rust front-end's answer lacks the error's text. Therefore the log gets the text.
         logger.warning("vllm-scope: request %s is refused: %s", request.request_id, REFUSED)
         raise SpecError(REFUSED)
     return original(self, request)

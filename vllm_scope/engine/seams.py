@@ -1,8 +1,8 @@
 """The contract with vLLM: every symbol of vLLM that vllm-scope wraps or uses.
 
 Owns:  CONTRACT, and `config_of` (this package's part of an engine's configuration).
-To:    wrapping.py (replaces symbols), digests.py (compares a vLLM with the releases that were
-       read).
+To:    wrapping.py, which replaces symbols; digests.py, which compares a vLLM with the releases
+       that the authors read.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Seam:
 
     Attributes:
         module, name: such as "vllm.v1.core.block_pool" and "BlockPool.get_new_blocks".
-        parameters: names that the wrapper reads, or that a call passes.
-        reads: names that are read or set. For a method: attributes of `self`. For a class:
-            attributes of its instances, some of which are arguments of wrapped methods. For a
-            function: other names of its module.
+        parameters: names of parameters that the wrapper reads, or that our call passes.
+        reads: names that vllm-scope reads or sets. For a method: attributes of `self`. For a
+            class: attributes of its instances, some of which are arguments of wrapped methods.
+            For a function: other names of its module.
         wrapped: True if vllm-scope replaces the symbol.
-        holders: further modules that imported the function by name.
-        instead: the official extension point that would replace the patch; empty if none is known.
+        holders: other modules that import the function by its name.
+        instead: the official extension point that could replace the patch; empty if none exists.
     """
 
     module: str
@@ -49,7 +49,7 @@ def _uses(name: str, reads: str = "", parameters: str = "") -> Seam:
     return Seam("", name, tuple(parameters.split()), tuple(reads.split()))
 
 
-# The nearest official extension points, and the condition under which each could be used.
+# The nearest official extension points, and the condition under which we could use each of them.
 _SCHEDULER = "scheduler_cls, if several plugins and the user could each name a class"
 _ROUTES = "the entry-point group vllm.endpoint_plugins, if VLLM_PLUGINS did not have to name it"
 _WORKER = "worker_extension_cls, if it could extend methods of the worker"
@@ -58,7 +58,7 @@ _ERROR = "EngineCoreOutput.error with RequestError.to_exception (since 0.33)"
 
 # fmt: off
 _BY_MODULE: dict[str, tuple[Seam, ...]] = {
-    # Every process. If a function is declared in two modules, the first that exists is wrapped.
+    # Every process. If two modules declare a function, the first existing function is wrapped.
     "engine.arg_utils": (_wraps("EngineArgs.create_engine_config", "", "additional_config"),),
     "platforms.interface": (_wraps("Platform.validate_environ", "hard_fail"),),  # since 0.31
     "envs": (_wraps("validate_environ", "hard_fail", "environment_variables"),),  # in 0.30
@@ -135,7 +135,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     ),
     "exceptions": (_uses("VLLMValidationError"), _uses("GracefulHTTPError")),
     "utils.network_utils": (_uses("get_ip"),),
-    # LLM. If a class is declared in two modules, the first that exists is wrapped.
+    # LLM. If two modules declare a class, the first existing class is wrapped.
     "entrypoints.common.offline": (
         _wraps("OfflineInferenceMixin._render_and_add_requests", "prompts params"),  # since 0.32
     ),
@@ -262,7 +262,7 @@ _BY_MODULE: dict[str, tuple[Seam, ...]] = {
     ),
     "distributed.parallel_state": (_uses("get_pp_group"), _uses("get_tp_group")),
     "compilation.decorators": (_uses("_support_torch_compile", "do_not_compile"),),
-    # The source of `__init__` shows that there is one graph, without guards.
+    # The source of `__init__` shows that vLLM makes one graph, without guards.
     "compilation.wrapper": (_uses("TorchCompileWithNoGuardsWrapper", "__init__"),),
     "model_executor.models.utils": (_uses("PPMissingLayer"),),
     "model_executor.layers.attention.attention": (
@@ -305,13 +305,13 @@ CONTRACT: tuple[Seam, ...] = tuple(
 )
 
 
-#: vLLM's configuration -> (our part as it was given, our part parsed). Each request needs it, so it
-#: is parsed once.
+#: vLLM's configuration -> (our part as the user gave it, our part parsed). Our part is parsed only
+#: one time, because each request needs it.
 _parsed: Beside[tuple[object, ScopeConfig]] = Beside()
 
 
 def config_of(vllm_config: VllmConfig) -> ScopeConfig | None:
-    """The configuration of this package with which the engine was started; None if it has none."""
+    """This package's configuration of the engine; None if the engine has no such configuration."""
     additional = vllm_config.additional_config
     body = additional.get(KEY) if isinstance(additional, dict) else None
     if body is None:

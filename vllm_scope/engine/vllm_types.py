@@ -1,13 +1,12 @@
 """The parts of vLLM's objects that engine/ uses, as Protocols.
 
 Owns:  one Protocol for each class of vLLM, and one for both model runners.
-Runs:  nowhere. Only mypy reads these types, and they import no module of vLLM.
+Runs:  nowhere. Only mypy reads these types. The file imports no module of vLLM.
 To:    the other files of engine/.
 
-seams.py declares these classes and attributes for the check at start. vllm-scope sets the
-attributes named `scope...` itself. An attribute has type Any if a Protocol would need a cast
-wherever it is used. Most such attributes are None in some requests or engines, and the code checks
-that elsewhere.
+seams.py declares these classes and attributes for the check at start. vllm-scope itself sets the
+attributes named `scope...`. Some attributes have type Any, because any other type would need a
+cast at each use. Most attributes of type Any are None in some requests or engines.
 """
 
 from __future__ import annotations
@@ -183,7 +182,7 @@ class RequestOutput(Protocol):
 
 
 class Engine(Protocol):
-    """What vllm.v1.engine.llm_engine.LLMEngine and vllm.v1.engine.async_llm.AsyncLLM share"""
+    """The common part of vllm.v1.engine.llm_engine.LLMEngine and ...async_llm.AsyncLLM"""
 
     vllm_config: VllmConfig
     engine_core: Any
@@ -272,7 +271,7 @@ class NewRequestData(Protocol):
     req_id: str
     num_computed_tokens: int
     sampling_params: object
-    prompt_token_ids: Sequence[int]  # None without token ids; no such request has taps
+    prompt_token_ids: Sequence[int]  # None in requests without token ids, which have no taps
 
 
 class CachedRequestData(Protocol):

@@ -1,11 +1,11 @@
 """Sends verdicts to an operator's HTTP address, on a thread of its own.
 
 Owns:  Webhook.
-Runs:  in the front-end. `tell` only queues; judge calls it, on any thread, one call at a time.
+Runs:  in the front-end. `tell` only queues. `Judge` calls `tell` on any thread, one call at a time.
 
-Promise: an address that hangs or fails delays nothing. A verdict that does not fit into the queue
-is dropped and counted. The first failure is logged; later ones are only counted. A body has numbers
-and names, never a request's text.
+Promise: an address that hangs or fails delays no other work. If the queue is full, a verdict is
+dropped and counted. The first failure is logged. Later failures are only counted. A body has
+numbers and names, never a request's text.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from vllm_scope.errors import SpecError, shown
 from vllm_scope.sinks.metrics import count_escalation
 
 logger = logging.getLogger("vllm.vllm_scope")
-#: The largest number of verdicts that wait for an address, and the seconds that sending one may
-#: take.
+#: The largest number of verdicts that wait for an address; the timeout of one HTTP request in s.
 MOST_WAITING, TIMEOUT_S = 1024, 5.0
 
 
@@ -34,7 +33,7 @@ class Webhook(Background):
     """Sends verdicts to one address.
 
     Args:
-        url: http or https. An operator sets it, never a caller.
+        url: http or https. Only an operator sets the address, never a caller.
     """
 
     def __init__(self, url: str) -> None:
@@ -43,16 +42,16 @@ class Webhook(Background):
         self._waiting: queue.Queue[tuple[bytes, Callable[[], object] | None]] = queue.Queue(
             MOST_WAITING
         )
-        #: `tell` counts "dropped", the webhook's thread the other outcomes: no key has two writers.
+        #: `tell` counts "dropped". The webhook's thread counts the other outcomes.
         self._ended = dict.fromkeys(OUTCOMES, 0)
-        #: Held while a verdict moves from those that wait to those that have ended, so that it is
-        #: counted once.
+        #: Held while a verdict changes from waiting to ended. Therefore `outcomes` never counts a
+        #: verdict twice.
         self._ending = threading.Lock()
         self._said = False
 
     @staticmethod
     def parse(url: object, where: str) -> Webhook:
-        """A Webhook of this URL. Raises SpecError unless it is a URL of http or https."""
+        """A Webhook of this URL. Raises SpecError if the URL does not begin with http or https."""
         if not isinstance(url, str) or urllib.parse.urlsplit(url).scheme not in ("http", "https"):
             raise SpecError(f"{where} is {shown(url)}; it must be a URL of http or https.")
         return Webhook(url)
@@ -68,8 +67,8 @@ class Webhook(Background):
         count_escalation(outcome)
 
     def _say(self, error: Exception) -> None:
-        """Write the first failure to the log. A URL may have a secret, so the line has only
-        the host."""
+        """Write the first failure to the log. The line has only the URL's host, because a URL can
+        have a secret."""
         if self._said:
             return
         self._said = True
@@ -82,12 +81,12 @@ class Webhook(Background):
         )  # fmt: skip
 
     def tell(self, body: Mapping[str, object], ended: Callable[[], object] | None = None) -> None:
-        """Have a JSON object sent later. Never blocks. If the queue is full, the object is dropped,
-        and counted at once.
+        """Queue a JSON object for the webhook's thread. Never blocks. If the queue is full, the
+        object is dropped and counted immediately.
 
         Args:
-            ended: called on this webhook's thread once the outcome is counted; not called if the
-                object is dropped.
+            ended: called on the webhook's thread after the outcome is counted. If the object is
+                dropped, `ended` is not called.
         """
         self._start()
         try:
@@ -104,7 +103,7 @@ class Webhook(Background):
             try:
                 urllib.request.urlopen(request, timeout=TIMEOUT_S).close()
             except Exception as error:
-                # urllib raises OSError, and HTTPException for malformed answers.
+                # urllib raises OSError, and raises HTTPException for malformed answers.
                 self._say(error)
                 outcome = "failed"
             with self._ending:

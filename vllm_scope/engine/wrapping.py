@@ -1,12 +1,12 @@
-"""Replaces symbols of vLLM, after a check that they still have what the wrappers need.
+"""Replaces symbols of vLLM, after a check that the symbols fit the wrappers.
 
 Owns:  `wrap`, `exists`, `require`, `owners`, `check_version`.
-Runs:  in every process of an engine, once, before the engine is made.
+Runs:  in every process of an engine, one time, before the engine is created.
 From:  seams.CONTRACT.
 
-Promise: an engine does not start if a wrapped symbol is gone, if it lost a parameter that the
-wrapper reads, or if it gained a parameter that the wrapper cannot pass on. The error names the
-symbol. Within the supported versions the code asks for features, not for version numbers.
+Promise: an engine does not start if a wrapped symbol is missing, or lacks a parameter that the
+wrapper reads, or has a new parameter that the wrapper cannot pass on. The error names the symbol.
+If the supported versions differ, the code tests for a feature, not for a version number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from vllm_scope.engine.seams import CONTRACT, Seam
 from vllm_scope.errors import CompatError
 
-#: The first and the last minor version of vLLM that this version of vllm-scope was tried with.
+#: The first and the last minor version of vLLM with which this vllm-scope was tested.
 FIRST, LAST = (0, 30), (0, 33)
 
 
@@ -29,17 +29,17 @@ def wrap(name: str, wrapper: Callable[..., object]) -> None:
     """Replace a symbol of CONTRACT by `wrapper(original, ...)`.
 
     Args:
-        name: as in CONTRACT.
-        wrapper: called with the original function, then `self` (of a method), then the arguments.
+        name: the symbol's name in CONTRACT.
+        wrapper: gets the original function, then `self` for a method, then the arguments.
 
     Raises:
-        CompatError: the symbol is gone, or its parameters and the wrapper's do not agree.
+        CompatError: the symbol is missing, or the wrapper's parameters do not fit the symbol's.
     """
     replace_in(owners(name), name.rpartition(".")[2], _find(name).parameters, wrapper)
 
 
 def exists(name: str) -> bool:
-    """True if this vLLM has a symbol of CONTRACT. Imports its module."""
+    """True if this vLLM has a symbol of CONTRACT. Imports the symbol's module."""
     return _exists(_find(name))
 
 
@@ -50,11 +50,11 @@ def require(*names: str) -> None:
 
 
 def owners(name: str) -> list[type | ModuleType]:
-    """The objects in which a symbol of CONTRACT is replaced: a method's class, or the modules that
-    hold a function.
+    """The objects in which `wrap` replaces a symbol of CONTRACT. For a method: its class. For a
+    function: the modules that have the function.
 
     Raises:
-        CompatError: one of these objects is gone.
+        CompatError: one of these objects is missing.
     """
     seam, above = _find(name), name.rpartition(".")[0]
     try:
@@ -87,8 +87,8 @@ def replace_in(
     """Replace a function in all of its owners by one wrapped function.
 
     Args:
-        owners: a class, or the modules that hold the function.
-        parameters: names that its signature must have.
+        owners: a class, or the modules that have the function.
+        parameters: names that the function's signature must have.
         wrapper: as for `wrap`.
 
     Raises:
@@ -118,7 +118,7 @@ def _wrapped(
             f"{owner.__name__}.{name} of this vLLM has no parameter "
             f"{', '.join(sorted(missing))}; {_known()}"
         )
-    # `getattr` binds a class method, so its signature lacks the first parameter.
+    # `getattr` binds a class method, therefore the signature lacks the first parameter.
     given = [original, owner] if inspect.ismethod(original) else [original]
     refused = _refused_parameter(signature, wrapper, given)
     if refused is not None:
@@ -137,10 +137,10 @@ def _wrapped(
 def _refused_parameter(
     original: inspect.Signature, wrapper: Callable[..., object], given: list[object]
 ) -> str | None:
-    """A parameter that callers may pass to the original but the wrapper cannot take, or None.
+    """A parameter of the original that the wrapper does not accept, or None.
 
     Args:
-        given: what the wrapper gets before the original's parameters.
+        given: the arguments that the wrapper gets before the original's arguments.
     """
     kinds = inspect.Parameter
     taken = inspect.signature(wrapper)
@@ -164,7 +164,7 @@ def check_version(version: str) -> None:
     """Raises CompatError if the version of vLLM is not one from FIRST to LAST.
 
     Args:
-        version: as `vllm.__version__` has it.
+        version: the text of `vllm.__version__`.
     """
     from packaging.version import InvalidVersion, Version
 
@@ -173,7 +173,7 @@ def check_version(version: str) -> None:
     except InvalidVersion:
         release = (0, 0)
     if not FIRST <= release <= LAST:
-        raise CompatError(f"this is not a vLLM that vllm-scope was tried with: {_known(version)}")
+        raise CompatError(f"vllm-scope was not tested with this vLLM: {_known(version)}")
 
 
 def _known(version: str | None = None) -> str:
@@ -181,6 +181,6 @@ def _known(version: str | None = None) -> str:
 
     first, last = (".".join(map(str, number)) for number in (FIRST, LAST))
     return (
-        f"vllm-scope knows vLLM {first} to {last}, this is {version or vllm.__version__}. "
+        f"vllm-scope supports vLLM {first} to {last}; this is {version or vllm.__version__}. "
         "Set VLLM_SCOPE=0 to serve without it."
     )

@@ -1,14 +1,14 @@
-"""Mixed rows of a data set for a trainer on the engine's host, through shared memory.
+"""Sends mixed rows of a data set to a trainer on the engine's host, through shared memory.
 
-Runs:  the engine's front-end runs in a process that the feed starts, or, if an LLM was given, on a
-       thread of the trainer's process. The trainer takes batches in its own process.
+Runs:  the feed starts a process for the engine's front-end. If the caller gave an LLM, the
+       front-end runs on a thread of the trainer's process.
 
 `vllm_scope.stream` calls `start_feed` in start.py.
 
-mix.py       which rows each batch has, as a function of counts and a seed
+mix.py       computes the rows of each batch from counts and a seed
 memory.py    the shared memory: slots of rows, and two counters
-messages.py  the messages between the two sides, beside the rows
-feeder.py    from documents to the memory; the engine's process
+messages.py  the messages between feeder and trainer
+feeder.py    the engine's side: writes rows of documents to the memory
 start.py     starts a feed
-row_feed.py  the trainer's side: batches
+row_feed.py  the trainer's side: returns batches
 """

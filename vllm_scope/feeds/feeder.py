@@ -1,15 +1,15 @@
-"""From documents to the shared memory: the engine's side of a feed.
+"""The engine's side of a feed, which writes rows of documents to the shared memory.
 
     python -m vllm_scope.feeds.feeder CHANNEL MEMORY TRAINER < order
 
-CHANNEL and MEMORY are file descriptors, TRAINER is the trainer's process id.
+CHANNEL and MEMORY are file descriptors. TRAINER is the trainer's process id.
 
-Owns:  `feed`, and the process that runs it.
-Runs:  in a process of its own, or on a thread if an LLM was given.
-From:  start.   To: row_feed, through memory and messages.
+Owns:  `feed`, and `main` of the engine's process.
+Runs:  in a separate process. If the caller gave an LLM, on a thread of the trainer's process.
+From:  start.   To: row_feed (through memory and messages).
 
-Promise: each row is written once, in the order of the documents. If no slot is free, the feeder
-waits, gives the engine no more prompts, and loses no row.
+Promise: each row is written one time, in the order of the documents. If no slot is free, the feeder
+waits and sends no further prompts to the engine. Rows are not lost.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from vllm_scope.harvests.skipped import Skipped
 from vllm_scope.request.actions import Read
 from vllm_scope.request.spec import Spec
 
-#: Interval between two looks at the trainer's counter while no slot is free.
+#: If no slot is free, seconds between two reads of the trainer's counter.
 _LOOK_S = 0.001
-#: How long the process may take to end after its trainer has closed the feed or is gone.
+#: After the trainer has closed the feed or is gone, seconds within which this process must end.
 _PATIENCE_S = 30.0
-#: The largest number of characters of an error's text, which must fit into a packet.
+#: Largest number of characters of an error's text. The text must fit into a packet.
 _MOST_LETTERS = 4000
 
 
@@ -65,9 +65,9 @@ def feed(
 
     Raises:
         ScopeError: a setting is wrong, or rows are missing.
-        EOFError: the trainer has closed the feed, or is gone.
+        EOFError: the trainer has closed the feed or is gone.
     """
-    engine.settings(reads)  # raises for a layer that has no tap
+    engine.settings(reads)  # raises if a layer has no tap
     size, skipped = context_size(engine, settings.context), Skipped(reads)
     order: deque[bytes] = deque()
 
@@ -98,10 +98,10 @@ def feed(
 def _in_order(
     computed: Iterator[tuple[Context, Rows]], order: deque[bytes]
 ) -> Iterator[tuple[Context, Rows]]:
-    """Yield computed contexts with their rows, in the order of the documents.
+    """Yield each context with its rows, in the order of the documents.
 
     Args:
-        order: keys of the contexts, in the order of the documents.
+        order: the keys of the contexts, in the order of the documents.
     """
     early: dict[bytes, tuple[Context, Rows]] = {}
     for context, rows in computed:
@@ -121,7 +121,7 @@ def _field(name: str, rows: Tensor) -> Field:
 
 
 class _Writer:
-    """Writes rows into the slots that are free."""
+    """Writes rows into free slots."""
 
     def __init__(self, memory: SharedRows, settings: Settings, channel: Channel) -> None:
         self._memory, self._channel = memory, channel
@@ -129,8 +129,8 @@ class _Writer:
         self.num_written = 0
 
     def put(self, values: Sequence[Tensor]) -> None:
-        """Write n rows, given as [n, *shape] for each field. Waits for free slots. Raises
-        EOFError if the other end of the channel is closed."""
+        """Write n rows. Waits for free slots. Raises EOFError if the other end of the channel is
+        closed. values: for each field, a tensor [n, *shape]."""
         begin, count = self.num_written, len(values[0])
         wait_s = 0.0
         while (done := self.num_written - begin) < count:
@@ -156,17 +156,17 @@ def run(
     memory: int,
     started: threading.Event,
 ) -> None:
-    """Start an engine, or use the given LLM, and run `feed`. An error is sent to the trainer.
+    """Start an engine, or use the caller's LLM, then run `feed`. Errors are sent to the trainer.
 
     Args:
-        started: set once the engine runs.
+        started: set after the engine has started.
 
     Raises:
-        EOFError: the trainer has closed the feed, or is gone.
+        EOFError: the trainer has closed the feed or is gone.
     """
     try:
         documents = find_documents(dataset, settings.column, None, settings.split, settings.config)
-        # Not at the top: this imports vLLM, which takes seconds.
+        # Import here, because this module imports vLLM, which takes seconds.
         from vllm_scope.engine.offline import OfflineEngine
 
         with closing(OfflineEngine(model, options, reads)) as engine:
@@ -183,8 +183,8 @@ def run(
 def _watch(channel: Channel, started: threading.Event) -> None:
     """Wait until the trainer has closed its feed or is gone, then end this process.
 
-    If the engine is still starting, interrupt the start. If it runs, `feed` raises EOFError and
-    `run` closes the engine. Kill this process if it does not end in time.
+    If the engine is still starting, interrupt the start. If the engine runs, `feed` raises EOFError
+    and `run` closes the engine. If this process does not end within _PATIENCE_S, kill the process.
     """
     channel.wait_for_end()
     if not started.is_set():
@@ -192,11 +192,11 @@ def _watch(channel: Channel, started: threading.Event) -> None:
         assert ident is not None
         signal.pthread_kill(ident, signal.SIGINT)
     time.sleep(_PATIENCE_S)
-    os.killpg(os.getpgrp(), signal.SIGKILL)  # this process and the processes that it has started
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # this process and its child processes
 
 
 def main() -> None:
-    # If the trainer ignores SIGINT, this process has inherited that.
+    # A trainer that ignores SIGINT passes this setting on to its child processes.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     end, memory, trainer = map(int, sys.argv[1:])
     for fd in (end, memory):

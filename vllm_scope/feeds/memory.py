@@ -1,14 +1,14 @@
 """The memory that a feeder and a trainer share: slots of rows, and two counters.
 
 Owns:  Field, SharedRows.
-Runs:  the feeder writes rows and `num_written`; the trainer reads rows and writes `num_taken`.
+Runs:  the feeder writes rows and `num_written`. The trainer reads rows and writes `num_taken`.
 
-The memory is a memfd: it has no name in any file system, and is gone with the two processes. The
-trainer makes it, without a size, and the feeder's process inherits it.
+The memory is a memfd, which has no name in a file system. The kernel frees the memory when both
+processes have ended. The trainer makes the memfd with size 0. The feeder inherits the memfd.
 
-Promise: a row is in its slot before `num_written` counts it, and the trainer has copied it before
-`num_taken` counts its batch. Rows and counters are written by plain stores, whose order the
-processors in ORDERED keep.
+Promise: a row is in its slot before `num_written` counts the row. The trainer has copied a batch
+before `num_taken` counts the batch. Rows and counters are written by plain stores. The processors
+in ORDERED keep the order of stores.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: Makes a tensor of a shape and dtype, uninitialised.
+#: A function that makes an uninitialised tensor of a shape and dtype.
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
-#: `platform.machine()` of processors on which other cores see stores in the order of the program.
+#: `platform.machine()` of processors on which other cores see stores in program order.
 ORDERED = ("x86_64", "AMD64")
-#: Bytes before the rows, and the index of each counter in them, as int64. Each counter has a cache
-#: line of its own.
+#: Number of bytes before the rows, and the int64 index of each counter in these bytes. Each counter
+#: has its own cache line.
 _HEADER_BYTES, _WRITTEN, _TAKEN = 4096, 0, 8
 
 
 class Field(msgspec.Struct, frozen=True):
-    """A field that the memory holds for each row.
+    """A field of each row in the memory.
 
     Attributes:
-        name: a stream such as `resid_post.5`, or `token_ids` or `positions`.
-        dtype, shape: torch's name of the dtype, and the shape that the field has in one row.
+        name: `token_ids`, `positions`, or a stream such as `resid_post.5`.
+        dtype, shape: torch's name of the dtype, and the field's shape in one row.
     """
 
     name: str
@@ -59,7 +59,7 @@ TOKENS, POSITIONS = Field("token_ids", "int32"), Field("positions", "int32")
 
 
 class SharedRows:
-    """One side's view of the memory. The first side that maps the memory sets its size.
+    """The shared memory, mapped by one side. The side that maps the memory first sets its size.
 
     Args:
         fd: file descriptor of the memfd.
@@ -74,7 +74,7 @@ class SharedRows:
             os.ftruncate(fd, size)
         memory = mmap.mmap(fd, size)
         self._counters = np.frombuffer(memory, np.int64, _HEADER_BYTES // 8)
-        #: For each field an array uint8 [num_slots, num_bytes].
+        #: For each field, uint8 [num_slots, num_bytes].
         self._columns = [
             np.frombuffer(memory, np.uint8, count, at).reshape(num_slots, -1)
             for at, count in zip(starts, counts, strict=True)
@@ -99,7 +99,7 @@ class SharedRows:
         self._counters[_TAKEN] = count
 
     def write(self, slots: np.ndarray, values: Sequence[Tensor]) -> None:
-        """Put rows into slots, int64 [n].
+        """Write rows into the slots, int64 [n].
 
         Args:
             values: a tensor [n, *shape] for each field, in the fields' order.
@@ -108,8 +108,8 @@ class SharedRows:
             flat = rows.to(field.torch_dtype).reshape(len(slots), -1)
             if flat.stride(1) != 1:
                 flat = flat.contiguous()
-            # Other layers' rows may lie between the rows. numpy copies such rows on this thread;
-            # torch would wake its thread pool.
+            # There may be rows of other layers between the rows. numpy copies such rows on this
+            # thread. torch would wake its thread pool.
             column[slots] = flat.view(torch.uint8).numpy()
 
     def read(self, slots: np.ndarray, empty: Empty) -> list[Tensor]:
@@ -121,8 +121,8 @@ class SharedRows:
         found = []
         for field, column in zip(self.fields, self._columns, strict=True):
             into = empty((len(slots), field.num_bytes), torch.uint8)
-            # numpy copies on this thread alone, without the GIL. torch's threads would wait for
-            # each other while the engine uses the cores.
+            # numpy copies on this thread alone, without the GIL. If the engine uses the cores,
+            # torch's threads would wait for each other.
             np.take(column, slots, axis=0, out=into.numpy(), mode="clip")
             found.append(into.view(field.torch_dtype).view(len(slots), *field.shape))
         return found

@@ -1,9 +1,9 @@
-"""The messages between a feeder and a trainer, beside the rows.
+"""The messages between a feeder and a trainer.
 
-Owns:  the messages, Channel.
+Owns:  Settings, the messages, Channel.
 Runs:  on both sides.
 
-The trainer sends no message. It only closes its end, or is gone.
+Only the feeder sends messages. The trainer closes its end when it needs no more rows.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ import msgspec
 from vllm_scope.feeds.memory import Field
 from vllm_scope.harvests.contexts import Long
 
-#: The largest number of bytes of a message. A message is one packet, far below the kernel's limit
-#: for a packet.
+#: Largest number of bytes of a message. A message is one packet. The kernel allows more.
 _MOST_BYTES = 1 << 17
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """How a feed works: the arguments of `vllm_scope.stream`."""
+    """The settings of a feed, from the arguments of `vllm_scope.stream`."""
 
     batch_size: int
     num_slots: int
@@ -38,12 +37,12 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What a feed reads. The engine's process gets the order on its standard input.
+    """The input of a feed. The engine's process gets the order on its standard input.
 
     Attributes:
         dataset: a path or a name, or a list of texts, token ids or rows.
         scope: the reads as a spec, in JSON.
-        engine: arguments of LLM.
+        engine: the arguments of LLM.
     """
 
     dataset: str | list[Any]
@@ -67,7 +66,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """No more rows will come.
+    """The feed has failed. No more rows will follow.
 
     Attributes:
         kind: the name of the error's class in errors.py.
@@ -86,9 +85,8 @@ class Channel:
     """One end of a pair of sockets.
 
     Args:
-        parent: the id of the process at the other end, if this process is its child; else None.
-            The id is needed because other children of the parent may hold the other end open when
-            the parent is gone.
+        parent: if the process at the other end is the parent of this process, the parent's id. Else
+            None. Other children may keep the other end open after the parent has ended.
     """
 
     def __init__(self, end: socket.socket, parent: int | None = None) -> None:
@@ -106,7 +104,7 @@ class Channel:
             raise EOFError(str(error)) from None
 
     def receive(self, wait_s: float) -> Message | None:
-        """The next message; None if there is none within `wait_s`.
+        """The next message. None if no message arrives within `wait_s`.
 
         Raises:
             EOFError: the other end is closed.
@@ -114,27 +112,27 @@ class Channel:
         try:
             ready, _, _ = select.select([self._end], [], [], wait_s)
             body = self._end.recv(_MOST_BYTES) if ready else None
-        except (OSError, ValueError) as error:  # this end was closed meanwhile
+        except (OSError, ValueError) as error:  # another thread closed this end
             raise EOFError(str(error)) from None
         if body == b"" or (self._parent is not None and os.getppid() != self._parent):
             raise EOFError("the other end is closed")
         return None if body is None else _decoder.decode(body)
 
     def wait_for_end(self) -> None:
-        """Return once the other end is closed, or the process `parent` is gone.
+        """Return when the other end is closed or the process `parent` has ended.
 
         `parent` must not be None.
         """
         assert self._parent is not None
         ends = select.poll()
-        ends.register(self._end, 0)  # `poll` reports a hang-up in any case
+        ends.register(self._end, 0)  # `poll` reports a hang-up without an event mask
         with suppress(ProcessLookupError):
             ends.register(os.pidfd_open(self._parent), select.POLLIN)
-            if os.getppid() == self._parent:  # else it has ended, and its id may be reused
+            if os.getppid() == self._parent:  # else the parent has ended
                 ends.poll()
 
     def close(self) -> None:
-        """Close both directions, even if another process holds this end."""
-        with suppress(OSError):  # the other end was closed before
+        """Close both directions, even if another process has a copy of this end."""
+        with suppress(OSError):  # the other end is already closed
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()

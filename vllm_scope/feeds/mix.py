@@ -1,14 +1,14 @@
-"""Which rows each batch has, and in which slot each row lies: a function of counts and a seed.
+"""Computes from counts and a seed which rows each batch has, and in which slot each row lies.
 
 Owns:  Mix.
-Runs:  in the feeder and in the trainer. Both compute the same plan, so no slot numbers are sent.
+Runs:  in the feeder and in the trainer. Both sides compute the same plan and send no slot numbers.
 
 Batch k is drawn at random from the first `num_mixed + k * batch_size` rows, without the rows of
-earlier batches. These `num_mixed` rows take half of the slots. The other half is for the rows that
-follow, so that neither side has to wait for the other at each batch.
+earlier batches. At each draw, `num_mixed` rows wait in half of the slots. The feeder writes later
+rows into the other half. Therefore the two sides seldom wait for each other.
 
-Promise: the batches depend on the order of the rows, `num_slots`, `batch_size` and `seed`, but not
-on the speed of either side.
+Promise: the batches depend only on the order of the rows, `num_slots`, `batch_size` and `seed`. The
+speed of the two sides does not change the batches.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Ints = NDArray[np.int64]
 
 
 class Mix:
-    """The plan of one feed, advanced batch by batch.
+    """The plan of one feed. Each call of `draw` advances the plan by one batch.
 
     Args:
-        num_slots: at least twice `batch_size`.
+        num_slots: number of slots of the memory, at least twice `batch_size`.
 
     Attributes:
         num_drawn: number of batches drawn so far.
@@ -36,7 +36,7 @@ class Mix:
         self.num_mixed, self.num_drawn = num_slots // 2, 0
         self._size = batch_size
         self._random = np.random.default_rng(seed)
-        #: Index n % `num_slots` holds the slot of row n: the n-th slot to become free.
+        #: At index n % `num_slots`: the slot of row n. Row n gets the n-th slot to become free.
         self._slots = np.arange(num_slots)
         #: Slots of the rows from which a batch is drawn. The last batch took the slots at `_holes`.
         self._pool = self._slots[: self.num_mixed].copy()
@@ -49,17 +49,17 @@ class Mix:
 
     @property
     def num_writable(self) -> int:
-        """Number of rows that may be written so far; the next row must wait for a free slot."""
+        """Number of rows that may be written so far. Further rows must wait for a free slot."""
         return len(self._slots) + self.num_drawn * self._size
 
     def slots(self, start: int, stop: int) -> Ints:
-        """The slots of rows start to stop - 1, which must be among the last `num_slots` writable
-        rows."""
+        """The slots of rows `start` to `stop` - 1, all among the last `num_slots` writable rows."""
         found: Ints = self._slots[np.arange(start, stop) % len(self._slots)]
         return found
 
     def draw(self) -> Ints:
-        """The slots of the next batch, [batch_size]. They are free once the batch is copied."""
+        """The slots of the next batch, [batch_size]. The slots are free after the batch is
+        copied."""
         first = self.num_needed - len(self._holes)
         self._pool[self._holes] = self.slots(first, self.num_needed)
         self._holes = self._random.choice(self.num_mixed, self._size, replace=False)
@@ -70,11 +70,11 @@ class Mix:
         return drawn
 
     def rest(self, num_rows: int) -> Iterator[Ints]:
-        """Yield the slots of the remaining batches, once all rows are written. The last batch may
+        """After all rows are written, yield the slots of each remaining batch. The last batch may
         be smaller.
 
         Args:
-            num_rows: number of rows of the whole feed.
+            num_rows: total number of rows of the feed.
         """
         while num_rows >= self.num_needed:
             yield self.draw()

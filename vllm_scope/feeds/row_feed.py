@@ -1,12 +1,12 @@
-"""The trainer's side of a feed: batches.
+"""The trainer's side of a feed, which returns batches.
 
 Owns:  RowFeed, Batch.
 Runs:  in the trainer's process.
-From:  feeder, through memory and messages.
+From:  feeder (through memory and messages).
 
-Promise: a row is copied once on this side, from the shared memory into its batch, outside of the
-GIL. If the engine dies, the feed still returns each batch for which enough rows are written, and
-then raises ScopeError.
+Promise: the trainer's side copies a row one time, from the shared memory into the batch, without
+the GIL. If the engine dies, the feed still returns each batch for which enough rows are written.
+Then the feed raises ScopeError.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from vllm_scope.request.sites import SiteLayer
 
 #: The process or thread that runs the engine's side.
 Feeder = subprocess.Popen[bytes] | threading.Thread
-#: Interval between two looks at the feeder's counter while rows are missing.
+#: While rows are missing, seconds between two reads of the feeder's counter.
 _LOOK_S = 0.001
-#: Number of batches whose memory is kept for later batches.
+#: Number of batches whose memory is kept for reuse.
 _KEPT_BATCHES = 4
-#: Seconds in which a feeder's process must end after it has closed the channel, and after this side
-#: has closed the channel.
+#: Seconds within which a feeder's process must end: after the process has closed the channel, and
+#: after this side has closed the channel.
 _DEATH_S, _END_S = 5.0, 40.0
 
 
@@ -50,7 +50,7 @@ class Batch:
     Attributes:
         token_ids: int32 [batch_size].
         positions: int32 [batch_size]: the position of each token in its context.
-        rows: (site, layer) -> [batch_size, hidden_size]; row i belongs to token i.
+        rows: (site, layer) -> [batch_size, hidden_size]. Row i belongs to token i.
     """
 
     token_ids: Tensor
@@ -64,7 +64,7 @@ class Batch:
             KeyError: the feed does not have this stream.
         """
         if stream not in self.rows:
-            raise KeyError(f"{stream!r} is not fed; fed are {list(self.rows)}")
+            raise KeyError(f"{stream!r} is not in this feed; the feed has {list(self.rows)}")
         return self.rows[stream]
 
     def __len__(self) -> int:
@@ -72,11 +72,11 @@ class Batch:
 
 
 class RowFeed:
-    """An iterator of batches. Close it, or use it in `with`, if you do not take all of them.
+    """An iterator of batches. If you do not take all batches, call `close`, or use `with`.
 
     Attributes:
-        num_rows: number of rows in the batches that were returned so far.
-        num_skipped: number of texts and contexts that were passed over; 0 until the feeder ends.
+        num_rows: number of rows in the batches returned so far.
+        num_skipped: number of texts and contexts that were skipped. 0 until the feeder ends.
     """
 
     def __init__(self, channel: Channel, memory: int, settings: Settings, feeder: Feeder) -> None:
@@ -122,7 +122,7 @@ class RowFeed:
         return next(self._rest)
 
     def _has(self, num_rows: int) -> bool:
-        """Wait until `num_rows` rows are written, and return True. False if the feed has fewer."""
+        """Wait until `num_rows` rows are written. Returns False if the feed has fewer rows."""
         while self._memory is None or self._memory.num_written < num_rows:
             if self._ended is not None:
                 return False
@@ -130,7 +130,7 @@ class RowFeed:
         return True
 
     def _hear(self) -> Message | None:
-        """The next message; None if none comes within _LOOK_S.
+        """The next message. None if no message arrives within _LOOK_S.
 
         Raises ScopeError if the feeder has died.
         """
@@ -144,7 +144,7 @@ class RowFeed:
             num_rows = 0 if self._memory is None else self._memory.num_written
             raise ScopeError(
                 f"the process of the engine has died{_how(self._feeder)} after {num_rows} rows; "
-                "what it printed says why. Start the feed again."
+                "what it printed has the reason. Start the feed again."
             )
         return message
 
@@ -159,8 +159,7 @@ class RowFeed:
             raise getattr(errors, message.kind, ScopeError)(message.sentence)
 
     def close(self) -> None:
-        """End the feed, and the engine if the feed has started it. An LLM that was given stays
-        open."""
+        """End the feed, and the engine if the feed has started it. The caller's LLM stays open."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -179,7 +178,7 @@ def _is_alive(feeder: Feeder) -> bool:
 def _how(feeder: Feeder) -> str:
     if isinstance(feeder, threading.Thread):
         return ""
-    with suppress(subprocess.TimeoutExpired):  # the process closed its end: it is ending
+    with suppress(subprocess.TimeoutExpired):  # the process has closed its end and will exit
         feeder.wait(_DEATH_S)
     return f" (exit code {feeder.returncode})"
 
@@ -188,7 +187,7 @@ def _end(channel: Channel, memory: int, feeder: Feeder) -> None:
     try:
         channel.close()
         if isinstance(feeder, threading.Thread):
-            # The garbage collector may end a forgotten feed on the feeder's own thread.
+            # The garbage collector may call `_end` on the feeder's thread.
             if feeder is not threading.current_thread():
                 feeder.join()
         else:
@@ -201,6 +200,6 @@ def _end_process(feeder: subprocess.Popen[bytes]) -> None:
     with suppress(subprocess.TimeoutExpired):
         feeder.wait(_END_S)
     if feeder.poll() != 0:
-        with suppress(ProcessLookupError):  # kills the process's children, too
+        with suppress(ProcessLookupError):  # also kills the child processes
             os.killpg(feeder.pid, signal.SIGKILL)
         feeder.wait()

@@ -1,10 +1,11 @@
 """Starts a feed: checks its arguments, and starts the process or thread that runs its engine.
 
-Owns:  `start_feed`, which `vllm_scope.stream` calls.
-To:    feeder (a process, or a thread if an LLM was given), row_feed.
+Owns:  `start_feed` (`vllm_scope.stream` calls this function).
+To:    feeder (a process, or a thread if the caller gave an LLM), row_feed.
 
-The engine runs in another process than the trainer, so they do not share a GIL. This process is
-started as a command, not by multiprocessing, so that a script needs no `if __name__ == "__main__"`.
+Engine and trainer run in two processes, because they would slow each other down by sharing a GIL.
+The engine's process is started as a command, because multiprocessing needs `if __name__ ==
+"__main__"` in a script.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from vllm_scope.harvests.start import check_reads
 from vllm_scope.request.actions import Read
 from vllm_scope.request.spec import scope
 
-#: Python's arguments for the engine's process.
+#: The arguments of Python for the engine's process.
 COMMAND = ("-m", "vllm_scope.feeds.feeder")
 
 
@@ -41,7 +42,7 @@ def start_feed(
     settings: Settings,
     engine: Mapping[str, Any],
 ) -> RowFeed:
-    """Start a feed. `vllm_scope.stream` explains the arguments, and has their defaults."""
+    """Start a feed. The docstring of `vllm_scope.stream` explains the arguments."""
     check_reads(reads, settings.long)
     _check(reads, settings, engine)
     order = _encoded(dataset, reads, model, settings, engine) if isinstance(model, str) else b""
@@ -85,7 +86,7 @@ def _check(reads: Sequence[Read], settings: Settings, engine: object) -> None:
     if platform.machine() not in ORDERED:
         raise SpecError(
             f"this processor is {platform.machine()}; a feed's memory needs one of "
-            f"{', '.join(ORDERED)}, so harvest to files, and read these with RowDataset."
+            f"{', '.join(ORDERED)}, so harvest to files, and read the files with RowDataset."
         )
     if len({repr(read.tokens.to_json()) for read in reads}) > 1:
         raise SpecError(
@@ -112,8 +113,8 @@ def _encoded(
     try:
         found = dataset if isinstance(dataset, str) else list(dataset)
         order = Order(found, text, model, dict(engine), settings)
-        # This raises for values that JSON cannot have. A text with half of a surrogate pair is
-        # sent; the feeder passes it over, as a harvest does.
+        # `dumps` raises for values that JSON does not support. A text with half of a surrogate pair
+        # is sent. The feeder skips this text, as a harvest does.
         return json.dumps(asdict(order) | {"settings": asdict(settings)}).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise SpecError(
@@ -128,7 +129,7 @@ def _process(order: bytes, end: int, memory: int) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE, pass_fds=(end, memory), start_new_session=True,
     )  # fmt: skip
     assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin as file:  # the process died; the feed reports it
+    with suppress(BrokenPipeError), process.stdin as file:  # RowFeed reports the death
         file.write(order)
     return process
 

@@ -1,17 +1,17 @@
-"""Captured rows on disk: written as requests end, read back lazily. Needs no engine.
+"""Writes captured rows to disk when requests end, and reads such rows. Needs no engine.
 
-Runs:  the writer where rows are drained; the reader anywhere.
+Runs:  the writer runs in the process that drains rows. The reader runs anywhere.
 
-An engine's sink begins with `open_writer`, an analysis with `open`.
+An engine's sink calls `open_writer`. An analysis calls `open`.
 
 writer.py options.py                          one writer, and its options
 per_request.py packed.py sharded.py npz.py    one layout each
-rows.py stored.py buffers.py                  a request on its way into a file
-tensors.py publish.py names.py roots.py       safetensors, files that appear whole, names, roots
+rows.py stored.py buffers.py                  the data of a request before it is written
+tensors.py publish.py names.py roots.py       safetensors files, publishing, file names, roots
 reader.py captured.py streams.py              reading requests
 datafile.py folder.py                         reading files
-feature_rows.py features.py                   features as rows, and in Parquet
-index.py                                      what is stored beside the rows
+feature_rows.py features.py                   features as rows and as Parquet
+index.py                                      the data that is stored with the rows
 iterate.py training.py                        rows for training
 export.py card.py draft.py arrow.py           exports to other tools
 remote.py                                     roots that are URLs

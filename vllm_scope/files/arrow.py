@@ -1,4 +1,4 @@
-"""pyarrow, which only exports need."""
+"""Imports pyarrow, which only exports need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vllm_scope.errors import ConfigError
 
 
 def arrow() -> ModuleType:
-    """pyarrow. Raises ConfigError if it is missing."""
+    """The module pyarrow. Raises ConfigError if pyarrow is not installed."""
     try:
         import pyarrow
     except ImportError:

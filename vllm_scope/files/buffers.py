@@ -1,11 +1,11 @@
 """Reused memory for rows that wait for a file.
 
 Owns:  Buffers.
-Runs:  `empty` on one thread. A tensor's memory comes back on the thread that drops its last view.
+Runs:  `empty` on one thread. The thread that drops a tensor's last view returns the memory.
 
-The first write to a fresh page costs more than the copy: measured, 1.3 GB/s into fresh memory and
-13 GB/s into used memory. malloc returns large freed blocks to the system at once, so it would give
-fresh memory for each large block.
+The first write to a new page costs more than the copy. Copies were measured at 1.3 GB/s into new
+memory and at 13 GB/s into reused memory. malloc returns large freed blocks to the system at once.
+Therefore each large block from malloc is new memory.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from torch import Tensor
 
 from vllm_scope.batch.by_position import ONE_THREAD, joined_rows
 
-#: Smaller blocks come from malloc, which keeps them when they are freed.
+#: malloc allocates blocks below this size, because malloc keeps freed small blocks for reuse.
 SMALL_BYTES = 1 << 16
 
 
 class Buffers:
-    """Makes tensors, and takes back the memory of each one when its last view is gone.
+    """Makes tensors. When the last view of a tensor is gone, the memory can be reused.
 
     Args:
-        most_bytes: limit of the memory kept for reuse; the rest is freed.
+        most_bytes: limit of the bytes that are kept for reuse. Memory beyond the limit is freed.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -53,7 +53,7 @@ class Buffers:
         if num_bytes < SMALL_BYTES:
             return torch.empty(shape, dtype=dtype)
         size = _size_class(num_bytes)
-        # The garbage collector may run `_put` at any point here; deques allow that.
+        # The garbage collector may call `_put` at any time here. Deques allow this.
         free = self._free.setdefault(size, deque())
         try:
             memory = free.pop()
@@ -70,13 +70,13 @@ class Buffers:
 
 
 def _fresh(num_bytes: int) -> mmap.mmap:
-    """New private memory, in pages of 2 MiB if the kernel has such pages.
+    """New private memory, in pages of 2 MiB if the kernel has pages of this size.
 
-    The first write to a page costs about as much for 2 MiB as for 4 KiB. Shared memory, the default
-    of Python's mmap, has pages of 4 KiB.
+    The first write costs about as much for a page of 2 MiB as for a page of 4 KiB. Shared memory,
+    the default of Python's mmap, has pages of 4 KiB.
     """
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without such pages
+    with suppress(OSError):  # the kernel has no huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
@@ -84,17 +84,17 @@ def _fresh(num_bytes: int) -> mmap.mmap:
 def _size_class(num_bytes: int) -> int:
     """`num_bytes`, rounded up to one of four sizes per power of two.
 
-    So blocks of similar size can reuse each other's memory.
+    Blocks of similar size can then reuse the same memory.
     """
     step = 1 << max(num_bytes.bit_length() - 3, 12)
     return -(-num_bytes // step) * step
 
 
 def copy_rows(into: Tensor, rows: Tensor) -> None:
-    """Copy rows [n, hidden_size]; rows in host memory are copied on this thread alone.
+    """Copy rows [n, hidden_size]. Rows in host memory are copied on this thread alone.
 
-    torch would use its thread pool, whose threads wait for each other if the engine uses the
-    cores. numpy releases the GIL during the copy.
+    torch would use a thread pool. If the engine uses the cores, the pool's threads wait for each
+    other. numpy releases the GIL during the copy.
     """
     if rows.device.type == "cpu" and rows.stride(-1) == 1:
         np.copyto(into.view(torch.uint8).numpy(), rows.detach().view(torch.uint8).numpy())
@@ -103,15 +103,14 @@ def copy_rows(into: Tensor, rows: Tensor) -> None:
 
 
 def cat_rows(pieces: Sequence[Tensor]) -> Tensor:
-    """The pieces, joined along the first axis by `joined_rows`. A single piece is returned as it
-    is."""
+    """The pieces, joined along the first axis. A single piece is returned without a copy."""
     return pieces[0] if len(pieces) == 1 else joined_rows(pieces)
 
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """The bytes of a CPU tensor, uint8 [number of bytes]. They are copied only if the tensor is not
-    contiguous."""
+    """The bytes of a CPU tensor, uint8 [num_bytes]. A view if the tensor is contiguous, else a
+    copy."""
     flat = tensor.detach().contiguous().reshape(-1)
-    if flat.stride(0) != 1:  # a single number may have any stride; numpy's empty arrays have 0
+    if flat.stride(0) != 1:  # one-element and empty tensors can have any stride
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8).numpy()

@@ -1,10 +1,10 @@
 """One captured request, read from its files. Each pipeline stage has one file.
 
 Owns:  CapturedRequest, Piece.
-From:  reader (which finds the files).   To: streams.
+From:  reader (finds the files).   To: streams.
 
-Promise: rows are read only when they are asked for. Every size that a file states is compared
-with the file before it is used.
+Promise: rows are read only when the caller accesses the rows. Each size in an index is checked
+against the file before the size is used.
 """
 
 from __future__ import annotations
@@ -49,11 +49,10 @@ class Piece:
 
 
 class CapturedRequest:
-    """A captured request. Its rows are read when asked for.
+    """A captured request. Rows are read when the caller accesses the rows.
 
     Attributes:
-        manifest: one manifest of all its pipeline stages. The paths in its `files` start at the
-            opened folder.
+        manifest: one manifest for all pipeline stages. `files` are relative to the opened folder.
     """
 
     def __init__(self, files: OpenFiles, pieces: Sequence[Piece]) -> None:
@@ -63,12 +62,12 @@ class CapturedRequest:
 
     @property
     def name(self) -> str | None:
-        """The caller's name of the request, `Read(..., name=...)`, or None."""
+        """The name that the caller gave the request, `Read(..., name=...)`, or None."""
         return self.manifest.name
 
     @property
     def status(self) -> str:
-        """`ok`, `partial` or `error`; `manifest.reason` says why."""
+        """`ok`, `partial` or `error`. `manifest.reason` is the reason."""
         return self.manifest.status
 
     @cached_property
@@ -95,7 +94,7 @@ class CapturedRequest:
         return self.stored((site, layer)).positions
 
     def at(self, site: str, layer: int, positions: Sequence[int]) -> Tensor:
-        """The rows of some positions, in the order given.
+        """The rows of some positions, in the order of the argument.
 
         Raises:
             KeyError: a stream or a position was not captured.
@@ -115,7 +114,7 @@ class CapturedRequest:
         return stored.take(index)
 
     def features(self, name: str) -> SparseFeatures:
-        """The features that were captured under this name. Raises KeyError, FileError."""
+        """The features with this name. Raises KeyError, FileError."""
         streams = [stream for stream in self.keys() if stream[0] == name + SUFFIX]
         if len(streams) != 1:
             named = [site for site, _ in self.keys() if site.endswith(SUFFIX)]
@@ -130,7 +129,7 @@ class CapturedRequest:
 
     @property
     def token_ids(self) -> Tensor:
-        """int32 [num_tokens]: prompt and output."""
+        """int32 [num_tokens]: the tokens of prompt and output."""
         piece = self._pieces[0]
         manifest = piece.manifest
         tokens = self._files.get(piece.name).tensor(f"{piece.prefix}token_ids")
@@ -152,7 +151,7 @@ class CapturedRequest:
         return self.token_ids[self.manifest.num_prompt_tokens :]
 
     def stored(self, stream: SiteLayer) -> StoredStream:
-        """The stream, for reading parts of it. Raises KeyError."""
+        """The stream, from which the caller can read single rows. Raises KeyError."""
         if stream not in self._piece_of:
             known = ", ".join(map(stream_name, self.keys())) or "none"
             raise KeyError(f"{stream!r} was not captured; captured are {known}")
@@ -185,7 +184,7 @@ def _codec(stream: IndexedStream, where: str) -> Codec:
 
 
 def _merge(pieces: Sequence[Piece]) -> IndexedRequest:
-    """One manifest of all stages; `partial` if a stage is missing."""
+    """One manifest for all stages. If a stage is missing, the status is `partial`."""
     first = pieces[0].manifest
     if first.num_stages == 1:
         return msgspec.structs.replace(first, files=[pieces[0].name])

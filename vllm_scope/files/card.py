@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _CARD = """\
 ---
-license:  # yours to choose; those of the texts and of the model bind it
+license:  # choose one; obey the licenses of the texts and of the model
 pretty_name: {pretty}
 tags:
 - activations
@@ -66,7 +66,7 @@ def card_of(
     codecs = sorted({str(stream.codec["codec"]) for stream in streams} - {"none"})
     names = [stream_name(stream) for stream in widths]
     models = ", ".join(sorted({request.manifest.model for request in requests})) or "no model"
-    # On one line, without characters that YAML or UTF-8 cannot hold.
+    # Write the names on one line, without characters that YAML or UTF-8 does not allow.
     models = " ".join("".join(c if c.isprintable() else " " for c in models).split())
     under = f", under the codec {', '.join(codecs)}" if codecs else ""
     return _CARD.format(
@@ -82,14 +82,14 @@ def card_of(
 
 
 def _escaped(text: str) -> str:
-    """The text, escaped so that no character has a meaning in Markdown or HTML."""
+    """The text with escapes. No character of the result has a meaning in Markdown or HTML."""
     return re.sub(r"([\\`*_{}\[\]()<>#|~!&])", r"\\\1", text)
 
 
 def _exact(stored: Sequence[str], dtype: str) -> str:
-    """How the exported numbers compare with the decoded numbers of the files."""
+    """A phrase that compares the exported numbers with the decoded numbers of the files."""
     if all(one == dtype for one in stored):
-        return "each number has the bits that it has there"
+        return "each number has the same bits as in the captured files"
     if dtype == "float32":
-        return "each number equals the one there, because float32 holds all of them"
+        return "each number equals the captured number, because float32 has all of them"
     return "rounded, and finite numbers beyond 65,504 became 65,504"

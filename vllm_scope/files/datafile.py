@@ -1,6 +1,6 @@
 """One data file, opened for reading: its tensors by name, mapped.
 
-Owns:  MappedFile and NpzFile, and the checks that precede any allocation of memory.
+Owns:  MappedFile, NpzFile, and the checks that are made before memory is allocated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_scope.vectors.containers import read_npy_header
 
 
 def read_index(folder: Folder, name: str) -> Index | None:
-    """The index of a data file; None for a file of another program.
+    """The index of a data file. None if another program wrote the file.
 
     Raises:
         FileError: the file is damaged.
@@ -48,7 +48,7 @@ def _read_index(file: BinaryIO, start: int, num_bytes: int, name: str) -> Index:
     """The index in these bytes of a file. Raises FileError."""
     if num_bytes > MAX_INDEX_BYTES:
         raise FileError(
-            f"{name} has an index of {num_bytes} bytes; one has at most {MAX_INDEX_BYTES}."
+            f"{name} has an index of {num_bytes} bytes; an index has at most {MAX_INDEX_BYTES}."
         )
     file.seek(start)
     return Index.decode(file.read(num_bytes), name)
@@ -60,12 +60,12 @@ def open_data(folder: Folder, name: str, dtypes: dict[str, str]) -> MappedFile |
 
 
 class MappedFile:
-    """A safetensors file. Its tensors are views of the page cache, so only the pages that a caller
-    uses are read from the disk."""
+    """A safetensors file. Tensors are views of the page cache: only used pages are read from
+    disk."""
 
     def __init__(self, folder: Folder, name: str) -> None:
         self._name = name
-        # Checked again: the file may have been replaced since its index was read.
+        # Check the header again, because the file may have been replaced after its index was read.
         file, size = folder.open(name)
         with file:
             read_header(file, size, name, KEY)
@@ -86,16 +86,16 @@ class MappedFile:
 
 
 class NpzFile:
-    """A numpy archive. Archives written here are not compressed, so each array is mapped too."""
+    """A numpy archive. Each array is mapped, because the archive is not compressed."""
 
     def __init__(self, folder: Folder, name: str, dtypes: dict[str, str]) -> None:
         self._name = name
         self._dtypes = dtypes
-        folder.open(name)[0].close()  # raises if the file was replaced since it was listed
+        folder.open(name)[0].close()  # raises if the file was replaced
         with open(folder.local(name), "rb") as file:
             size = file.seek(0, 2)
             self._members = _members(file, size, name)
-            # Copy on write: a caller that writes to a tensor does not change the file.
+            # Copy on write: if a caller writes to a tensor, the file does not change.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def tensor(self, name: str) -> Tensor:
@@ -131,9 +131,9 @@ def _npz_index(file: BinaryIO, size: int, name: str) -> Index | None:
 
 
 def _members(file: BinaryIO, size: int, name: str) -> dict[str, _Member]:
-    """The arrays of an archive by name. Every size is checked against the file's size.
+    """The arrays of an archive, by name. Each size is checked against the file's size.
 
-    For an archive of another program the result is empty, and no array is looked at.
+    If another program wrote the archive, the result is empty and no array is checked.
     """
     found: dict[str, _Member] = {}
     try:
@@ -143,8 +143,8 @@ def _members(file: BinaryIO, size: int, name: str) -> dict[str, _Member]:
             for info in archive.infolist():
                 if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
                     raise FileError(
-                        f"{name}: {shown(info.filename)} is compressed or encrypted; archives "
-                        "written here are neither."
+                        f"{name}: {shown(info.filename)} is compressed or encrypted; this "
+                        "package reads only plain archives."
                     )
                 with archive.open(info) as member:
                     shape, fortran, dtype = read_npy_header(member)
@@ -168,7 +168,8 @@ def _members(file: BinaryIO, size: int, name: str) -> dict[str, _Member]:
 
 
 def _data_start(file: BinaryIO, info: zipfile.ZipInfo) -> int:
-    """The offset of a member's bytes in the file: after its local header, name and extra field."""
+    """The offset of a member's bytes in the file, after the local header, the name and the extra
+    field."""
     file.seek(info.header_offset + 26)
     of_name, of_extra = struct.unpack("<HH", file.read(4))
     return info.header_offset + 30 + int(of_name) + int(of_extra)

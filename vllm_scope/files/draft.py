@@ -1,4 +1,4 @@
-"""Captured rows for training draft models: the folder that speculators' ArrowDataset reads.
+"""Exports captured rows to a folder from which speculators trains draft models.
 
     dataset files                    input_ids, loss_mask, seq_len; one row per request
     hidden_states/hs_0.safetensors   hidden_states [tokens, places, hidden_size], token_ids [tokens]
@@ -39,22 +39,21 @@ def export_speculators(
     streams: list[SiteLayer],
     loss_mask: Callable[[CapturedRequest], Sequence[int]] | None = None,
 ) -> int:
-    """Write the folder on which speculators trains draft models. Returns the number of samples.
+    """Write a folder from which speculators trains draft models. Returns the number of samples.
 
-    A sample is one request. Its rows begin at the first token and have no gap. Rows keep their
-    dtype.
+    A sample is one request, with rows of consecutive positions from 0 on. Rows keep their dtype.
 
     Args:
         folder: an empty folder, or the path of a new one.
-        streams: the places that the draft model sees, in the order that it expects. The last one
-            must be `resid_post` of the captured model's last layer: its rows enter the final norm.
-        loss_mask: a function from a request to one int for each row; None: 1 for each row.
+        streams: the places whose rows the draft model reads, in the draft model's order. The last
+            place must be `resid_post` of the captured model's last layer, because its rows enter
+            the final norm.
+        loss_mask: a function from a request to one int for each row. None: 1 for each row.
 
     Raises:
-        FileError: the folder is not empty, a request has rows of some tokens only, a loss mask has
-            another length, the rows' widths or dtypes differ, or the last of `streams` is another
-            place. The last of `streams` is not checked for files of earlier versions, which do
-            not tell the model's number of layers.
+        FileError: the folder is not empty, a request lacks rows of some tokens, a loss mask has the
+            wrong length, the rows' widths or dtypes differ, or the last of `streams` is wrong. If
+            an earlier version wrote the files, the last of `streams` is not checked.
         KeyError: a place was not captured.
         ConfigError: pyarrow is missing.
     """
@@ -64,7 +63,7 @@ def export_speculators(
         raise FileError(f"the rows are {list(widths.values())} wide; they must be of one width.")
     _check_last(requests, streams[-1])
     root = Path(folder)
-    check_empty(root)  # before anything is written
+    check_empty(root)  # check before the first write
     whole = pa.list_(pa.int64())
     schema = pa.schema([("input_ids", whole), ("loss_mask", whole), ("seq_len", pa.int64())])
     features = {"input_ids": list_of("int64"), "loss_mask": list_of("int64")}
@@ -80,8 +79,8 @@ def export_speculators(
                 mask = [1] * len(tokens) if loss_mask is None else list(loss_mask(request))
                 if len(mask) != len(tokens):
                     raise FileError(
-                        f"{request!r}: the loss mask has {len(mask)} numbers; it has one for each "
-                        f"of {len(tokens)} rows."
+                        f"{request!r}: the loss mask has {len(mask)} numbers; it needs one for "
+                        f"each of {len(tokens)} rows."
                     )
                 columns = [[tokens.tolist()], [mask], [len(tokens)]]
                 arrays = [pa.array(c, type=f.type) for c, f in zip(columns, schema, strict=True)]
@@ -91,19 +90,19 @@ def export_speculators(
 
 
 def _check_last(requests: Sequence[CapturedRequest], stream: SiteLayer) -> None:
-    """Raise FileError if the last place is not `resid_post` of the model's last layer."""
+    """Raise FileError if `stream` is not `resid_post` of the model's last layer."""
     for num_layers in {request.manifest.num_layers for request in requests} - {None}:
         assert num_layers is not None
         if stream != (last := ("resid_post", num_layers - 1)):
             raise FileError(
                 f"the last place is {stream_name(stream)}, and the model has {num_layers} layers; "
-                f"a draft model learns from {stream_name(last)}, so read it and name it last."
+                f"a draft model learns from {stream_name(last)}, so read and name it last."
             )
 
 
 def _stacked(request: CapturedRequest, streams: Sequence[SiteLayer]) -> torch.Tensor:
-    """The rows of all places, [rows, places, width]. Raises FileError if their dtypes differ: torch
-    would convert them to one dtype."""
+    """The rows of all places, [rows, places, width]. Raises FileError if the dtypes differ, because
+    torch would convert all rows to one dtype."""
     rows = [request[stream] for stream in streams]
     dtypes = dict.fromkeys(str(some.dtype).removeprefix("torch.") for some in rows)
     if len(dtypes) != 1:
@@ -115,7 +114,7 @@ def _stacked(request: CapturedRequest, streams: Sequence[SiteLayer]) -> torch.Te
 
 
 def _tokens(request: CapturedRequest, streams: Sequence[SiteLayer]) -> torch.Tensor:
-    """int64 [rows]: the ids of the tokens whose rows all streams have.
+    """int64 [rows]: the ids of the tokens that have a row in each stream.
 
     Raises:
         FileError: a stream's positions have a gap, or the streams have different numbers of rows.
@@ -130,5 +129,7 @@ def _tokens(request: CapturedRequest, streams: Sequence[SiteLayer]) -> torch.Ten
             )
         counts.add(len(positions))
     if len(counts) != 1:
-        raise FileError(f"{request!r}: its places have {sorted(counts)} rows; they have as many.")
+        raise FileError(
+            f"{request!r}: its places have {sorted(counts)} rows; the numbers must be equal."
+        )
     return request.token_ids[: counts.pop()].long()

@@ -1,10 +1,10 @@
-"""Captured rows for other tools: Hugging Face `datasets` folders, through pyarrow.
+"""Exports captured rows to folders of Hugging Face `datasets`, through pyarrow.
 
-Owns:  `export_dataset` (one row per token) and `export_saelens` (contexts of equal length, as
-       SAELens caches activations). draft.py has `export_speculators`.
+Owns:  `export_dataset` (one row per token), `export_saelens` (contexts of equal length, in
+       SAELens's format). draft.py has `export_speculators`.
 
-All three functions write folders that `datasets.load_from_disk` reads, and do not import
-`datasets`. Their files become visible whole, or not at all.
+All three functions write folders that `datasets.load_from_disk` reads. The functions do not import
+`datasets`. A file becomes visible only after it is complete.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Dtype = Literal["float32", "float16"]
 #: The type of a column, as `datasets` writes it in JSON.
 _Feature = dict[str, object]
-#: Bytes of a batch, far below the limit of Arrow's lists, whose offsets have 32 bits.
+#: Number of bytes of a batch, far below the 32-bit limit of the offsets of Arrow's lists.
 _BATCH_BYTES = 64 << 20
 
 
@@ -45,7 +45,8 @@ class Exported(int):
     """The number of contexts that were written.
 
     Attributes:
-        left_out: number of rows that are in no context: at the end of a request, or before a gap.
+        left_out: number of rows that are not in a context. Such rows are at the end of a request,
+            or before a gap in its positions.
     """
 
     left_out: int
@@ -59,19 +60,19 @@ class Exported(int):
 def export_dataset(
     capture: Capture, folder: str | Path, streams: list[SiteLayer], dtype: Dtype = "float32"
 ) -> int:
-    """Write a dataset with one row per token, and a card, README.md. Returns the number of rows.
+    """Write a dataset with one row per token, and a card (README.md). Returns the number of rows.
 
-    The columns are request, position, token_id and, for each stream, `site.layer`. The card leaves
-    the license for you to choose. Rows in float32 equal the captured rows, because float32 holds
-    every number of the other dtypes; captured float32 rows keep their bits.
+    The columns are `request`, `position`, `token_id` and one column `site.layer` for each stream.
+    You must fill in the license in the card. float32 rows equal the captured rows, because float32
+    has every number of the other dtypes.
 
     Args:
         folder: an empty folder, or the path of a new one.
-        dtype: the dtype of the rows; Arrow has no bf16.
+        dtype: the dtype of the exported rows. Arrow has no bf16.
 
     Raises:
         FileError: the folder is not empty, or the streams of a request have different positions.
-        ConfigError: pyarrow is missing, or `streams` is no list of (site, layer).
+        ConfigError: pyarrow is missing, or `streams` is not a list of (site, layer).
         KeyError: a stream was not captured.
     """
     pa = arrow()
@@ -92,7 +93,7 @@ def export_dataset(
                 if not torch.equal(request.positions(*stream), positions):
                     raise FileError(
                         f"{request!r}: {stream_name(stream)} has other positions than "
-                        f"{stream_name(streams[0])}; export them one by one."
+                        f"{stream_name(streams[0])}; export each stream alone."
                     )
             tokens = request.token_ids[positions]
             stored = {stream: request.stored(stream) for stream in streams}
@@ -124,25 +125,23 @@ def export_saelens(
     context_size: int,
     dtype: Dtype = "float32",
 ) -> Exported:
-    """Write the folder that SAELens takes as `cached_activations_path`. Returns the
-    number of contexts, with the number of rows that are in no context as `left_out`.
+    """Write the folder for SAELens's `cached_activations_path`. Returns the number of contexts.
 
     Each request is cut into contexts of `context_size` consecutive positions. Remaining rows, at
-    the request's end and before a gap, are left out.
+    the request's end and before a gap, are left out and counted in `left_out` of the result.
 
     Args:
-        hook_name: the column, as in SAELens's configuration, such as
-            `blocks.5.hook_resid_post`.
+        hook_name: the column's name, as in SAELens's configuration: `blocks.5.hook_resid_post`.
 
     Raises:
-        As `export_dataset`; also ConfigError if `context_size` is below 1.
+        As `export_dataset`. Also ConfigError if `context_size` is below 1.
     """
     pa = arrow()
     stream = (site, layer)
     requests, widths = chosen(capture, [stream])
     width = widths[stream]
     storage = pa.list_(pa.list_(_arrow_type(dtype)))
-    # The extension type of `datasets`, as Arrow files name it.
+    # The name of the extension type of `datasets` in Arrow files.
     marks = {
         "ARROW:extension:name": "datasets.features.features.Array2DExtensionType",
         "ARROW:extension:metadata": json.dumps([[context_size, width], dtype]),
@@ -186,7 +185,7 @@ def export_saelens(
 
 
 def _context_starts(positions: np.ndarray, context_size: int) -> list[int]:
-    """The indices of the rows at which whole contexts of consecutive positions begin."""
+    """The indices of rows at which a context of `context_size` consecutive positions begins."""
     if context_size < 1:
         raise ConfigError(f"context_size is {context_size}; it must be at least 1.")
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
@@ -199,10 +198,10 @@ def _context_starts(positions: np.ndarray, context_size: int) -> list[int]:
 def chosen(
     capture: Capture, streams: list[SiteLayer]
 ) -> tuple[list[CapturedRequest], dict[SiteLayer, int]]:
-    """The requests that have all of the streams, and the width of each stream's rows.
+    """(The requests that have all of the streams, stream -> width of its rows).
 
     Raises:
-        ConfigError: `streams` is no list of (site, layer).
+        ConfigError: `streams` is not a list of (site, layer).
         FileError: the rows of one stream have different widths.
         KeyError: a stream was not captured.
     """
@@ -219,8 +218,8 @@ def chosen(
             found = request.manifest.streams[name].shape[1]
             if width.setdefault(stream, found) != found:
                 raise FileError(
-                    f"{request!r}: rows of {name} have {found} numbers, those of requests before "
-                    f"it {width[stream]}; export what one model wrote."
+                    f"{request!r}: rows of {name} have {found} numbers, and rows of earlier "
+                    f"requests have {width[stream]}; export the rows of one model alone."
                 )
         if stream not in width:
             raise KeyError(f"{stream!r} was not captured; captured are {capture.keys()}")
@@ -263,11 +262,11 @@ def save(
 ) -> int:
     """Write the files that `Dataset.save_to_disk` writes. Returns the number of rows.
 
-    The file that readers look for becomes visible last.
+    The file `state.json`, which readers need, becomes visible last.
 
     Args:
-        form: what readers get: None for Python's objects, "torch" for tensors.
-        card: a function from the number of rows to the text of README.md; None: no card.
+        form: the objects that readers get. None: Python's objects. "torch": tensors.
+        card: a function from the number of rows to the text of README.md. None: no card.
     """
     pa = arrow()
     check_empty(folder)

@@ -1,12 +1,12 @@
-"""Features as the rows of a stream, as the files of a sink hold them.
+"""Converts features to the rows of a stream in a sink's files, and back.
 
 Owns:  SUFFIX, `stored_features` and `features_in`.
-Runs:  `stored_features` where rows are written; `features_in` anywhere.
+Runs:  the process that writes rows calls `stored_features`. Any process may call `features_in`.
 To:    sinks.filesystem (writes), captured (reads).
 
-In a file the features called NAME are the stream `NAME.features`. Its rows are float32 [n,
-2 * places]: first the features' numbers, with -1 in a place without a feature, then their values.
-float32 holds every whole number up to 2^24 = 16,777,216.
+In a file the features called NAME are the stream `NAME.features`. The rows of the stream are
+float32 [n, 2 * places]: first the features' numbers, then the features' values. A place without a
+feature has the number -1. float32 represents every whole number up to 2^24 = 16,777,216.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from vllm_scope.codecs import make_codec
 from vllm_scope.codecs.packed import EncodedRows, Packing
 from vllm_scope.request.read_features import ReadFeatures
 
-#: The name of a stream of features is the features' own name with this ending.
+#: The name of a stream of features is the features' name with this ending.
 SUFFIX = ".features"
 
 
 def stored_features(indices: Tensor, values: Tensor) -> EncodedRows:
-    """Features as rows that a file keeps as they are, whatever the codec of other rows.
+    """Features as rows that a file stores without a codec, even if other rows have a codec.
 
     Args:
-        indices: int32 [n, places]; -1 in a place without a feature.
+        indices: int32 [n, places]. -1 in a place without a feature.
         values: float32 [n, places].
     """
     rows = torch.cat([indices.float(), values], dim=1)

@@ -1,6 +1,6 @@
-"""Features as a sparse matrix in Parquet.
+"""Writes features as a sparse matrix in Parquet.
 
-Owns:  `write_parquet` (for one result), `export_features` (for all captured requests).
+Owns:  `write_parquet` (one result), `export_features` (all captured requests).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def write_parquet(found: SparseFeatures, path: str | os.PathLike[str]) -> None:
-    """Write one result's features, and their `metadata`. Raises ConfigError if pyarrow is missing.
+    """Write one result's features and `metadata`. Raises ConfigError if pyarrow is missing.
 
-    The columns are `position`, `index` and `value` of `export_features`.
+    The columns are `position`, `index` and `value`, as in `export_features`.
     """
     arrow()
     import pyarrow.parquet as pq
@@ -38,16 +38,16 @@ def write_parquet(found: SparseFeatures, path: str | os.PathLike[str]) -> None:
 def export_features(capture: Capture, path: str | Path, name: str) -> int:
     """Write the features of all requests as a sparse matrix in Parquet. Returns the number of rows.
 
-    A row is one active feature of one token: `request` (the uid of its manifest), `position`,
-    `token_id`, `index` and `value`. Rows are in the order of requests and positions; at one
-    position the strongest feature comes first. A token without an active feature has one row whose
-    `index` and `value` are null.
+    A row is one active feature of one token. The columns are `request` (the uid in the manifest),
+    `position`, `token_id`, `index` and `value`. Rows are in the order of requests and positions. At
+    one position the strongest feature comes first. A token without an active feature has one row
+    whose `index` and `value` are null.
 
     Args:
-        name: the name that the features got from `Features(..., name=...)`, or else the SAE's name.
+        name: the name in `Features(..., name=...)`. If `Features` has no name, the SAE's name.
 
     Raises:
-        KeyError: no request has features of this name.
+        KeyError: no request has features with this name.
         FileError: the file cannot be written, or a captured file is damaged.
         ConfigError: pyarrow is missing.
     """

@@ -13,41 +13,41 @@ from typing import BinaryIO, Protocol
 
 from vllm_scope.errors import FileError
 
-#: Endings of data files. All other files in a folder are passed over.
+#: The endings of data files. Readers ignore all other files in a folder.
 SUFFIXES = (".safetensors", ".npz")
 
 
 class Folder(Protocol):
-    """Files below a root, read only. Safe to call from several threads."""
+    """Files below a root, for reading. Several threads may call the methods at the same time."""
 
     def names(self) -> list[str]:
         """The names of the data files, with `/` between folders, sorted."""
         ...
 
     def open(self, name: str) -> tuple[BinaryIO, int]:
-        """A data file, opened for reading at its beginning, and its size in bytes. Raises
+        """(A data file, opened for reading at its first byte, its size in bytes). Raises
         FileError."""
         ...
 
     def local(self, name: str) -> Path:
-        """The path of a local file with the content of this data file. Raises FileError."""
+        """The path of a local file that has the content of this data file. Raises FileError."""
         ...
 
 
 class LocalFolder:
-    """A folder with its subfolders, or one file of it."""
+    """A folder with all subfolders, or (`only`) one file of the folder."""
 
     def __init__(self, root: Path, only: str | None = None) -> None:
         self._root = root
         self._only = only
-        #: Name -> inode, size and modification time of the file when it was first opened.
+        #: Name -> (inode, size, modification time) of the file when the file was first opened.
         self._seen: dict[str, tuple[int, int, int]] = {}
 
     def names(self) -> list[str]:
         if self._only is not None:
             return [self._only]
         found: list[str] = []
-        # Links are not followed. Hidden files are still being written.
+        # Links are not followed. Hidden files are left out, because they are not complete.
         for folder, folders, names in os.walk(self._root):
             folders[:] = [name for name in folders if not name.startswith(".")]
             below = Path(folder).relative_to(self._root)
@@ -60,7 +60,7 @@ class LocalFolder:
 
     def open(self, name: str) -> tuple[BinaryIO, int]:
         path = self._root / name
-        # Without O_NONBLOCK, opening a named pipe waits for a writer.
+        # Without O_NONBLOCK, `os.open` of a named pipe waits for a writer.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
         if self._only is None:  # else the caller named this file
             flags |= os.O_NOFOLLOW

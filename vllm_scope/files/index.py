@@ -1,8 +1,7 @@
-"""The data about requests that is stored beside their rows.
+"""The data about requests that is stored with their rows.
 
-Owns:  RequestRecord (a writer's input when a request ends), IndexedRequest (what is stored and
-       returned: `request.manifest`), DocumentSpan, Index (all requests of one file), and their
-       JSON.
+Owns:  RequestRecord (a writer's input when a request ends), IndexedRequest (the stored data,
+       `request.manifest`), DocumentSpan, Index (all requests of one file), and their JSON.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from vllm_scope.errors import FileError, shown
 from vllm_scope.request.read_features import ReadFeatures
 from vllm_scope.request.sites import SiteLayer
 
-#: `ok`: all rows that were asked for are there. `partial`: rows are missing. `error`: see `reason`.
+#: `ok`: the file has all requested rows. `partial`: rows are missing. `error`: see `reason`.
 Status = Literal["ok", "partial", "error"]
 #: From best to worst.
 STATUSES: tuple[Status, ...] = get_args(Status)
 
 FORMAT = 1
-#: Limit for an index that is read. Any index that a writer makes is smaller.
+#: Limit of the size of an index that is read. Writers make smaller indexes only.
 MAX_INDEX_BYTES = 1 << 30
-#: Limit for the number of pipeline stages in an index: a damaged index may claim any number. No
-#: engine has so many stages.
+#: Limit of the number of pipeline stages in an index. Engines have fewer stages, but a damaged
+#: index may state any number.
 MAX_STAGES = 1024
 
 
 class DocumentSpan(msgspec.Struct, frozen=True):
-    """Some tokens of a document, in the prompt of a harvested request.
+    """Consecutive tokens of a document in the prompt of a harvested request.
 
     Attributes:
         document: the document's id.
@@ -50,26 +49,26 @@ class DocumentSpan(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """A request, or one completion of it, at its end.
+    """The data of a request, or of one completion of a request, when the request ends.
 
     Attributes:
-        request_id: the engine's id of the request; may repeat between runs and replicas.
-        prompt_ids, output_ids: all tokens, the last sampled one included.
+        request_id: the engine's id of the request. Another run or replica may use the same id.
+        prompt_ids, output_ids: all tokens, with the token sampled last.
         model: name of the model.
-        expected, delivered, dropped: rows of this stage that were asked for, that reached
-            the writer (one per position), and that were lost.
+        expected: number of rows of this stage that were requested.
+        delivered: number of rows that reached the writer, one per position.
+        dropped: number of rows that were lost.
         status: `ok`, `partial` (rows are missing) or `error`.
-        reason: why the status is not `ok`.
-        tag: a folder for requests that belong together.
-        name: the caller's name of the request. A later request replaces an earlier one of the
-            same owner, tag and name.
-        uid: unique among all requests; the same for all stages and completions of a request.
-        child: index of the completion, if the request has n > 1.
-        stage, num_stages: index of the pipeline stage that has these rows, and number of stages.
-        owner: the request's owner, in letters and digits, if several owners share a root.
-        documents: the spans that the prompt of a harvested request is made of, in order; empty for
-            other requests.
-        num_layers: the model's number of layers; None: not known.
+        reason: None if the status is `ok`.
+        tag: the folder of the request's file. Requests with the same tag share a folder.
+        name: the caller's name of the request. An earlier request with the same owner, tag and name
+            is replaced.
+        uid: unique among all requests. All stages and completions of a request have the same uid.
+        child: index of the completion if the request has n > 1.
+        stage, num_stages: index of the pipeline stage of these rows, and number of stages.
+        owner: the request's owner, in letters and digits. "" if a root has one owner only.
+        documents: the spans in the prompt of a harvested request, in order. Else empty.
+        num_layers: the model's number of layers. None: not known.
     """
 
     request_id: str
@@ -93,22 +92,22 @@ class RequestRecord:
 
     @property
     def num_positions(self) -> int:
-        """Number of processed positions. The token sampled last is not processed: rows from its
-        position on belong to rejected drafts."""
+        """Number of processed positions. The token sampled last is not processed. Rows from this
+        token's position on belong to rejected drafts."""
         return len(self.prompt_ids) + max(len(self.output_ids) - 1, 0)
 
 
 class IndexedStream(msgspec.Struct, frozen=True):
-    """Where the rows of one stream of a request are.
+    """The location and format of the rows of one stream of a request.
 
     Attributes:
-        shape: (num_rows, hidden_size), decoded.
+        shape: (num_rows, hidden_size) of the decoded rows.
         dtype: the dtype of decoded rows.
         codec: metadata for `codecs.codec_from`.
         file: the name of the file, in the folder of the manifest.
         first: the index of the request's first row in the file's stream.
-        features: in a stream of features, which features were read. Other streams and files of
-            earlier versions do not have this field.
+        features: for a stream of features, the features that were read. Other streams, and files
+            from earlier versions, lack this field.
     """
 
     shape: tuple[int, int]
@@ -120,7 +119,7 @@ class IndexedStream(msgspec.Struct, frozen=True):
 
 
 class IndexedRequest(msgspec.Struct, frozen=True):
-    """One request as stored.
+    """The stored data of one request.
 
     Attributes:
         files: names of the files, in the folder of the manifest.
@@ -128,7 +127,7 @@ class IndexedRequest(msgspec.Struct, frozen=True):
         number: the request's index in the file.
         first_token: the index of the request's first token in the file's token ids.
 
-    The other attributes are those of RequestRecord.
+    All other attributes are as in RequestRecord.
     """
 
     request_id: str
@@ -167,7 +166,7 @@ class Index(msgspec.Struct, frozen=True):
     """The requests of one file.
 
     Attributes:
-        dtypes: name of a tensor that is stored as bits of another dtype (npz) -> its own dtype.
+        dtypes: name of a tensor that npz stores as bits of another dtype -> the tensor's dtype.
     """
 
     layout: Literal["per_request", "packed", "sharded", "npz"]
@@ -204,7 +203,7 @@ def stream_name(stream: SiteLayer) -> str:
 
 
 def parse_stream(name: str) -> SiteLayer:
-    """The stream of `site.layer`. Raises FileError for other names."""
+    """The stream of the name `site.layer`. Raises FileError for other names."""
     site, _, layer = name.rpartition(".")
     # int() raises ValueError for thousands of digits.
     if not site or not layer.isascii() or not layer.isdigit() or len(layer) > 9:

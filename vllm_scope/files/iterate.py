@@ -1,12 +1,11 @@
-"""Rows for training: every row once, as fast as the disk reads them.
+"""Yields rows for training: every row one time, as fast as the disk reads rows.
 
-Owns:  `iter_rows`, and the meaning of "shuffled".
+Owns:  `iter_rows`, and the order of shuffled rows.
 
-Single rows are not permuted, because disks are slowest at small reads from many places. Runs of
-neighbouring rows are put in random order, a pool of POOL_RUNS runs is read, and rows are drawn
-from the pool in random order. A batch thus mixes rows from POOL_RUNS places of the data set. The
-kernel reads a pool's runs ahead into the page cache. Each row is copied once, from the page cache
-into its batch.
+Disks are slow at many small reads. Therefore `iter_rows` does not permute single rows of the whole
+data set. Instead `iter_rows` permutes runs of neighbouring rows, and reads a pool of POOL_RUNS
+runs. Batches take the rows of a pool in random order. The kernel reads the runs of a pool ahead
+into the page cache. Each row is copied one time, from the page cache into its batch.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from vllm_scope.errors import FileError
 from vllm_scope.files.buffers import Buffers
 from vllm_scope.files.streams import StoredStream
 
-#: Rows that are read at once for shuffling: 1 MB if a row has 4096 bf16 values.
+#: Number of rows of a run: 1 MB if a row has 4096 bf16 values.
 RUN_ROWS = 128
 POOL_RUNS = 256
-#: Memory of at most this many batches is kept for reuse after the caller has dropped the batches.
+#: Number of batches whose memory is kept for reuse after the caller has dropped the batches.
 _KEPT_BATCHES = 4
-#: The largest number of files that stay mapped. The kernel's page tables take 1/512 of their bytes.
+#: Largest number of mapped files. The kernel's page tables take 1/512 of the mapped bytes.
 _MOST_MAPPED = 512
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -46,15 +45,15 @@ def iter_rows(
     part: tuple[int, int] = (0, 1),
     skip: int = 0,
 ) -> Iterator[Tensor]:
-    """The rows of stored streams in batches; see Capture.iter_rows.
+    """The rows of stored streams in batches. See Capture.iter_rows.
 
     Args:
-        part: (index, number of parts): only the rows of one part. Each row is in one part.
-        skip: number of batches to leave out at the beginning, mostly without reading them.
+        part: (index, number of parts): yield only the rows of this part. Each row is in one part.
+        skip: number of batches to leave out at the beginning. Most of their rows are not read.
 
     Raises:
         ValueError: `batch_size` is below 1.
-        FileError: the streams' widths or dtypes differ.
+        FileError: the streams have different widths or dtypes.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
@@ -70,7 +69,7 @@ def iter_rows(
 
 
 def _joined(stored: Sequence[StoredStream]) -> list[StoredStream]:
-    """The streams, joined where their rows follow each other in a shard."""
+    """The streams. Streams whose rows follow each other in a shard are joined."""
     spans: list[StoredStream] = []
     for stream in stored:
         together = spans[-1].joined(stream) if spans else None
@@ -82,7 +81,8 @@ def _joined(stored: Sequence[StoredStream]) -> list[StoredStream]:
 
 
 def _runs(spans: Sequence[StoredStream], num_rows: int) -> list[_Run]:
-    """The spans cut into runs of at most `num_rows`; a span that is not rowwise is one run."""
+    """The spans, cut into runs of at most `num_rows` rows. If a codec is not rowwise, a span is a
+    run."""
     found: list[_Run] = []
     for number, span in enumerate(spans):
         step, last = num_rows if span.codec.rowwise else span.num_rows, span.num_rows
@@ -120,7 +120,7 @@ def _shuffled(
         skipped = max(skipped - num_rows, 0)
         if not len(mixed):
             continue
-        # Read in file order, for the disk; mixed below.
+        # Read in file order, which is fast. The rows are mixed below.
         pool = _Pool(spans, [runs[i] for i in sorted(pool_of)], mapped)
         mixed = pool.starts[mixed]
         batches = batches or Buffers(_KEPT_BATCHES * batch_size * pool.memory.shape[1])
@@ -139,19 +139,18 @@ def _shuffled(
 
 
 class _Pool:
-    """The rows of some runs: decoded, or in mapped files, which the kernel reads ahead.
+    """The rows of some runs. Encoded rows are decoded. Rows without a codec stay in mapped files.
 
-    One gather copies rows of many files straight into a batch.
+    One gather copies rows of many files into a batch.
 
     Args:
-        mapped: a function from a span's index to all rows of the span. It is called only for spans
-            that are not encoded.
+        mapped: a function from the index of a span without a codec to all rows of the span.
 
     Attributes:
         memory: uint8 [bytes, bytes of a row]: all memory from the first to the last row. Entry i
-            shows the bytes from byte i on, so entries overlap. Only the runs' bytes are read.
-        starts: int64 [rows]: where each row begins in `memory`.
-        kept: the tensors whose memory `memory` shows; they must stay alive with it.
+            begins at byte i, therefore entries overlap. Only the runs' bytes are read.
+        starts: int64 [rows]: the index of each row's first byte in `memory`.
+        kept: the tensors whose memory `memory` refers to. The pool keeps these tensors alive.
     """
 
     def __init__(
@@ -184,8 +183,8 @@ def _read_ahead(address: int, num_bytes: int) -> None:
 
 
 def _pools(order: list[int], runs: Sequence[_Run]) -> Iterator[list[int]]:
-    """The order cut into pools of POOL_RUNS runs. If runs are longer than RUN_ROWS, a pool has
-    fewer runs, and about as many rows."""
+    """The order, cut into pools of POOL_RUNS runs. If runs are longer than RUN_ROWS, a pool has
+    fewer runs and about the same number of rows."""
     pool: list[int] = []
     num_rows = 0
     for i in order:
@@ -200,7 +199,7 @@ def _pools(order: list[int], runs: Sequence[_Run]) -> Iterator[list[int]]:
 
 
 def _batches(pieces: Iterator[Tensor], batch_size: int) -> Iterator[Tensor]:
-    """The pieces, cut and joined into batches. A piece of a batch's size is passed on as it is."""
+    """The pieces, cut and joined into batches. A piece of a batch's size is not copied."""
     waiting: list[Tensor] = []
     num_waiting = 0
     for piece in pieces:

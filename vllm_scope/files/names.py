@@ -1,9 +1,9 @@
-"""File names from the names that callers give their requests.
+"""Makes file names from the names that callers give their requests.
 
-Owns:  the mapping from any string to a name that is safe on every file system.
+Owns:  `clean` (maps any string to a name that is safe on every file system), `digest`, `place`.
 
-Promise: a name has no separator, is not hidden, not reserved by Windows, and has at most
-MAX_CHARS characters. Two different strings have different names.
+Promise: a name has no separator and at most MAX_CHARS characters. A name is not hidden, and Windows
+does not reserve the name. Two different strings have different names.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from vllm_scope.files.index import RequestRecord
 MAX_CHARS = 100
 _PLAIN = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_CHARS - 1}}}")
 _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
-#: Endings that a name must not have: a folder of that name could take the place of a data file.
+#: Endings that a name must not have. A folder named `x.npz`, for example, could have the path of a
+#: data file.
 _OURS = (".json", ".safetensors", ".npz", ".")
 
 
 def clean(text: str) -> str:
-    """The string itself if it is safe; else its safe characters, `~` and a digest."""
+    """The string itself if it is safe. Else the string's safe characters, `~` and a digest."""
     if _PLAIN.fullmatch(text) and not _RESERVED.fullmatch(text) and not text.endswith(_OURS):
         return text
     safe = re.sub(r"[^A-Za-z0-9_-]+", "_", text)[: MAX_CHARS - 20]
@@ -36,10 +37,10 @@ def digest(text: str) -> str:
 def place(record: RequestRecord) -> str:
     """The path of a request's file, below the root and without its suffix.
 
-    A request with a name always gets the same path in the folder of its owner and tag, so a later
-    request of this owner, tag and name replaces its file. The path of a request without a name has
-    a digest of its uid: every engine counts its requests from zero, and a second run must not
-    overwrite the first.
+    If the request has a name, the path depends only on owner, tag and name. A later request with
+    the same three values replaces the file. If the request has no name, the path has a digest of
+    the uid. Every engine counts request ids from zero, but a second run must not overwrite earlier
+    files.
     """
     stem = clean(record.name) if record.name is not None else clean(record.request_id)
     if record.name is None:

@@ -1,8 +1,8 @@
 """One numpy archive per request, for tools that read no other format.
 
-The arrays are those of `per_request`. numpy has neither bf16 nor fp8: their bits are stored
-as int16 and uint8, and the index tells their dtypes. The index is in the archive, as the array
-`vllm_scope` (JSON as bytes), and in a file beside the archive.
+The arrays are the same as in `per_request`. numpy lacks bf16 and fp8. The bits of such values are
+stored as int16 and uint8, and the index has the true dtypes. The index is in the archive, as the
+array `vllm_scope` (JSON as bytes), and in a file in the same folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm_scope.files.index import Index, IndexedRequest
 from vllm_scope.files.per_request import KEY, PerRequestLayout, publish_indexed
 from vllm_scope.files.publish import whole_writes
 
-#: dtype -> the dtype under which its bits are stored.
+#: dtype that numpy lacks -> the dtype as which the bits are stored.
 BITS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 
 

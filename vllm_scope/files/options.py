@@ -22,24 +22,24 @@ CodecName = Literal["none", "fp16", "fp8", "int8", "full8", "rp8", "topk8", "zst
 
 
 class FileOptions(BaseModel):
-    """Where files are written, and how.
+    """The root of the files, and the format in which files are written.
 
     Attributes:
-        root: a folder, made if it is missing, or a URL that fsspec knows. Nothing is
-            written outside of it.
+        root: a folder, or a URL that fsspec supports. The writer makes a missing folder. All files
+            are written below the root.
         layout: `per_request` and `npz`: one file per request. `packed`: one file for several
-            requests, each with its own tensors. `sharded`: large files in which the rows of
-            all requests follow each other.
+            requests, with separate tensors for each request. `sharded`: large files whose tensors
+            have the rows of many requests.
         codec: see docs/codecs.md.
         codec_options: options of the codec.
-        fsync: call fsync on each file before the file becomes visible, and on its folder after.
-        file_mib: size at which `packed` and `sharded` begin a new file.
-        packed_requests: number of requests after which `packed` begins a new file.
-        mode: the mode of local files, in octal. Users who may read the files may enter the
-            folders that the writer makes. An existing root keeps its mode.
-        key_folders: True: files of requests over HTTP (`per_request`, `npz`) are in a folder
-            of their API key, named `key-` and a digest. False: all API keys share the folders, so
-            one key's request may replace another key's file.
+        fsync: call fsync on each file before the file becomes visible, then on its folder.
+        file_mib: `packed` and `sharded` begin a new file at this size.
+        packed_requests: `packed` begins a new file after this number of requests.
+        mode: the mode of local files, in octal. If a user may read the files, the user may also
+            enter the folders that the writer makes. An existing root keeps its mode.
+        key_folders: only for requests over HTTP and the layouts `per_request` and `npz`. True: each
+            API key has a folder, whose name is `key-` and a digest. False: all API keys share the
+            folders, and a request may replace the file of another API key.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -71,8 +71,8 @@ class FileOptions(BaseModel):
 
     @staticmethod
     def parse(body: object) -> FileOptions:
-        """Checked options. Raises ConfigError, which names the option, its value, and what is
-        allowed."""
+        """The checked options. Raises ConfigError with the option, its value, and the allowed
+        values."""
         if not isinstance(body, Mapping):
             raise ConfigError(f"the file options are {shown(body)}; they must be an object.")
         options = checked(FileOptions, body, "file option ")
@@ -84,8 +84,8 @@ class FileOptions(BaseModel):
                     f"codec_options has {shown(name)}; codec {options.codec!r} takes "
                     f"{', '.join(own) or 'no options'}."
                 )
-        # Check the values of the codec's options before any row comes. The width of rows is not
-        # known yet, so `k` is checked with a width that allows it, if there is one.
+        # Check the values of the codec's options before rows arrive. The width of rows is not known
+        # here. Therefore `k` is checked with a width that allows `k`.
         k = options.codec_options.get("k")
         width = min(k, MAX_HIDDEN_SIZE) if isinstance(k, int) and k > 0 else 1024
         make_codec(options.codec, width, torch.float32, **options.codec_options)

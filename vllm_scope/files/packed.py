@@ -2,8 +2,8 @@
 
     0/resid_post.5, 0/resid_post.5.positions, 0/token_ids, 1/resid_post.5, ...
 
-This layout is for many small requests whose tensors are read one by one. A file is full after
-`packed_requests` requests or `file_mib`, whichever comes first.
+This layout is for many small requests whose tensors are read one by one. A file is full when it has
+`packed_requests` requests, or when its size reaches `file_mib`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PackedLayout(FileLayout):
         stored = Stored(manifest, self._published)
         full = self._nbytes >= self._options.file_bytes
         if full or len(self._manifests) >= self._options.packed_requests:
-            # The requests' futures have the error.
+            # Suppress the error here: the futures of the requests have the error.
             with suppress(FileError):
                 self.flush()
         return stored

@@ -4,8 +4,8 @@
     resid_post.5.positions    int64 [n]
     token_ids                 int32 [num_tokens]
 
-The index is in the file's metadata under `vllm_scope`, which readers use, and beside the
-file as `.json`, for people.
+Readers use the index in the file's metadata, under `vllm_scope`. A `.json` file in the same folder
+has the same index, for people.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ KEY = "vllm_scope"
 
 
 def part_key(stream: str, part: str) -> str:
-    """The name of the tensor that holds a codec's part of a stream: the stream's own name if the
-    part is rows that need no decoding."""
+    """The name of the tensor with a codec's part of a stream. For plain rows, the stream's name."""
     return stream if part == "rows" else f"{stream}.{part}"
 
 
 def tensors_of(request: FinishedRequest, prefix: str = "") -> dict[str, list[Tensor]]:
-    """The request's tensors by name, each as pieces along the first axis."""
+    """Name of a tensor of the request -> the tensor as pieces along the first axis."""
     found = {f"{prefix}token_ids": [request.token_ids]}
     for name, stream in request.streams.items():
         found[f"{prefix}{name}.positions"] = [torch.from_numpy(stream.positions)]
@@ -42,7 +41,7 @@ def tensors_of(request: FinishedRequest, prefix: str = "") -> dict[str, list[Ten
 
 
 def publish_indexed(publisher: Publisher, name: str, write: Write, body: bytes) -> None:
-    """Publish a data file, then its index beside it as `.json`."""
+    """Publish a data file, then a `.json` file with the index in the same folder."""
     stem = name.rpartition(".")[0]
     publisher.publish({name: write, f"{stem}.json": partial(write_bytes, body=body)})
 
@@ -50,7 +49,7 @@ def publish_indexed(publisher: Publisher, name: str, write: Write, body: bytes) 
 def publish_tensors(
     publisher: Publisher, stem: str, tensors: dict[str, list[Tensor]], index: Index
 ) -> None:
-    """Publish a safetensors file with the index in its metadata, and the index beside the file."""
+    """Publish a safetensors file with the index in its metadata, then the index as `.json`."""
     body = index.encode()
     write = partial(write_tensors, tensors=tensors, metadata={KEY: body.decode()})
     publish_indexed(publisher, f"{stem}.safetensors", write, body)

@@ -1,12 +1,11 @@
 """Files that become visible whole, or not at all.
 
-Owns:  LocalPublisher, and the lock that tells whether the writer of a temporary file still runs.
-Runs:  wherever a layout writes. Several publishers may share a root.
+Owns:  LocalPublisher, and its lock file (a locked file shows that the writer still runs).
+Runs:  in every process that writes files. Several publishers may share a root.
 
-Promise: a visible file is complete. It is written under a hidden temporary name in its folder,
-then renamed. The index beside rows becomes visible after them, so that no index names rows
-that are missing. A killed writer leaves hidden files only, and the next writer that starts on
-the root removes them.
+Promise: a visible file is complete. A file is written under a hidden temporary name in its folder,
+then renamed. An index becomes visible after the rows that the index names. A killed writer leaves
+only hidden files. The next writer of the root removes these hidden files.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _TEMPORARY = re.compile(r"\..+\.([0-9a-f]{16})\.tmp", re.DOTALL)
 
 
 class Publisher(Protocol):
-    """Puts files below one root. Safe to call from several threads."""
+    """Writes files below one root. Several threads may call `publish` at the same time."""
 
     def publish(self, files: Mapping[str, Write]) -> None:
         """Write files, then make them visible in the order of `files`.
@@ -38,13 +37,13 @@ class Publisher(Protocol):
         Existing files of the same names are replaced.
 
         Args:
-            files: name -> function that writes the content to an empty, unbuffered file. Names
-                are below the root, all in one folder, `/` between folders (`names.place`).
+            files: name -> a function that writes the content to an empty, unbuffered file. Names
+                are relative to the root, with `/` between folders, and all in one folder.
 
         Raises:
-            FileError: a file cannot be written. If a rename failed, the files renamed before it
-                stay visible, because the files that they replaced are gone; if the folder's
-                fsync failed, all files stay visible. Otherwise no file is visible.
+            FileError: a file cannot be written. If a rename failed, files that were already renamed
+                stay visible, because the replaced files are gone. If the folder's fsync failed, all
+                files stay visible. Otherwise no file is visible.
         """
         ...
 
@@ -53,7 +52,8 @@ class Publisher(Protocol):
 
 @contextmanager
 def whole_writes(file: BinaryIO) -> Iterator[BinaryIO]:
-    """A file whose `write` takes all bytes or raises OSError, for libraries that do not check."""
+    """A file whose `write` writes all bytes or raises OSError. For libraries that do not check the
+    number of bytes written."""
     buffer = io.BufferedWriter(file, 1 << 20)
     try:
         yield buffer
@@ -62,18 +62,18 @@ def whole_writes(file: BinaryIO) -> Iterator[BinaryIO]:
 
 
 def write_bytes(file: BinaryIO, body: bytes | memoryview) -> None:
-    """Write all of `body`: an unbuffered file may take it in parts."""
+    """Write all of `body`. An unbuffered file may need several calls of `write`."""
     view = memoryview(body)
     while view:
         view = view[file.write(view) :]
 
 
 class LocalPublisher:
-    """Publishes below a local folder, which is made if it is missing.
+    """Publishes below a local folder. A missing folder is made.
 
     Args:
-        mode: the mode of files. Users who may read the files may enter the folders that are made.
-            Files may have private text: by default only this user may read them.
+        mode: the mode of files. If a user may read the files, the user may also enter the new
+            folders. By default only this user may read: files can have private text.
 
     Attributes:
         identity: part of the names of this writer's temporary files and lock.
@@ -113,7 +113,7 @@ class LocalPublisher:
     def _write(self, temporary: Path, write: Write) -> None:
         with suppress(FileNotFoundError):
             temporary.unlink()
-        # The file must not be a link that another user put there.
+        # The path must not be a link that another user made.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(temporary, flags, 0o600), "wb", buffering=0) as file:
             os.fchmod(file.fileno(), self._mode)  # whatever the umask is
@@ -130,7 +130,7 @@ class LocalPublisher:
             raise NotADirectoryError(f"{self._root} is not a folder")
 
     def _make(self, folder: Path) -> None:
-        """Make one folder. Raises FileExistsError."""
+        """Make a folder with the folder mode. Raises FileExistsError."""
         folder.mkdir(0o700)
         folder.chmod(self._folder_mode)  # whatever the umask is
         if self._fsync:
@@ -157,15 +157,15 @@ class LocalPublisher:
 
 
 def _lock(root: Path, mode: int) -> tuple[str, int]:
-    """A new identity, and the descriptor that holds its lock. The kernel releases the lock when
-    this process ends, however it ends."""
+    """(A new identity, the descriptor of the lock's file). The kernel releases the lock when this
+    process ends or is killed."""
     while True:
         identity = secrets.token_hex(8)
         path = root / f".scope-{identity}.lock"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another writer may have removed the file as a leftover before it was locked.
+            # Another writer may have removed the file before `flock` locked the file.
             if os.stat(path).st_ino == os.fstat(fd).st_ino:
                 return identity, fd
         except (BlockingIOError, FileNotFoundError):
@@ -177,28 +177,28 @@ def _lock(root: Path, mode: int) -> tuple[str, int]:
 
 
 def _remove_leftovers(root: Path, own: str) -> None:
-    """Remove locks that no process holds, and temporary files of writers without a lock."""
+    """Remove the lock files of dead writers, and the temporary files of dead writers."""
     alive = {own}
     for file in list(os.scandir(root)):
         found = _LOCK.fullmatch(file.name)
         if found and found[1] != own and not _removed(file.path):
             alive.add(found[1])
     for folder, folders, names in os.walk(root):
-        # Hidden folders are roots of other writers, with locks of their own (`files.staged`).
+        # Hidden folders are roots of other writers, with separate locks (`files.staged`).
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             found = _TEMPORARY.fullmatch(name)
-            # A writer that started after the scan has its lock by now.
+            # A writer that started after the scan made its lock file before its temporary files.
             if found and found[1] not in alive and not (root / f".scope-{found[1]}.lock").exists():
                 with suppress(FileNotFoundError):
                     os.unlink(os.path.join(folder, name))
 
 
 def _removed(path: str) -> bool:
-    """Remove a lock's file if no process holds the lock. Returns True if the file is gone.
+    """Remove a lock file if no process holds the lock. Returns True if the file is gone.
 
-    The file is unlinked while this process holds the lock. A writer that has just made the file,
-    and does not hold the lock yet, then sees that the file is gone.
+    This process holds the lock while it unlinks the file. If another writer has made the file and
+    not locked it yet, the other writer then sees that the file is gone.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -218,7 +218,7 @@ def _removed(path: str) -> bool:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Return once the names in a folder are on the disk. Raises OSError."""
+    """Wait until the names in a folder are on the disk. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -1,4 +1,4 @@
-"""Captured rows from files: `vllm_scope.open(path)`.
+"""Reads captured rows from files: `vllm_scope.open(path)`.
 
     capture = vllm_scope.open("captures")
     request = capture["my-name"]
@@ -6,7 +6,7 @@
     for rows in capture.iter_rows("resid_post", 5, batch_size=4096, shuffle=True):
         ...
 
-Owns:  Capture (all requests below a path) and `open`.
+Owns:  Capture (all requests below a path), `open`.
 To:    captured (one request), iterate (rows for training), export.
 """
 
@@ -29,11 +29,10 @@ from vllm_scope.request.sites import SiteLayer
 
 
 class Capture:
-    """Requests in the order of their files' names. Requests of one file are in the order in which
-    they ended.
+    """Captured requests, in the order of file names. Requests of one file are in the order of their
+    ends.
 
-    `[...]` takes an index, a name or a request id. `find` can also match a tag, a status or an
-    owner.
+    `[...]` takes an index, a name or a request id. `find` also matches tags, statuses and owners.
     """
 
     def __init__(self, requests: list[CapturedRequest]) -> None:
@@ -49,7 +48,7 @@ class Capture:
         """The request with this index, name or request id.
 
         Raises:
-            IndexError, KeyError: there is no such request, or there are several.
+            IndexError, KeyError: no request matches, or several requests match.
         """
         if isinstance(which, int):
             return self._requests[which]
@@ -58,8 +57,8 @@ class Capture:
         ]
         if not found:
             raise KeyError(
-                f"no request is called {shown(which)}; the capture has {len(self)} requests, and "
-                "iterating over it gives them"
+                f"no request is called {shown(which)}; the capture has {len(self)} requests; "
+                "iterate over the capture to see them"
             )
         if len(found) > 1:
             raise KeyError(
@@ -87,7 +86,7 @@ class Capture:
         ]
 
     def keys(self) -> list[SiteLayer]:
-        """The streams that any of the requests has."""
+        """All streams that at least one request has."""
         return sorted({stream for request in self for stream in request.keys()})
 
     def iter_rows(
@@ -100,22 +99,20 @@ class Capture:
         part: tuple[int, int] = (0, 1),
         skip: int = 0,
     ) -> Iterator[Tensor]:
-        """Every row of a stream once, in batches [batch_size, hidden_size]; the last batch may be
-        smaller.
+        """Yield each row of a stream one time, in batches [batch_size, hidden_size]. The last batch
+        may be smaller.
 
-        Without `shuffle`, a batch may be a view of the file, if there is no codec. With `shuffle`,
-        rows are read in runs of neighbours and mixed within a pool of many runs from all files:
-        see vllm_scope.files.iterate.
+        Without `shuffle` and without a codec, a batch may be a view of the file. `shuffle` reads
+        runs of neighbouring rows, and mixes the rows of many runs. See vllm_scope.files.iterate.
 
         Args:
-            shuffle: True: in random order, the same for the same seed.
-            part: (index, number of parts), for several readers: each row is in one part.
-            skip: number of batches to leave out at the beginning, such as those that an earlier
-                reader had.
+            shuffle: True: yield rows in random order. Equal seeds give equal orders.
+            part: (index, number of parts), for several readers. Each row is in one part.
+            skip: number of batches to leave out at the beginning.
 
         Raises:
             KeyError: no request has this stream.
-            FileError: widths or dtypes differ between files.
+            FileError: the rows of two files have different widths or dtypes.
         """
         stored = [r.stored((site, layer)) for r in self if (site, layer) in r]
         if not stored:
@@ -127,16 +124,17 @@ class Capture:
 
 
 def open(path: str | os.PathLike[str]) -> Capture:
-    """The requests below a folder, in a file, or below a URL that fsspec knows.
+    """The requests below a folder, in a file, or below a URL that fsspec supports.
 
-    Reads only indexes; rows are read when they are asked for. Files of other programs are skipped.
+    Reads only indexes. Rows are read when the caller accesses them. Files of other programs are
+    skipped.
 
     Raises:
         FileError: the path does not exist, or a file of captured rows is damaged.
     """
     folder = find_folder(path)
     files = OpenFiles(folder)
-    #: A key that the pieces of one request share -> stage -> the stage's pieces, usually one.
+    #: (uid, child, num_stages) of a request -> stage -> the stage's pieces, usually one piece.
     groups: dict[tuple[str, int, int], dict[int, list[Piece]]] = {}
     for name in folder.names():
         index = read_index(folder, name)
@@ -154,7 +152,7 @@ def open(path: str | os.PathLike[str]) -> Capture:
 
 
 def _requests(stages: dict[int, list[Piece]]) -> list[list[Piece]]:
-    """The pieces of each request, in the order of stages. A request that was stored twice counts as
-    two requests."""
+    """The pieces of each request, in stage order. If a request was stored twice, there are two
+    requests."""
     of_requests = zip_longest(*(stages[stage] for stage in sorted(stages)))
     return [[piece for piece in pieces if piece is not None] for pieces in of_requests]

@@ -1,10 +1,10 @@
-"""Roots that are URLs: object stores, other hosts, memory; through fsspec.
+"""Roots that are URLs of object stores, other hosts or memory, through fsspec.
 
-Owns:  RemotePublisher, RemoteStaged, RemoteFolder and `read_remote`.
+Owns:  RemotePublisher, RemoteStaged, RemoteFolder, `read_remote`.
 
-Files are written to a local temporary folder, uploaded under a temporary name, and moved. A
-file that is read is downloaded once, whole, to a temporary folder that lives as long as the
-reader; its rows are then mapped like those of a local file.
+Files are written to a local temporary folder, uploaded under a temporary name, then moved. A reader
+downloads each file one time to a temporary folder. The folder exists as long as the reader. The
+rows are then mapped as in a local file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _file_system(url: str) -> tuple[AbstractFileSystem, str]:
 
 
 def read_remote(url: str, name: str) -> bytes | None:
-    """The content of a small file below a URL; None if there is no such file. Raises FileError."""
+    """The content of a small file below a URL. None if there is no such file. Raises FileError."""
     system, root = _file_system(url)
     try:
         system.invalidate_cache()
@@ -88,7 +88,7 @@ class RemotePublisher:
 
 
 class RemoteStaged:
-    """Hidden places below a URL; see `files.staged`."""
+    """Hidden folders below a URL. See `files.staged`."""
 
     def __init__(self, url: str, folder: str) -> None:
         self._system, self._root = _file_system(url)
@@ -122,7 +122,7 @@ class RemoteStaged:
 
 
 class RemoteFolder:
-    """The files below a URL, or the one file that the URL names."""
+    """The files below a URL, or the file at the URL."""
 
     def __init__(self, url: str) -> None:
         self._system, root = _file_system(url)
@@ -142,7 +142,7 @@ class RemoteFolder:
         if self._only is not None:
             return [self._only]
         found: list[str] = []
-        self._system.invalidate_cache()  # other processes write there
+        self._system.invalidate_cache()  # other processes write files below this URL
         for path in self._system.find(self._root):
             name = path[len(self._root) :].lstrip("/")
             hidden = any(part.startswith(".") for part in name.split("/"))
@@ -159,10 +159,10 @@ class RemoteFolder:
 
     def local(self, name: str) -> Path:
         folder = Path(self._fetched.name)
-        # A name in a listing could lead out of the folder.
+        # A name in a listing could have a path outside the folder.
         path = folder / name
         if ".." in Path(name).parts or not path.is_relative_to(folder):
-            raise FileError(f"{name!r} is no name below {self._root}")
+            raise FileError(f"{name!r} is not a name below {self._root}")
         with self._lock:
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)

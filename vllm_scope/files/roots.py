@@ -1,6 +1,6 @@
 """Roots: a folder of this host, one file, or a URL.
 
-Owns:  `make_publisher` (writes below a root), `find_folder` and `read_file` (read below it).
+Owns:  `make_publisher` (writes below a root), `find_folder` and `read_file` (read below a root).
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from vllm_scope.files.remote import RemoteFolder, RemotePublisher, read_remote
 
 
 def make_publisher(root: str, fsync: bool, mode: int = 0o600) -> Publisher:
-    """A publisher for a folder, or for a URL that fsspec knows.
+    """A publisher for a folder, or for a URL that fsspec supports.
 
     Args:
         mode: the mode of local files.
 
     Raises:
         FileError: the root cannot be written to.
-        ConfigError: the root is a URL that fsspec cannot open, or a URL while `fsync` is true.
+        ConfigError: fsspec cannot open the URL, or the root is a URL and `fsync` is true.
     """
     if "://" in root:
         if fsync:
-            raise ConfigError(f"fsync is true and root is {shown(root)}; URLs know no fsync.")
+            raise ConfigError(f"fsync is true and root is {shown(root)}; URLs have no fsync.")
         return RemotePublisher(root)
     return LocalPublisher(Path(root), fsync, mode)
 
 
 def find_folder(path: str | os.PathLike[str]) -> Folder:
-    """The Folder of a root, for reading its files. Raises FileError if the root does not exist."""
+    """The Folder of a root, for reading files. Raises FileError if the root does not exist."""
     text = os.fspath(path)
     if "://" in text:
         return RemoteFolder(text)
@@ -45,7 +45,7 @@ def find_folder(path: str | os.PathLike[str]) -> Folder:
 
 
 def read_file(root: str, name: str) -> bytes | None:
-    """The content of a small file of a root; None if there is no such file. Raises FileError."""
+    """The content of a small file of a root. None if there is no such file. Raises FileError."""
     if "://" in root:
         return read_remote(root, name)
     try:

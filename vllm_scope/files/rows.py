@@ -1,10 +1,10 @@
-"""One request's rows on their way to a file.
+"""Collects one request's rows before they are written to a file.
 
-Owns:  RequestWriter (collects blocks of rows) and Stream (one stream, in order).
-Runs:  on the thread that writes rows, such as a sink thread. Only `finish` may wait for a disk.
+Owns:  RequestWriter (collects blocks of rows), Stream (one stream, in position order).
+Runs:  on the thread that writes rows, for example a sink thread. Only `finish` may wait for a disk.
 
-Promise: rows are in position order. Each position has one row: the last row that was written for
-it. Rows of tokens that were never accepted are left out.
+Promise: rows are in position order. Each position has one row, the last row that was written for
+the position. Rows of rejected tokens are left out.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Stream:
 
     Attributes:
         positions: int64 [n], ascending.
-        blocks: the n rows in one or more blocks, [some, hidden_size] each.
-        codec: the codec of rows that came encoded; the blocks then hold the encoded bytes.
-        read: if the rows are features, which features were read.
+        blocks: the n rows, in one or more blocks [some, hidden_size].
+        codec: the codec of rows that arrived encoded. The blocks then have the encoded bytes.
+        read: if the rows are features, the features that were read.
     """
 
     positions: Ints
@@ -45,12 +45,12 @@ class Stream:
 
 
 class RequestWriter:
-    """Collects the rows of one request. No file is made before `finish` is called.
+    """Collects the rows of one request. Only `finish` makes a file.
 
     Args:
         buffers: memory for copies of the rows.
-        copies: False: rows on the CPU are kept without a copy, unless they would keep alive much
-            more memory than they fill. The caller must not change them until they are published.
+        copies: False: keep rows on the CPU without a copy if the rows fill at least half of their
+            storage. The caller must not change the rows until the rows are published.
     """
 
     def __init__(
@@ -73,24 +73,25 @@ class RequestWriter:
         rows: Tensor | EncodedRows,
         read: ReadFeatures = NOT_KNOWN,
     ) -> None:
-        """Take some rows. If a position is written twice, its last row stays.
+        """Add some rows. If a position is written twice, the last row stays.
 
         Args:
-            site, layer: the stream; `embed` has layer 0.
+            site, layer: the stream. `embed` has layer 0.
             positions: int64 [n], absolute.
-            rows: [n, hidden_size], model dtype, on any device; or n encoded rows, which are
-                stored as they are, whatever the writer's own codec.
-            read: if the rows are features, which features were read; the same for the whole stream.
+            rows: [n, hidden_size], model dtype, on any device. Or n encoded rows, which are stored
+                unchanged, without the writer's codec.
+            read: if the rows are features, the features that were read. Equal in all calls.
 
         Raises:
-            ValueError: shapes, dtypes or codecs contradict each other or the stream's earlier rows.
+            ValueError: shapes, dtypes or codecs do not agree, or differ from the stream's earlier
+                rows.
         """
         codec = None
         self._read[site, layer] = read
         if isinstance(rows, EncodedRows):
             codec, rows = rows.codec, rows.data
         if self._codecs.setdefault((site, layer), codec) != codec:
-            raise ValueError(f"{site}.{layer}: rows come under two codecs")
+            raise ValueError(f"{site}.{layer}: the rows have two codecs")
         if rows.dim() != 2 or positions.shape != rows.shape[:1]:
             raise ValueError(
                 f"{site}.{layer}: positions are {list(positions.shape)} and rows "
@@ -106,11 +107,11 @@ class RequestWriter:
         blocks.append((np.array(positions, np.int64), rows if kept else self._buffers.copy(rows)))
 
     def finish(self, record: RequestRecord) -> Stored:
-        """Encode and store the rows. Call this once.
+        """Encode and store the rows. Call `finish` one time.
 
         Raises:
-            FileError: the request's own file could not be written.
-            ConfigError: the codec cannot take rows of this size.
+            FileError: the request's file could not be written.
+            ConfigError: the codec does not support rows of this size.
         """
         return self._store(record, self)
 
@@ -125,9 +126,9 @@ class RequestWriter:
 
 
 def _fills_its_memory(rows: Tensor) -> bool:
-    """True if the rows are on the CPU and take at least half of the memory that they keep alive.
+    """True if the rows are on the CPU and take at least half of their storage.
 
-    Rows of other layers that lie between them count as theirs.
+    Rows of other layers that lie between these rows count as used memory.
     """
     used = len(rows) * rows.stride(0) * rows.itemsize
     return rows.device.type == "cpu" and 2 * used >= rows.untyped_storage().nbytes()

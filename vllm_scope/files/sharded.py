@@ -8,12 +8,13 @@
     vllm_scope               uint8 [bytes]           the index, as JSON
     resid_post.5.<name>      tensors that the writer's `Summary` makes of the rows, if it has one
 
-The index is also beside the shard as `.json`, for people. In the file it is a tensor, because
-the index of many small requests can be larger than a safetensors header may be.
+A `.json` file in the same folder has the same index, for people. In the shard the index is a
+tensor. The header of a safetensors file has a size limit, and the index of many small requests can
+be larger.
 
-Owns:  ShardedLayout and its shards.
-Runs:  `add` on the caller's thread keeps the pieces without a copy. Shards are written on
-       two threads or more: one fills the page cache while another waits for the disk.
+Owns:  ShardedLayout, and the shards.
+Runs:  `add` on the caller's thread keeps the pieces without a copy. Two or more threads write
+       shards. One thread can fill the page cache while another thread waits for the disk.
 """
 
 from __future__ import annotations
@@ -38,16 +39,15 @@ from vllm_scope.files.publish import Publisher
 from vllm_scope.files.stored import FileLayout, FinishedRequest, Stored, settling
 from vllm_scope.files.tensors import joined, write_tensors
 
-#: How many shards are written at once, unless the caller gives another number. If one more shard
-#: is full, `add` waits.
+#: Default number of shards written at the same time. If one more shard is full, `add` waits.
 NUM_WRITERS = 2
-#: How many shards are filled at once: rows of one stream with different codecs need different
-#: shards. If one more shard is needed, the oldest one is written.
+#: Largest number of shards that are filled at the same time. Rows of one stream with different
+#: codecs need different shards. If one more shard is needed, the oldest shard is written.
 MOST_OPEN = 4
-#: A block that is decoded for a Summary ends when it has at least this many rows.
+#: Smallest number of rows of a block that is decoded for a Summary. The last block can be smaller.
 BLOCK_ROWS = 4096
 #: A function from the decoded rows of one stream of a shard, in blocks [some, hidden_size], to
-#: tensors by name. Called on the threads that write shards.
+#: tensors by name. The threads that write shards call this function.
 Summary = Callable[[Iterator[Tensor]], dict[str, Tensor]]
 
 
@@ -56,10 +56,10 @@ class _Rows:
     """The rows of one stream in a shard.
 
     Attributes:
-        parts: part of the codec -> its pieces, of all requests.
-        requests, firsts: for each request with such rows, its number, and the index of its first
-            token among the shard's tokens.
-        positions: for each request with such rows, the rows' positions.
+        parts: part of the codec -> the part's pieces, of all requests.
+        requests: the number of each request that has rows in this stream.
+        firsts: for each of these requests, the index of its first token in the shard's token ids.
+        positions: for each of these requests, the positions of its rows.
     """
 
     codec: Codec
@@ -70,7 +70,7 @@ class _Rows:
     positions: list[Ints] = field(default_factory=list)
 
     def tensors(self, name: str, token_ids: Tensor) -> dict[str, list[Tensor]]:
-        """The tensors of stream `name`, by name. `token_ids`: int32, those of the whole shard."""
+        """Name of a tensor -> pieces, for stream `name`. `token_ids`: int32, of the whole shard."""
         counts = [len(positions) for positions in self.positions]
         positions = np.concatenate(self.positions)
         tokens = positions + np.repeat(self.firsts, counts)
@@ -87,8 +87,8 @@ class _Shard:
     """Requests whose rows go into one file.
 
     Attributes:
-        nbytes: bytes of the tensors so far.
-        published: done when the file is visible; has the exception if the file was not written.
+        nbytes: number of bytes of the tensors so far.
+        published: done when the file is visible. Has the exception if the file was not written.
     """
 
     def __init__(self, stem: str) -> None:
@@ -101,8 +101,8 @@ class _Shard:
         self._streams: dict[str, _Rows] = {}
 
     def fits(self, request: FinishedRequest) -> bool:
-        """True if each stream that the shard and the request share has the same width, dtype and
-        codec in both."""
+        """True if width, dtype and codec agree in each stream that the shard and the request
+        share."""
         known = self._streams
         return all(
             name not in known or known[name].codec == stream.codec
@@ -112,7 +112,7 @@ class _Shard:
     def add(self, request: FinishedRequest) -> Stored:
         number = len(self.manifests)
         firsts = {name: rows.num_rows for name, rows in self._streams.items()}
-        # First, because only this step can fail: a request is in the shard whole or not at all.
+        # First, because only this step can fail: a shard must not have a part of a request.
         manifest = request.manifest(f"{self.stem}.safetensors", firsts, number, self._num_tokens)
         for name, stream in request.streams.items():
             rows = self._streams.setdefault(name, _Rows(stream.codec))
@@ -122,7 +122,7 @@ class _Shard:
             rows.requests.append(number)
             rows.firsts.append(self._num_tokens)
             rows.positions.append(stream.positions)
-            # 8 bytes for each row: the number of its request, and its token.
+            # 8 bytes for each row: the request's number and the token id.
             self.nbytes += stream.nbytes + 8 * stream.shape[0]
         self.nbytes += request.token_ids.nbytes
         self._token_ids.append(request.token_ids)
@@ -146,11 +146,11 @@ class _Shard:
             publish_indexed(publisher, f"{self.stem}.safetensors", write, body)
 
     def _blocks(self, stream: str) -> Iterator[Tensor]:
-        """The rows of a stream, decoded. Short requests share a block, because a Summary takes less
-        time for one large block than for many small ones."""
+        """The decoded rows of a stream. Short requests share a block, because a Summary is faster
+        with one large block than with many small blocks."""
         codec, pieces = self._streams[stream].codec, self._streams[stream].parts
         names = list(codec.part_names)
-        if codec.codec == "none":  # nothing is decoded, and each long request is a block
+        if codec.codec == "none":  # without a codec, each long request is a block
             yield from joined(pieces[names[0]])
             return
         waiting: list[tuple[Tensor, ...]] = []
@@ -186,7 +186,7 @@ class ShardedLayout(FileLayout):
         self._num_shards = 0
         self._threads = ThreadPoolExecutor(num_writers, thread_name_prefix="vllm-scope-shard")
         self._writing: list[Future[None]] = []
-        #: The shards that are being filled, the oldest first.
+        #: The shards that `add` fills, the oldest shard first.
         self._open: list[_Shard] = []
 
     def _shard_for(self, request: FinishedRequest) -> _Shard:
@@ -208,12 +208,12 @@ class ShardedLayout(FileLayout):
 
     def _rotate(self, shard: _Shard) -> None:
         self._open.remove(shard)
-        if not shard.manifests:  # adding its first request failed
+        if not shard.manifests:  # `add` failed for the first request of the shard
             return
         self._writing.append(self._threads.submit(shard.publish, self._publisher, self._summary))
         if len(self._writing) > self._num_writers:
             wait(self._writing, return_when=FIRST_COMPLETED)
-        # The requests' futures have the error of a shard that failed.
+        # If a shard failed, the futures of its requests have the error.
         self._writing = [one for one in self._writing if not one.done()]
 
     def flush(self) -> None:

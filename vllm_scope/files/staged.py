@@ -6,13 +6,12 @@
     staged.move(place, names)        # from here on they are below the root
     staged.remove(place)
 
-Owns:  the protocol Staged, `make_staged`.
+Owns:  Staged (protocol), `make_staged`.
 Runs:  in the process that decides which files are visible, on one thread.
 To:    harvests with several engines.
 
-Promise: a whole file is either below its place or below the root. Only the process that moves files
-decides what the root holds: a file that another process writes after the last move is never
-visible.
+Promise: a complete file is either below its place or below the root. Only the process that calls
+`move` makes files visible. A file written after the last `move` stays hidden.
 """
 
 from __future__ import annotations
@@ -29,32 +28,32 @@ from vllm_scope.errors import FileError
 from vllm_scope.files.publish import fsync_folder
 from vllm_scope.files.remote import RemoteStaged
 
-#: The folder of places below a root, hidden from readers.
+#: The folder below a root that has the places. Readers ignore hidden folders.
 FOLDER = ".engines"
 
 
 class Staged(Protocol):
-    """Hidden places below one root."""
+    """Places below one root. A place is a hidden folder."""
 
     def make(self) -> str:
-        """A new place: an absolute path, or a URL. Raises FileError."""
+        """Make a place. Returns an absolute path, or a URL. Raises FileError."""
         ...
 
     def places(self) -> list[str]:
-        """All places, including those of earlier processes. Raises FileError."""
+        """All places, with the places of earlier processes. Raises FileError."""
         ...
 
     def move(self, place: str, names: Iterable[str]) -> None:
-        """Make these files of a place visible, in this order. Raises FileError."""
+        """Make these files of a place visible, in the order of `names`. Raises FileError."""
         ...
 
     def remove(self, place: str) -> None:
-        """Remove a place and its files. A file that cannot be removed stays, and raises nothing."""
+        """Remove a place and all files of the place. Errors are ignored."""
         ...
 
 
 def make_staged(root: str, fsync: bool, mode: int) -> Staged:
-    """Places below a folder that exists, or below a URL that fsspec knows. Raises ConfigError."""
+    """A Staged for an existing folder, or for a URL that fsspec supports. Raises ConfigError."""
     return RemoteStaged(root, FOLDER) if "://" in root else LocalStaged(Path(root), fsync, mode)
 
 
@@ -99,5 +98,5 @@ class LocalStaged:
 
     def remove(self, place: str) -> None:
         shutil.rmtree(place, ignore_errors=True)
-        with suppress(OSError):  # other places are there
+        with suppress(OSError):  # raises if the folder still has other places
             (self._root / FOLDER).rmdir()

@@ -1,6 +1,6 @@
-"""A request that has ended, on its way into a file, and the result of storing it.
+"""The data of an ended request for a file layout, and the result of storing the request.
 
-Owns:  EncodedStream, FinishedRequest (a layout's input), Stored (its output), FileLayout.
+Owns:  EncodedStream, FinishedRequest (a layout's input), Stored (a layout's output), FileLayout.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Stored:
     """The result of storing a request.
 
     Attributes:
-        manifest: the request's manifest. The file that it names has the rows once `published` is
-            done; until then the rows are only in this process's memory.
-        published: done when the file is visible; has the exception if the file was not written.
-        folder: the file's folder, below the root.
+        manifest: the request's manifest. After `published` is done, the manifest's file has the
+            rows. Before, the rows are only in this process's memory.
+        published: done when the file is visible. Has the exception if the file was not written.
+        folder: the file's folder, relative to the root.
     """
 
     manifest: IndexedRequest
@@ -41,12 +41,12 @@ class Stored:
     folder: str = ""
 
     def path(self, file: str) -> str:
-        """The path below the root of a file that the manifest names."""
+        """The path, relative to the root, of a file in the manifest."""
         return f"{self.folder}/{file}" if self.folder else file
 
 
 def published() -> Future[None]:
-    """The future of a file that is visible already."""
+    """A future that is done, for a file that is already visible."""
     future: Future[None] = Future()
     future.set_result(None)
     return future
@@ -54,8 +54,7 @@ def published() -> Future[None]:
 
 @contextmanager
 def settling(published: Future[None]) -> Iterator[None]:
-    """Complete the future when the `with` block ends: with None, or with the exception that the
-    block raises."""
+    """When the `with` block ends, set the future's result to None, or set the block's exception."""
     try:
         yield
     except BaseException as error:
@@ -70,8 +69,8 @@ class EncodedStream:
 
     Attributes:
         positions: the rows' positions, [num_rows].
-        parts: part of the codec -> its pieces along the first axis, at least one.
-        read: if the rows are features, which features were read.
+        parts: part of the codec -> the part's pieces along the first axis, at least one piece.
+        read: if the rows are features, the features that were read.
     """
 
     positions: Ints
@@ -89,11 +88,11 @@ class EncodedStream:
 
 @dataclass(frozen=True)
 class FinishedRequest:
-    """A request with all of its rows, encoded.
+    """A request with all of its encoded rows.
 
     Attributes:
         streams: the request's streams, by `site.layer`.
-        token_ids: int32 [num_tokens], prompt and output.
+        token_ids: int32 [num_tokens], the tokens of prompt and output.
     """
 
     record: RequestRecord
@@ -110,7 +109,7 @@ class FinishedRequest:
         """The manifest of this request, as the request with index `number` in `file`.
 
         Args:
-            firsts: stream -> index of the request's first row in the file's stream; 0 if missing.
+            firsts: stream -> index of the request's first row in the file's stream. Default: 0.
             first_token: index of the request's first token in the file's token ids.
         """
         record, first_of = self.record, firsts or {}
@@ -136,16 +135,15 @@ class FinishedRequest:
 
 
 def _utf8(text: Text) -> Text:
-    """The text, with `?` for lone surrogates. JSON input may have them; UTF-8 has no bytes for
-    them."""
+    """The text, with `?` for lone surrogates. JSON can have lone surrogates, but UTF-8 cannot."""
     if text is None or text.isascii():
         return text
     return text.encode("utf-8", "replace").decode()
 
 
 def _status(record: RequestRecord, num_rows: int) -> tuple[Status, str | None]:
-    """The record's status and reason; `partial` if the status is `ok` and the counts contradict
-    it."""
+    """(status, reason) of the record. If rows of an `ok` record are missing, the status is
+    `partial`."""
     if record.status != "ok":
         return record.status, record.reason
     if num_rows != record.delivered:
@@ -157,7 +155,7 @@ def _status(record: RequestRecord, num_rows: int) -> tuple[Status, str | None]:
 
 
 class FileLayout(ABC):
-    """How requests become files. Called from one thread at a time."""
+    """Writes requests into files. Only one thread at a time may call the methods."""
 
     def __init__(self, options: FileOptions, publisher: Publisher) -> None:
         self._options = options
@@ -165,8 +163,7 @@ class FileLayout(ABC):
 
     @abstractmethod
     def add(self, request: FinishedRequest) -> Stored:
-        """Take a request. Raises FileError if the layout writes the request's file in this call and
-        the write fails."""
+        """Add a request. Raises FileError if this call writes a file and the write fails."""
 
     def flush(self) -> None:  # noqa: B027
         """Wait until every request is published or has failed. Raises the first FileError."""

@@ -1,9 +1,9 @@
 """Rows of one stream in one file, and the open files of a folder.
 
 Owns:  StoredStream, OpenFiles.
-From:  captured (which names the stream).   To: captured, iterate.
+From:  captured (names the stream).   To: captured, iterate.
 
-Promise: every size that an index states is compared with the file before it is used.
+Promise: each size in an index is checked against the file before the size is used.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from vllm_scope.files.datafile import MappedFile, NpzFile, open_data
 from vllm_scope.files.folder import Folder
 from vllm_scope.files.per_request import part_key
 
-#: The largest number of files that are open at once. A tensor of a closed file stays valid.
+#: Largest number of open files. If a file is closed, tensors of the file stay valid.
 MAX_OPEN = 64
 
 
 class OpenFiles:
-    """The data files of a folder, opened when first needed."""
+    """The data files of a folder. A file is opened at its first use."""
 
     def __init__(self, folder: Folder) -> None:
         self.get = lru_cache(maxsize=MAX_OPEN)(self._open)
@@ -38,12 +38,12 @@ class OpenFiles:
 
 @dataclass(frozen=True)
 class StoredStream:
-    """Rows of one stream in one file, of one request or of consecutive requests.
+    """Rows of one stream in one file. The rows belong to one request or to consecutive requests.
 
     Attributes:
         name: the file's name.
         key: the stream's name in the file.
-        first, num_rows: index of the first row in the file's stream, and number of rows.
+        first: index of the first row in the file's stream.
         codec: the codec of the rows.
     """
 
@@ -56,7 +56,7 @@ class StoredStream:
 
     @property
     def encoded(self) -> bool:
-        """False if `rows` gives views of the file."""
+        """False if `rows` returns views of the file."""
         return self.codec.codec != "none"
 
     @property
@@ -68,22 +68,22 @@ class StoredStream:
         return found
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` - 1, decoded: [stop - start, hidden_size]. Without a codec they
-        are a view of the file."""
+        """The decoded rows `start` to `stop` - 1, [stop - start, hidden_size]. A view of the file
+        if the stream has no codec."""
         if not self.codec.rowwise:
             return self._decode(self._parts(), self.num_rows)[start:stop]
         parts = {name: part[start:stop] for name, part in self._parts().items()}
         return self._decode(parts, stop - start)
 
     def take(self, index: Tensor) -> Tensor:
-        """The rows with these indices, [len(index), hidden_size], decoded."""
+        """The decoded rows with these indices, [len(index), hidden_size]."""
         if not self.codec.rowwise:
             return self._decode(self._parts(), self.num_rows)[index]
         parts = {name: _select(part, index) for name, part in self._parts().items()}
         return self._decode(parts, len(index))
 
     def joined(self, other: StoredStream) -> StoredStream | None:
-        """Both streams as one if the rows of `other` come next in the file; else None."""
+        """Both streams as one stream if the rows of `other` follow in the file, else None."""
         if (
             self.codec.rowwise
             and (self.name, self.key, self.codec) == (other.name, other.key, other.codec)

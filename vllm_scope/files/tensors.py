@@ -1,10 +1,10 @@
-"""Safetensors files: written from pieces, and read after their headers are checked.
+"""Writes safetensors files from pieces, and checks the headers of files before reading.
 
-Owns:  `write_tensors`, `head_of`, Header and its checks.
+Owns:  `write_tensors`, `head_of`, Header, and the checks of a header.
 
-The format's own library needs each tensor in one piece. A shard has the rows of many
-requests, and joining them would cost one more copy, so the header is written here. Tests
-read everything back with that library.
+The safetensors library writes a tensor from one piece of memory. In a shard a tensor has the rows
+of many requests. Joining the rows would need one more copy. Therefore this module, not the library,
+writes the header and the pieces. Tests read the files with the safetensors library.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from vllm_scope.errors import FileError, shown
 from vllm_scope.files.buffers import bytes_of, cat_rows, copy_rows
 from vllm_scope.files.publish import write_bytes
 
-#: Larger headers are refused before they are read; the format allows 100 MB.
+#: Larger headers are refused before they are read. The format allows 100 MB.
 MAX_HEADER_BYTES = 64 << 20
 #: The largest number of dimensions of a tensor in a file that is read. Tensors of captured rows
-#: have one or two.
+#: have one or two dimensions.
 MAX_DIMS = 8
-#: Largest number of elements of a tensor, in torch too.
+#: Largest number of elements of a tensor. torch has the same limit.
 _MAX_NUMBERS = (1 << 63) - 1
-#: Smaller pieces are joined: a system call per row would cost more than a copy.
+#: Smaller pieces are joined, because a system call per row costs more than a copy.
 _SMALL_BYTES = 1 << 16
-#: If a block holds several layers, the rows of one layer do not lie one behind another. This many
-#: bytes of them are copied at a time, then written and hashed while a core's cache has them.
+#: If a block has the rows of several layers, there are gaps between the rows of one layer. The
+#: writer copies this number of bytes at a time. The copied rows are written while a core's cache
+#: has them.
 _COPIED_BYTES = 1 << 19
 
 CODE_OF = {
@@ -57,12 +58,11 @@ def write_tensors(
     """Write a whole safetensors file.
 
     Args:
-        file: unbuffered and empty.
-        tensors: name -> pieces along the first axis, at least one; their dtype and other
-            axes are equal.
+        file: an unbuffered, empty file.
+        tensors: name -> at least one piece along the first axis. Dtypes and other axes are equal.
         metadata: the header's metadata.
     """
-    # Wide dtypes first: each tensor is then aligned in the mapped file.
+    # Write wide dtypes first. Each tensor is then aligned in the mapped file.
     names = sorted(tensors, key=lambda name: (-tensors[name][0].dtype.itemsize, name))
     shapes = []
     for name in names:
@@ -78,7 +78,8 @@ def write_tensors(
 
 
 def _in_turn(piece: Tensor) -> Iterator[Tensor]:
-    """Yield the piece; if there are gaps between its rows, yield copies of some rows at a time.
+    """If there are gaps between the rows of the piece, yield copies of some rows at a time. Else
+    yield the piece.
 
     Each copy overwrites the memory of the previous copy.
     """
@@ -96,11 +97,10 @@ def _in_turn(piece: Tensor) -> Iterator[Tensor]:
 def head_of(
     tensors: Iterable[tuple[str, str, list[int], int]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """The bytes before the tensors in a file: the header's length, and the header.
+    """The bytes before the tensors in a file: the header's length, then the header.
 
     Args:
-        tensors: for each tensor, in the file's order: name, code of the dtype, shape, number of
-            bytes.
+        tensors: (name, code of the dtype, shape, bytes) of each tensor, in the file's order.
 
     Raises:
         FileError: the header would be larger than MAX_HEADER_BYTES.
@@ -121,7 +121,7 @@ def head_of(
 
 
 def joined(pieces: Sequence[Tensor]) -> list[Tensor]:
-    """The pieces in order; neighbouring small pieces are joined."""
+    """The pieces in order. Neighbouring small pieces are joined."""
     found: list[Tensor] = []
     small: list[Tensor] = []
     num_numbers = 0
@@ -147,10 +147,11 @@ class HeaderTensor(msgspec.Struct, frozen=True):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """A checked header: every tensor lies within the file and has its shape's size.
+    """A checked header. Every tensor lies within the file, and has the size that its shape needs.
 
     Attributes:
-        num_bytes: bytes before the tensors: the header, and the 8 bytes that tell its length.
+        num_bytes: number of bytes before the first tensor, that is, the header and 8 bytes for its
+            length.
     """
 
     metadata: dict[str, str]
@@ -159,26 +160,26 @@ class Header(msgspec.Struct, frozen=True):
 
 
 def read_header(file: BinaryIO, size: int, where: str, mark: str | None = None) -> Header:
-    """Read and check a safetensors header. It cannot claim more memory than the file fills.
+    """Read and check a safetensors header. Headers with sizes above the file's size are refused.
 
     Args:
-        file: at its beginning.
+        file: the file, at its first byte.
         size: the file's size in bytes.
-        where: the file's name, for messages.
-        mark: if neither the metadata nor the tensors have this name, another program wrote the
-            file, and its tensors are not checked. None: the tensors of every file are checked.
+        where: the file's name, for error texts.
+        mark: a name in the metadata or in the tensors of files that this package writes. If a file
+            lacks this name, its tensors are not checked. None: check all files.
 
     Raises:
-        FileError: the file is not safetensors, or sizes in the header contradict the file's.
+        FileError: the file is not safetensors, or sizes in the header do not fit the file's size.
     """
     first = file.read(8)
     if len(first) < 8:
-        raise FileError(f"{where} has {size} bytes; it is no safetensors file.")
+        raise FileError(f"{where} has {size} bytes; it is not a safetensors file.")
     (length,) = struct.unpack("<Q", first)
     if length > min(size - 8, MAX_HEADER_BYTES):
         raise FileError(
             f"{where} says that its header has {length} bytes; the file has {size}, and "
-            f"headers at most {MAX_HEADER_BYTES}. It is damaged, or no safetensors file."
+            f"headers at most {MAX_HEADER_BYTES}. It is damaged, or not a safetensors file."
         )
     try:
         body = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
@@ -199,7 +200,7 @@ def _check(name: str, tensor: HeaderTensor, data_bytes: int, where: str) -> None
     dtype = DTYPE_OF.get(tensor.dtype)
     if dtype is None:
         raise FileError(
-            f"{where}: {shown(name)} is of dtype {shown(tensor.dtype)}, not one of ours"
+            f"{where}: {shown(name)} is of dtype {shown(tensor.dtype)}, which is not supported"
         )
     (start, stop), shape = tensor.data_offsets, tensor.shape
     if len(shape) > MAX_DIMS:
@@ -209,11 +210,11 @@ def _check(name: str, tensor: HeaderTensor, data_bytes: int, where: str) -> None
         )
     if min(shape, default=0) < 0 or not 0 <= start <= stop <= data_bytes:
         raise FileError(f"{where}: {shown(name)} does not lie within the file")
-    # torch multiplies the other lengths of an empty tensor too, for its strides.
+    # torch multiplies the lengths of all axes for the strides, also in an empty tensor.
     numbers = math.prod(max(length, 1) for length in shape)
     num_bytes = 0 if 0 in shape else numbers * dtype.itemsize
     if num_bytes != stop - start or numbers > _MAX_NUMBERS:
         raise FileError(
             f"{where}: {shown(name)} has {stop - start} bytes; its shape {shown(shape)} "
-            "takes another number of them"
+            "needs another number of bytes"
         )

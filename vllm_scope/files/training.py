@@ -1,4 +1,4 @@
-"""Rows as a PyTorch data set: shared among workers, and resumed in the middle of an epoch.
+"""A PyTorch data set of rows, for several workers, which can resume in the middle of an epoch.
 
 Owns:  RowDataset.
 Runs:  in a training process, and in the workers of its DataLoader.
@@ -19,25 +19,26 @@ from vllm_scope.files.reader import open as open_capture
 
 
 class RowDataset(IterableDataset[Tensor]):
-    """Batches of rows of one stream, [batch_size, hidden_size], shuffled anew in each epoch.
+    """Batches of rows of one stream, [batch_size, hidden_size], in a new order in each epoch.
 
-    Use `DataLoader(dataset, batch_size=None, num_workers=...)`. Each row comes once in an epoch, in
-    one of the workers; each worker's last batch may be smaller. Each process opens the files when
-    it reads them, so the data set can be sent to any process.
+    Use `DataLoader(dataset, batch_size=None, num_workers=...)`. In an epoch, one worker yields each
+    row one time. Each worker's last batch may be smaller. Each process opens the files itself.
+    Therefore the data set can be pickled.
 
-    The object counts its epochs. A worker has a copy of the object: keep the workers from epoch to
-    epoch (`persistent_workers=True`), or call `set_epoch` before each epoch. Otherwise each epoch
-    has the order of the first.
+    The object counts epochs, and each worker has a copy of the object. Keep the workers from epoch
+    to epoch (`persistent_workers=True`), or call `set_epoch` before each epoch. Without workers
+    that persist or `set_epoch`, all epochs have the same order.
 
-    `state_dict` says how many batches were taken, and `load_state_dict` goes on after them, mostly
-    without reading them. torchdata's StatefulDataLoader calls both in each worker. A plain
-    DataLoader calls neither; call them yourself, without workers.
+    `state_dict` has the number of batches taken. `load_state_dict` continues after these batches,
+    and does not read most of their rows. torchdata's StatefulDataLoader calls both methods in each
+    worker. A plain DataLoader does not call these methods. With a plain DataLoader, call these
+    methods yourself, without workers.
 
     Args:
         path: the path of captured rows, as for `vllm_scope.open`.
-        shuffle: False: rows come in the order of the files, in every epoch.
-        seed: the seed of epoch 0; epoch n has seed + n. The next epoch begins after an iterator
-            has given its last batch.
+        shuffle: False: every epoch has the rows in the order of the files.
+        seed: the seed of epoch 0. Epoch n has seed + n. An epoch ends with an iterator's last
+            batch.
         part: (index, number of parts), for several training processes.
 
     Raises:
@@ -74,22 +75,21 @@ class RowDataset(IterableDataset[Tensor]):
         )  # fmt: skip
         for batch in batches:
             self._taken += 1
-            # A worker would send a view together with its whole file.
+            # Clone, because a worker would send the whole file together with a view.
             yield batch if self._shuffle else batch.clone()
         self._epoch, self._taken = self._epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iterator begin this epoch; the first epoch is 0. Workers that run already
-        keep their own count."""
+        """Let the next iterator begin this epoch. The first epoch is 0. Running workers do not
+        change."""
         self._epoch, self._taken = epoch, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, the number of batches taken in it, and the settings that determine the order
-        of batches."""
+        """The epoch, the number of batches taken in the epoch, and the settings of the order."""
         return {"epoch": self._epoch, "taken": self._taken, "part": self._parts()} | self._order()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iterator go on after the batches that a state counts as taken.
+        """Let the next iterator continue after the batches that were taken before `state_dict`.
 
         Raises:
             FileError: the state has another seed, `shuffle`, batch size or part.
@@ -99,7 +99,7 @@ class RowDataset(IterableDataset[Tensor]):
             if state.get(name) != value:
                 raise FileError(
                     f"the state is of {name} {state.get(name)}, and this data set has {value}; "
-                    "batches would come twice or not at all. Use the same."
+                    "batches would be repeated or left out. Use the same value."
                 )
         self._epoch, self._taken = int(state["epoch"]), int(state["taken"])
 
@@ -107,7 +107,7 @@ class RowDataset(IterableDataset[Tensor]):
         return {"seed": self._seed, "shuffle": self._shuffle, "batch_size": self._batch_size}
 
     def _parts(self) -> tuple[int, int]:
-        """(index, number of parts): the data set's part, or a worker's part of that part."""
+        """(index, number of parts) of the data set, or of this worker in the data set's part."""
         index, count = self._part
         worker = get_worker_info()
         if worker is None:

@@ -1,4 +1,4 @@
-"""Captured rows into files: the interface for an engine's sink.
+"""Writes captured rows into files. The interface for an engine's sink.
 
     writer = open_writer(FileOptions.parse({"root": "captures"}))
     request = writer.begin()
@@ -9,12 +9,12 @@
     writer.close()
 
 Owns:  Writer, `open_writer`.
-Runs:  on one thread at a time. `sharded` writes its files on threads of its own.
+Runs:  on one thread at a time. `sharded` writes files on additional threads.
 To:    one of per_request, packed, sharded, npz.
 
-Promise: `finish` returns the manifest that will be on disk, and a future that is done when the
-file is visible. With per_request and npz the file is visible when `finish` returns. With packed
-and sharded it becomes visible after it is full, at the latest when `flush` or `close` returns.
+Promise: `finish` returns the manifest that will be on disk, and a future that is done when the file
+is visible. With per_request and npz, the file is visible when `finish` returns. With packed and
+sharded, the file becomes visible after the file is full, or when `flush` or `close` returns.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Writer:
     """Writes the requests of one root. Use it as a context manager, or call `close`.
 
     Args:
-        layout: how requests become files; None: the layout of the options.
-        copies: False: most rows are kept without a copy; see RequestWriter.
+        layout: None: the layout in the options.
+        copies: False: most rows are kept without a copy. See RequestWriter.
 
     Attributes:
         buffers: memory for the rows that wait for a file.
@@ -67,7 +67,7 @@ class Writer:
         self._options = options
         self._publisher = publisher
         self._layout = layout or _LAYOUTS[options.layout](options, publisher)
-        # Room for two files that are being written, and for one that is being filled.
+        # Room for two files that threads write, and for one file that `add` fills.
         self.buffers = Buffers(3 * options.file_bytes)
         self._copies = copies
         self._codecs: dict[tuple[int, torch.dtype], Codec] = {}
@@ -91,7 +91,7 @@ class Writer:
         return self._layout.add(FinishedRequest(record, streams, torch.from_numpy(token_ids)))
 
     def _encoded(self, found: Stream) -> tuple[Codec, list[dict[str, Tensor]]]:
-        """The codec of a stream, and the parts of each of its blocks."""
+        """(The codec of a stream, the encoded parts of each block of the stream)."""
         if found.codec is not None:
             packing = Packing(found.codec)
             return found.codec, [
@@ -130,11 +130,11 @@ class Writer:
 
 
 def open_writer(options: FileOptions) -> Writer:
-    """A writer for a root. Removes the files that killed writers left in a local root.
+    """A writer for a root. If the root is local, the files of killed writers are removed.
 
     Raises:
         FileError: the root cannot be written to.
-        ConfigError: a package for this root or codec is missing.
+        ConfigError: a package that the root or the codec needs is missing.
     """
     if options.codec == "zstd":
         zstd_library()

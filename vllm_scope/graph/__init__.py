@@ -1,5 +1,5 @@
 """What is inside the model's compiled graph.
 
-anatomy/  where a model keeps its streams, and the subclasses that carry taps
-tap/      the op: its definition, its kernel, its tables
+anatomy/  where a model has its streams, and the subclasses with taps
+tap/      the definition, the kernel and the tables of the op
 """

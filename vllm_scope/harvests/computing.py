@@ -1,8 +1,8 @@
 """From documents to their rows, on an engine.
 
 Owns:  `context_size`, `contexts_ahead`, `rows_of`.
-Runs:  in the harvesting process; `rows_of` where the engine is. Documents are read and tokenized on
-       a thread ahead of the engine.
+Runs:  in the harvesting process. `rows_of` runs in the process that has the engine. A thread reads
+       and tokenizes documents ahead of the engine.
 From:  documents, contexts, skipped.   To: job, storing; feeds.feeder.
 """
 
@@ -45,13 +45,13 @@ def contexts_ahead(
     skipped: Skipped,
     wanted: Callable[[Context], bool],
 ) -> Generator[Context]:
-    """Yield the contexts to compute, in order. A thread makes them ahead of the engine.
+    """Yield the contexts to compute, in order. A thread makes contexts ahead of the engine.
 
     Args:
         size: the most tokens of a context.
-        skipped: counts the documents and contexts that are passed over.
-        wanted: called on that thread, in order, with each context that is not passed over. If it
-            returns False, the context is left out.
+        skipped: counts the documents and contexts that the harvest skips.
+        wanted: the thread calls this in order, with each context that is not skipped. If it returns
+            False, the context is left out.
 
     Raises:
         SpecError: a document has a token id outside of the model's vocabulary.
@@ -72,11 +72,11 @@ def rows_of(
     prompts = ((context, context.token_ids) for context in contexts)
     with closing(engine.compute(prompts, reads)) as computed:
         for context, rows in computed:
-            rows.columns()  # first, because `status` then counts rows in less time
+            rows.columns()  # called first, because `status` then takes less time
             if rows.status != "complete":
                 raise ScopeError(
                     f"the rows of document {shown(context.name)} are {rows.status}: "
-                    f"{rows.error or 'some are missing'}; run it again."
+                    f"{rows.error or 'some rows are missing'}; run it again."
                 )
             yield context, rows
 
@@ -87,7 +87,7 @@ def _checked(context: Context, engine: EngineFacts) -> Context:
     if not 0 <= min(ids) <= max(ids) < above:
         wrong = next(i for i in ids if not 0 <= i < above)
         raise SpecError(
-            f"document {shown(context.name)} has the token id {wrong}; those of "
-            f"{engine.model} are 0 to {above - 1}. Tokenize with its own tokenizer."
+            f"document {shown(context.name)} has the token id {wrong}; the ids of "
+            f"{engine.model} are 0 to {above - 1}. Use the tokenizer of this model."
         )
     return context

@@ -1,12 +1,12 @@
 """Documents as the prompts that an engine computes.
 
-    truncate   one context of each document: the document's first tokens
-    split      all tokens of a document, in consecutive contexts; the last one may be shorter
-    pack       contexts of equal length, cut from all documents joined in order; each text ends with
-               the end-of-text token, and attention sees earlier documents of the same context
+    truncate   one context for each document: the document's first tokens
+    split      all tokens of a document, in consecutive contexts. The last context may be shorter.
+    pack       contexts of equal length, cut from all documents joined in order. Each text ends with
+               the end-of-text token. Attention sees the earlier documents of the same context.
 
 Owns:  Context, `contexts_of`, `prefetched`.
-Runs:  on a thread of its own: reading and tokenizing go on while the engine computes.
+Runs:  on a thread of its own, which reads and tokenizes while the engine computes.
 From:  documents.   To: computing.
 
 Promise: the contexts depend only on the documents, the tokenizer, the size and the rule.
@@ -30,7 +30,7 @@ Long = Literal["truncate", "split", "pack"]
 Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 T = TypeVar("T")
 
-#: Documents that are tokenized at once.
+#: The number of documents that are tokenized in one call.
 _BATCH = 64
 
 
@@ -39,8 +39,8 @@ class Context:
     """A prompt.
 
     Attributes:
-        token_ids: at least one.
-        spans: the parts of documents that the prompt is made of, in order and without gaps.
+        token_ids: at least one id.
+        spans: the parts of documents that form the prompt, in order and without gaps.
     """
 
     token_ids: Sequence[int]
@@ -48,8 +48,8 @@ class Context:
 
     @property
     def name(self) -> str:
-        """The first document's id. If the context does not begin at that document's first token,
-        `:` and the index of the context's first token in the document follow."""
+        """The first document's id. If the context does not begin at the document's first token, a
+        colon follows, and then the index in the document of the context's first token."""
         first = self.spans[0]
         return first.document if first.first == 0 else f"{first.document}:{first.first}"
 
@@ -59,19 +59,19 @@ class Context:
 
 
 def key_of(spans: Sequence[DocumentSpan]) -> bytes:
-    """16 bytes that identify a context in its data set: no two contexts begin at the same token of
-    the same document."""
+    """16 bytes that identify a context in its data set. Two contexts never begin at the same token
+    of the same document."""
     return digest_of(f"{spans[0].first}:{spans[0].document}")
 
 
 def contexts_of(
     documents: Iterable[Document], encode: Encode, size: int, long: Long, end: int | None
 ) -> Iterator[Context]:
-    """Yield the contexts of documents. A document without tokens is in no context.
+    """Yield the contexts of documents. A document without tokens gives no context.
 
     Args:
         size: the most tokens of a context.
-        end: the token that ends a packed text; None: no token is added.
+        end: the token that is added to each packed text; None: no token is added.
     """
     tokenized = _tokenized(documents, encode, end if long == "pack" else None)
     return _packed(tokenized, size) if long == "pack" else _single(tokenized, size, long)
@@ -120,7 +120,7 @@ def _packed(tokenized: Iterable[tuple[str, Sequence[int]]], size: int) -> Iterat
 
 
 def prefetched(items: Iterable[T], most: int) -> Generator[T]:
-    """Yield items that another thread makes, at most `most` items ahead. Raises the error of that
+    """Yield items that another thread makes ahead, at most `most` items. Raises the error of that
     thread."""
     waiting: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(most)
     ended = threading.Event()

@@ -4,8 +4,8 @@ Owns:  Document, Documents, `find_documents`.
 Runs:  in the harvesting process, on a thread of its own.
 To:    contexts.
 
-Promise: a second reading of the same data set finds the same documents, ids and fingerprint. Memory
-holds one batch of documents at a time, and with an `id_column` a digest of each id.
+Promise: each reading of the same data set finds the same documents, ids and fingerprint. Only one
+batch of a file's documents is in memory at a time. With an `id_column`, a digest of each id is too.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 from vllm_scope.errors import FileError, SpecError, reason_of, shown
 from vllm_scope.request.bounded_json import is_unicode
 
-#: Columns of a document's text or token ids. If no column is named, the first with a value is used.
+#: If the caller names no column, a document is in the first of these columns that has a value.
 COLUMNS = ("text", "input_ids", "token_ids", "tokens")
 SUFFIXES = (".parquet", ".jsonl", ".txt")
-#: Bytes that are hashed at once, and Parquet rows that are read at once.
+#: The number of bytes in one call of the hash, and of Parquet rows in one read.
 _CHUNK, _BATCH = 1 << 20, 256
 
 
@@ -45,11 +45,11 @@ class Documents:
     """A data set: its documents, in order.
 
     Attributes:
-        source: a name or path, for people.
-        fingerprint: hexadecimal digits; differs if the content differs.
+        source: name or path, for messages and the manifest.
+        fingerprint: hexadecimal digits. If the content differs, the fingerprint differs.
         count: the number of documents.
         column: the column of texts or token ids; None: the first of COLUMNS that a row has.
-        id_column: the column of ids; None: the ids are made of row numbers.
+        id_column: the column of ids; None: the fingerprint and the row's number form the id.
     """
 
     source: str
@@ -89,7 +89,7 @@ class Documents:
         if not is_unicode(str(found)):
             raise SpecError(
                 f"row {number} of {self.source} has the {self.id_column} {found!a}, which is "
-                "no Unicode text; name another column, or none, for row numbers."
+                "no Unicode text; name another column, or leave id_column out."
             )
         return Document(str(found), content)
 
@@ -101,7 +101,7 @@ class Documents:
         if isinstance(found, Sequence) and all(type(i) is int for i in found):
             return found
         there = any(name in row for name in names)
-        what = f"has {shown(found)} there" if there else f"has {', '.join(row)}"
+        what = f"has the value {shown(found)}" if there else f"has {', '.join(row)}"
         raise SpecError(
             f"row {number} of {self.source} {what}; a document is a text or a list of token ids, "
             f"in the column {' or '.join(names)}."
@@ -120,18 +120,18 @@ def find_documents(
     split: str = "train",
     config: str | None = None,
 ) -> Documents:
-    """The documents of a data set. Local files are read once here, for their fingerprint.
+    """The documents of a data set. This function reads local files, for their fingerprint.
 
     The first document of each file is checked, so that a wrong column is reported before an engine
     starts.
 
     Args:
-        dataset: a `.parquet`, `.jsonl` or `.txt` file (each line that is not empty is a
-            document), or a folder of them; the name or the folder of a Hugging Face data set, or a
-            `datasets.Dataset`; or a list of texts, of lists of token ids, or of rows (dicts).
+        dataset: a `.parquet`, `.jsonl` or `.txt` file, or a folder of these; the name or the folder
+            of a Hugging Face data set; a `datasets.Dataset`; or a list of texts, of lists of token
+            ids, or of rows (dicts). Each line of a `.txt` file is a document; empty lines are not.
         column: the column of texts or token ids; None: the first of COLUMNS that a row has.
-        id_column: the column of ids, which must be distinct; None: an id is made of the fingerprint
-            and the row number.
+        id_column: the column of ids, which must be distinct; None: the fingerprint and the row's
+            number form the id.
         split, config: the split and configuration of a Hugging Face data set.
 
     Raises:
@@ -153,15 +153,15 @@ def find_documents(
         return _of_files(path, files, column, id_column)
     if not path.exists() and (path.suffix in SUFFIXES or path.is_absolute()):
         raise FileError(
-            f"there is no file or folder {path}; give the path of one that is there, or the name "
-            "of a Hugging Face data set."
+            f"there is no file or folder {path}; give the path of an existing file or folder, or "
+            "the name of a Hugging Face data set."
         )
     return _of_library(_load(str(dataset), split, config), str(dataset), column, id_column)
 
 
 def _checked(documents: Documents) -> Documents:
-    """Check the first row, and return the documents. Raises SpecError if that row has no document,
-    FileError if the row cannot be read."""
+    """Check the first row, and return the documents. Raises SpecError if the row has no document,
+    and FileError if the row cannot be read."""
     next(iter(documents), None)
     return documents
 
@@ -181,7 +181,7 @@ def _of_files(
     for file in files:
         if file.suffix not in SUFFIXES:
             raise SpecError(
-                f"{file} is of no kind that is read; a data set is of {', '.join(SUFFIXES)} files."
+                f"{file} cannot be read; a data set consists of {', '.join(SUFFIXES)} files."
             )
         name = file.name if file == root else file.relative_to(root).as_posix()
         num_rows, digest = _looked_at(file)
@@ -219,8 +219,8 @@ def _opened(file: Path) -> Any:
 
 
 def _rows(file: Path, wanted: Collection[str | None]) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a file. From a Parquet file only the wanted columns are read; if it has
-    none of them, all columns are read."""
+    """Yield the rows of a file. Of a Parquet file only the wanted columns are read. If a Parquet
+    file has no wanted column, all its columns are read."""
     if file.suffix == ".parquet":
         try:
             opened = _parquet(file)
@@ -274,7 +274,7 @@ def _load(name: str, split: str, config: str | None) -> Any:
             found = datasets.load_from_disk(name)
             return found[split] if isinstance(found, Mapping) else found
         return datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # the library raises dozens of kinds
+    except Exception as error:  # the library raises errors of many classes
         raise FileError(f"the data set {name} cannot be loaded: {reason_of(error)}") from None
 
 

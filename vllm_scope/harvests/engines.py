@@ -1,9 +1,9 @@
 """Protocols of a harvest: the engine that computes rows, and the store that writes them.
 
 Owns:  the protocols EngineFacts, Engine, Rows and Store.
-Runs:  nowhere: only types.
-To:    job. `engine.offline.OfflineEngine` is an Engine. `storing.Storing` is a Store of one engine;
-       `several.SeveralEngines` is a Store of several engines, and their EngineFacts.
+Runs:  no code runs: this module has only types.
+To:    job. `engine.offline.OfflineEngine` is an Engine. `storing.Storing` is a Store of one engine.
+       `several.SeveralEngines` is a Store of several engines, and is their EngineFacts too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Rows(Protocol):
 
 
 class EngineFacts(Protocol):
-    """Facts of an engine: those needed to make prompts, and the settings on which rows depend."""
+    """The facts that are needed to make prompts, and the settings on which rows depend."""
 
     @property
     def model(self) -> str: ...
@@ -40,7 +40,7 @@ class EngineFacts(Protocol):
     @property
     def end(self) -> int | None: ...
     def settings(self, reads: Sequence[Read]) -> dict[str, Any]:
-        """The settings, besides the prompts, on which rows depend; `model` is one of them."""
+        """The settings on which rows depend, without the prompts. One setting is `model`."""
         ...
 
     def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]: ...
@@ -65,7 +65,7 @@ class Store(Protocol):
 
     Attributes:
         found: name -> SHA-256 and size of each file that the store has made visible.
-        versions: package -> version, where the engines run.
+        versions: package -> version, in the processes of the engines.
     """
 
     @property
@@ -73,10 +73,10 @@ class Store(Protocol):
     @property
     def versions(self) -> Mapping[str, str]: ...
     def compute(self, contexts: Iterable[Context]) -> Generator[Context]:
-        """Yield each context once its rows are computed, in any order. If the generator ends early,
-        the rows that were computed are written. Raises ScopeError."""
+        """Yield each context after its rows are computed, in any order. If the caller closes the
+        generator early, the computed rows are still written. Raises ScopeError."""
         ...
 
     def flush(self) -> None:
-        """Return once the rows of all computed contexts are visible. Raises FileError."""
+        """Wait until the rows of all computed contexts are visible. Raises FileError."""
         ...

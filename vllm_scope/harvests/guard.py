@@ -1,15 +1,15 @@
-"""Ends an engine's processes when the process that started them is gone, however it ended.
+"""Ends an engine's processes after the process that started them has ended or was killed.
 
     python -I guard.py PID            # ends the process group of the guard
     python -I guard.py PID CHILD...   # ends these processes
 
-vLLM's EngineCore does not notice that its front-end was killed. Without a guard it would keep the
-device's memory, and a new engine could not start.
+vLLM's EngineCore does not notice that its front-end was killed. Without a guard, EngineCore would
+keep the device's memory, and a new engine could not start.
 
 Owns:  `guard`, for an engine whose process does nothing else; `guarded`, for an engine that the
        caller's process starts.
-Runs:  as a small process beside each engine. The guard waits for the end of process PID. A pipe
-       would not show this end, because forked processes would hold the pipe open.
+Runs:  one small process for each engine. The guard waits for the end of process PID. A pipe would
+       not show this end, because forked processes keep the pipe open.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from contextlib import contextmanager, suppress
 
 
 def guard() -> None:
-    """Start a guard that kills the processes of this process's group when this process is gone.
+    """Start a guard. When this process has ended, the guard kills all processes of its group.
 
-    This process gets a group of its own, so the terminal's Ctrl-C does not reach it. The processes
-    that it starts from now on, and their children, are in that group.
+    This call puts this process into a new group, so Ctrl-C in the terminal does not reach it.
+    Processes that this process starts later, and their children, are in the new group.
     """
     with suppress(PermissionError):  # this process leads a group already
         os.setsid()
-    # -I: a module beside this file must not be imported in place of the standard library's.
+    # -I: Python must not import a module of this folder instead of the standard library's.
     command = [sys.executable, "-I", __file__, str(os.getpid())]
     _guards.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Start a guard that kills the processes started in the `with` block when this process is gone.
+    """Start a guard. When this process has ended, the guard kills the `with` block's processes.
 
-    The guard starts when the block ends. It is in a session of its own, so it is not killed with
-    this process's group. It ends when all guarded processes have ended.
+    The guard starts when the block ends. The guard has a session of its own, so a signal to this
+    process's group does not end the guard. When all guarded processes have ended, the guard ends.
     """
     before = _started()
     yield
@@ -55,8 +55,8 @@ def guarded() -> Iterator[None]:
 
 
 def _started() -> set[int]:
-    """Ids of the processes that this one has started, and of their children. Python's resource
-    trackers are left out: they must remove what killed processes leave in shared memory."""
+    """Ids of the processes that this process has started, and of their children. Python's resource
+    trackers are left out, because they free the shared memory of killed processes."""
     import psutil
 
     found = set()
@@ -67,14 +67,14 @@ def _started() -> set[int]:
     return found
 
 
-#: Kept, because Python warns if a Popen is collected while its process runs.
+#: The guards are kept, because Python warns if a Popen is collected while its process runs.
 _guards: list[subprocess.Popen[bytes]] = []
 
 
 def _main() -> None:
     parent, *children = map(int, sys.argv[1:])
     running = []
-    # Without children, the guard's own id takes their place: the guard does not end before PID.
+    # Without children, the guard lists its own id, so that it waits until PID has ended.
     for pid in children or (os.getpid(),):
         with suppress(ProcessLookupError):
             running.append(os.pidfd_open(pid))
@@ -88,7 +88,7 @@ def _main() -> None:
 
 
 def _gone_before(parent: int, others: list[int]) -> bool:
-    """Wait until `parent` or all others are gone. Returns True if `parent` was gone first.
+    """Wait until `parent` has ended or all `others` have. Returns True if `parent` ended first.
 
     Args:
         others: pidfds of the other processes.

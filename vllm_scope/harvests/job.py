@@ -1,13 +1,13 @@
-"""A harvest: documents in, shards of rows out. It can be killed and resumed without a loss.
+"""A harvest: documents in, shards of rows out. A killed harvest can be resumed without a loss.
 
     documents -> contexts -> store (one engine or several, and shards) -> manifest, page
 
 Owns:  Job, Harvest (its result).
 From:  start.
-Runs:  in the caller's process. Documents are read on a thread.
+Runs:  in the caller's process. A thread reads the documents.
 
-Promise: a context is computed if no visible shard holds it. A shard is visible whole or not at all.
-So each row is in the folder once, however often the process was killed.
+Promise: a harvest computes a context only if no visible shard has the context. A shard is visible
+only when it is complete. So the folder has each row one time, also if the process was killed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from vllm_scope.harvests.skipped import Skipped
 from vllm_scope.request.actions import Read
 from vllm_scope.views.harvest import HarvestPage
 
-#: While a job runs, it writes the manifest at this interval.
+#: The job writes the manifest at this interval, in seconds.
 MANIFEST_S = 10.0
 
 
@@ -55,8 +55,8 @@ class Harvest:
     """A finished harvest.
 
     Attributes:
-        out: the folder or URL; `vllm_scope.open(out)` reads the rows.
-        computed: number of contexts that this run computed; shards of earlier runs have the others.
+        out: the folder or URL. `vllm_scope.open(out)` reads the rows.
+        computed: number of contexts that this run computed. Earlier runs computed the others.
     """
 
     out: str
@@ -72,7 +72,7 @@ class Job:
         long: the rule for documents that are longer than a context.
         context: the most tokens of a context; None: the engine's maximum.
         files: options of the shards' files.
-        options: digest of the options with which the engine is started; None if an LLM was given.
+        options: digest of the options of the engine's start; None if the caller gave an LLM.
     """
 
     documents: Documents
@@ -84,7 +84,7 @@ class Job:
     options: str | None = None
 
     def settings(self) -> dict[str, Any]:
-        """The settings on which the rows depend, as far as they are known without the engine."""
+        """The settings on which the rows depend, without the settings that only the engine has."""
         found: dict[str, Any] = {
             "dataset": self.documents.fingerprint,
             "column": self.documents.column,
@@ -99,7 +99,7 @@ class Job:
 
         Raises:
             SpecError: the engine has no tap for one of the reads.
-            ConfigError: `context` is below 1, or too long for the engine.
+            ConfigError: `context` is below 1, or above the engine's maximum.
         """
         size = context_size(engine, self.context)
         return self.settings() | {"context": size} | engine.settings(self.reads)
@@ -119,11 +119,11 @@ class Job:
         return found
 
     def finished(self, model: str | EngineFacts) -> Harvest | None:
-        """The harvest, if it is complete and has every shard; else None.
+        """The harvest if it is complete and has every shard, else None.
 
         Args:
             model: the engine, or the name of its model. With a name, the engine's settings are not
-                known: the result is None unless one of the folder's runs had the same options.
+                known. The result is then None, except if an earlier run had the same options.
 
         Raises:
             ConfigError, FileError: as `earlier`.
@@ -139,13 +139,13 @@ class Job:
         return Harvest(self.files.root, found, 0) if there else None
 
     def run(self, engine: EngineFacts, store: Store) -> Harvest:
-        """Compute the contexts that no shard holds. The caller holds the folder's lock.
+        """Compute the contexts that are in no shard. The caller holds the folder's lock.
 
         Args:
-            store: computes rows and writes their shards, below the root of `files`.
+            store: computes rows, and writes the shards below the root of `files`.
 
         Raises:
-            ScopeError: a wrong setting, a damaged file, or rows that are missing.
+            ScopeError: a setting is wrong, a file is damaged, or rows are missing.
         """
         settings = self.settings_with(engine)
         earlier = self.earlier(settings)
@@ -174,7 +174,7 @@ class _Running:
         self._publisher, self._manifest = publisher, begun
         self._computed = self._num_contexts = 0
         self._skipped = Skipped(job.reads)
-        self._put(manifests.NAME, begun.encode())  # from here on the root exists
+        self._put(manifests.NAME, begun.encode())  # creates the root if it is missing
         self._shards = Shards(find_folder(job.files.root), job.long == "truncate")
         self._shards.take({name: (one.sha256, one.num_bytes) for name, one in begun.shards.items()})
 
@@ -209,7 +209,7 @@ class _Running:
         return context.key not in self._shards.done
 
     def _tell(self, complete: bool) -> None:
-        """Write the manifest of the visible shards; if complete, also the statistics and page."""
+        """Write the manifest of the visible shards. If complete, also write statistics and page."""
         shards = self._shards
         shards.take(self._store.found)
         if complete and len(shards.done) != self._num_contexts:
@@ -240,7 +240,7 @@ class _Running:
             write = partial(write_tensors, tensors=tensors, metadata={})
             self._publisher.publish({manifests.MEANS: write})
             self._put(manifests.PAGE, HarvestPage(self._manifest).page().encode())
-        self._put(manifests.NAME, self._manifest.encode())  # last: it says that all files exist
+        self._put(manifests.NAME, self._manifest.encode())  # last, because it lists the other files
 
     def _put(self, name: str, body: bytes) -> None:
         self._publisher.publish({name: partial(write_bytes, body=body)})

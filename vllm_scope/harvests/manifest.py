@@ -1,10 +1,10 @@
 """The manifest that a harvest writes beside its shards: `harvest.json`.
 
 Owns:  HarvestManifest, Run, `check_same`, the lock of a local folder.
-From:  shards.   To: job, views, people.
+From:  shards.   To: job, views, and the reader of the file.
 
-The settings are written before the first shard. Each run computes counts and figures from the
-shards anew. The hash that the manifest has for a shard is kept while the file's size is unchanged.
+A harvest writes the settings before the first shard. Each run computes counts and figures from the
+shards anew. While a file's size is unchanged, the harvest keeps the hash that the manifest has.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Run(msgspec.Struct, frozen=True):
     Attributes:
         started: UTC, ISO 8601.
         versions: package -> version.
-        options: digest of the options with which the engine was started; None if an LLM was given.
+        options: digest of the options of the engine's start; None if the caller gave an LLM.
     """
 
     started: str
@@ -49,14 +49,14 @@ class HarvestManifest(msgspec.Struct, frozen=True):
 
     Attributes:
         settings: settings on which the rows depend. A run with other settings is refused.
-        dataset: where the documents came from.
+        dataset: name or path of the data set.
         documents: the number of documents in the data set.
-        complete: True once the shards hold every document that has tokens and was not skipped.
+        complete: True after each document with tokens is in the shards, or was skipped.
         totals: numbers of documents, contexts, tokens, truncated documents and bytes in all shards.
             A complete harvest also has `empty`, the number of documents without tokens, and
-            `skipped`, the number of texts and contexts that were passed over.
-        skipped: name of a text or context that was passed over -> why; only the first ones.
-        streams: `site.layer` -> figures, see statistics.
+            `skipped`, the number of skipped texts and contexts.
+        skipped: name of a skipped text or context -> why; only the first 20.
+        streams: `site.layer` -> figures (`Statistics.to_json`).
     """
 
     settings: dict[str, Any]
@@ -75,7 +75,7 @@ class HarvestManifest(msgspec.Struct, frozen=True):
 
 
 def versions() -> dict[str, str]:
-    """Package -> version, of the imported packages on which rows or shards depend."""
+    """Package -> version, of the imported packages that affect rows or shards."""
     found = {"vllm_scope": __version__}
     for name in ("vllm", "torch", "datasets", "pyarrow", "ray"):
         if name in sys.modules:
@@ -98,8 +98,8 @@ def read_manifest(root: str) -> HarvestManifest | None:
 
 
 def check_same(manifest: HarvestManifest, settings: Mapping[str, Any], root: str) -> None:
-    """Raise ConfigError if one of `settings` differs from the folder's. Other settings of the
-    folder are not compared."""
+    """Raise ConfigError if one of `settings` differs from the setting of the folder. Settings that
+    only the folder has are not compared."""
     for name, value in settings.items():
         if manifest.settings.get(name) != value:
             raise ConfigError(
@@ -108,9 +108,9 @@ def check_same(manifest: HarvestManifest, settings: Mapping[str, Any], root: str
             )
 
 
-#: Real paths of the folders that this process has locked, each with its holder. The kernel's lock
-#: belongs to the process: a second thread would get it too, and if any descriptor of the file is
-#: closed, the lock is gone.
+#: Real path -> holder, of the folders that this process has locked. The kernel's lock alone does
+#: not suffice, because a second thread of this process would get it too. If any descriptor of the
+#: file is closed, the kernel releases the lock.
 _held: dict[str, object] = {}
 
 
@@ -119,10 +119,10 @@ def locked(root: str, fsync: bool = False, mode: int = 0o600) -> Iterator[None]:
     """Lock a local folder against other harvests. A URL is not locked.
 
     The kernel releases the lock when this process ends. Child processes do not hold the lock, so
-    vLLM's processes, which may live on for a moment, do not stop the next harvest.
+    vLLM's processes, which can run a moment longer, do not stop the next harvest.
 
     Args:
-        fsync, mode: as for LocalPublisher, which makes the folder if it is missing.
+        fsync, mode: options of LocalPublisher, which creates the folder if it is missing.
 
     Raises:
         FileError: another harvest writes into the folder, or the folder cannot be written to.
@@ -134,8 +134,8 @@ def locked(root: str, fsync: bool = False, mode: int = 0o600) -> Iterator[None]:
     path, own = os.path.realpath(root), object()
     if _held.setdefault(path, own) is not own:
         raise FileError(
-            f"this process harvests into {root} already; wait until that ends, or name another "
-            "folder."
+            f"this process already harvests into {root}; wait until that harvest ends, or name "
+            "another folder."
         )
     try:
         with _locked_file(root, mode):
@@ -155,7 +155,7 @@ def _locked_file(root: str, mode: int) -> Iterator[None]:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise FileError(
-                f"another process harvests into {root}; wait until it ends, or name another folder."
+                f"another process harvests into {root}; wait for its end, or name another folder."
             ) from None
         yield
     finally:

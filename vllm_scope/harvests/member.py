@@ -1,12 +1,12 @@
 """One engine of several, in a process of its own, with shards of its own.
 
 Owns:  Member, the arguments of its start (Setup), and its answers (Facts, News).
-Runs:  in a process that a pool has started. Calls arrive on several threads; the engine runs on
-       one thread of the member.
+Runs:  in a process that a pool has started. Calls arrive on several threads. The engine runs on one
+       thread of the member.
 From:  several (the calls).   To: storing.
 
-Promise: if the process is killed, each file that a News has named is whole. Each file in the
-member's place is also whole, unless it is hidden.
+Promise: if the process is killed, each file that a News has named is complete. Each visible file in
+the member's folder is complete too.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Setup:
     """The arguments of a member's start.
 
     Attributes:
-        make: starts the engine. It is pickled for the process, so it is a function of a module.
-        files: options of the shards' files; the root is the member's own place.
+        make: starts the engine. The pool pickles `make`, so it must be a function of a module.
+        files: options of the shards' files. The root of `files` is the member's own folder.
         folder: becomes the working directory of the member, if the member's host has this folder.
     """
 
@@ -67,7 +67,7 @@ class News:
 
     Attributes:
         computed: keys of the contexts that were computed.
-        files: whole files in the member's place, name -> SHA-256 and size.
+        files: name -> SHA-256 and size, of complete files in the member's folder.
     """
 
     computed: list[bytes]
@@ -75,12 +75,12 @@ class News:
 
 
 class Member:
-    """An engine in a process of its own, and its shards. `start` is called first."""
+    """One engine and its shards. The caller calls `start` first."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: deque[Context] = deque()
-        #: Number of contexts that were given and are not computed yet.
+        #: Number of contexts that the member has received and has not computed yet.
         self._num_open = 0
         self._computed: list[bytes] = []
         self._told: set[str] = set()
@@ -90,7 +90,7 @@ class Member:
         """Start the engine.
 
         Raises:
-            FileError: this host does not see the folder of the harvest.
+            FileError: the folder of the harvest does not exist on this host.
             ScopeError: the engine cannot start, or has no tap for one of the reads.
         """
         host, root = socket.gethostname(), setup.files.root
@@ -101,7 +101,7 @@ class Member:
             )
         with suppress(OSError):
             os.chdir(setup.folder)
-        guard()  # before `make`, which starts the engine's processes
+        guard()  # before `make`, because `make` starts the engine's processes
         self._engine = engine = setup.make()
         self._storing = Storing(engine, setup.reads, setup.files)
         threading.Thread(target=self._run, name="vllm-scope-engine", daemon=True).start()
@@ -111,8 +111,7 @@ class Member:
         )  # fmt: skip
 
     def stay(self) -> None:
-        """Never return. The call ends with this process, so the caller sees when the process
-        ends."""
+        """Never return. When this process ends, the caller's future of this call raises."""
         threading.Event().wait()
 
     def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
@@ -120,7 +119,7 @@ class Member:
         return self._engine.encode(texts)
 
     def give(self, contexts: Sequence[Context]) -> News:
-        """Queue contexts, once fewer than MOST_WAITING wait. Raises the error of the engine."""
+        """Queue contexts, after a wait while MOST_WAITING are queued. Raises the engine's error."""
         with self._changed:
             self._wait_for(lambda: len(self._waiting) < MOST_WAITING)
             self._waiting.extend(contexts)
@@ -129,7 +128,7 @@ class Member:
             return self._news()
 
     def finish(self, drop: bool = False) -> News:
-        """Return once all given contexts are computed, and their rows are visible.
+        """Wait until all received contexts are computed and their rows are visible.
 
         Args:
             drop: True: leave out the contexts that still wait for the engine.
@@ -143,11 +142,11 @@ class Member:
                 self._num_open -= len(self._waiting)
                 self._waiting.clear()
             self._wait_for(lambda: not self._num_open)
-            self._storing.flush()  # the engine's thread writes nothing now
+            self._storing.flush()  # the engine's thread writes no rows now
             return self._news()
 
     def close(self) -> None:
-        """End the engine. No method is called after this one."""
+        """End the engine. The caller calls no method after `close`."""
         self._engine.close()
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
@@ -174,15 +173,15 @@ class Member:
                         self._num_open -= 1
                         self._changed.notify_all()
         except BaseException as error:
-            with suppress(Exception):  # so that no computed context is computed again
+            with suppress(Exception):  # no other engine then computes these contexts again
                 self._storing.flush()
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
     def _given(self) -> Iterator[Context]:
-        """Yield the contexts that wait, and end when none waits. The engine then finishes the
-        contexts that it has, so that their rows do not wait for further contexts."""
+        """Yield the queued contexts, and end when the queue is empty. The engine then finishes its
+        contexts, so that their rows do not wait for later contexts."""
         while True:
             with self._changed:
                 if not self._waiting:

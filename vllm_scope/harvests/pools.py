@@ -1,7 +1,7 @@
-"""Protocols of a pool, which starts the processes of several engines.
+"""Protocols of a pool. A pool starts the processes of several engines.
 
 Owns:  the protocols Pool and Handle, and EngineLostError.
-Runs:  nowhere: only types.
+Runs:  no code runs: this module has only types.
 To:    several. `processes.Processes` and `ray_pool.RayPool` are Pools.
 """
 
@@ -14,18 +14,18 @@ from vllm_scope.errors import ScopeError
 
 
 class EngineLostError(ScopeError):
-    """The process of an engine is gone; another process can take its place."""
+    """The process of an engine has ended. Another process can replace it."""
 
 
 class Handle(Protocol):
-    """A Member in a process of its own. Safe to call from several threads."""
+    """A Member in a process of its own. Several threads can call it at the same time."""
 
     def call(self, method: str, *args: object) -> Future[Any]:
-        """Call a method of the Member. Calls may run at the same time, and begin in any order.
+        """Call a method of the Member. Calls can run at the same time, and begin in any order.
 
         Returns:
-            a future. It has the method's result, or raises: the method's ScopeError, a ScopeError
-            in place of another exception of the method, or EngineLostError.
+            a future with the method's result. If the method raises a ScopeError, the future raises
+            this error; for another exception, a ScopeError. If the process ends, EngineLostError.
 
         Raises:
             pickle.PicklingError, AttributeError, TypeError: an argument cannot be pickled.
@@ -33,7 +33,7 @@ class Handle(Protocol):
         ...
 
     def kill(self) -> None:
-        """End the process at once. Nothing is raised if the process has ended before."""
+        """End the process at once. If the process has already ended, do nothing."""
         ...
 
 
@@ -41,9 +41,9 @@ class Pool(Protocol):
     """Starts Members."""
 
     def start(self, number: int) -> Handle:
-        """Start a Member in a new process, on the devices of engine `number`; numbers start at 0.
+        """Start a Member in a new process, on the devices of engine `number`. Numbers start at 0.
 
-        A process that takes the place of a lost one gets the lost one's number.
+        A process that replaces a lost process gets the same number.
         """
         ...
 

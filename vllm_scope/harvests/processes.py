@@ -1,7 +1,7 @@
 """Processes of this host, one for each engine.
 
 Owns:  Processes.
-Runs:  in the harvesting process; a thread for each engine receives the engine's answers.
+Runs:  in the harvesting process. For each engine, one thread receives the engine's answers.
 To:    several.
 """
 
@@ -25,9 +25,9 @@ from vllm_scope.errors import ConfigError, ScopeError, reason_of
 from vllm_scope.harvests.member import Member
 from vllm_scope.harvests.pools import EngineLostError, Handle
 
-#: Calls that may run in a member at once.
+#: The most calls that run in a member at one time.
 MOST_CALLS = 8
-#: The longest that `kill` waits for processes that were killed.
+#: The most seconds that `kill` waits for the end of killed processes.
 MOST_KILL_S = 60.0
 
 
@@ -55,11 +55,11 @@ class Processes:
         return _Process(self._devices[number])
 
     def close(self) -> None:
-        """Do nothing: the pool holds nothing open."""
+        """Do nothing, because the pool has no resources."""
 
 
 def _devices() -> list[str]:
-    """The GPUs that CUDA_VISIBLE_DEVICES names; all GPUs if it is not set."""
+    """The GPUs that CUDA_VISIBLE_DEVICES names. If the variable is not set, all GPUs."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [name for name in named.split(",") if name]
@@ -72,7 +72,7 @@ class _Process:
     def __init__(self, devices: list[str]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        # Not a daemon: Python's daemons may not have children, such as vLLM's processes.
+        # Not a daemon, because Python's daemons cannot have children, such as vLLM's processes.
         self._process = context.Process(target=_serve, args=(theirs, devices))
         self._process.start()
         assert self._process.pid is not None
@@ -94,23 +94,23 @@ class _Process:
             try:
                 self._pipe.send((number, method, args))
             except OSError:
-                pass  # the process has ended, which `_take` sees
+                pass  # the process has ended, and `_take` notices the end
             except BaseException:  # an argument cannot be pickled
                 del self._futures[number]
                 raise
         return future
 
     def kill(self) -> None:
-        """Kill the process and the processes that it started. Returns once they have ended, or
-        after MOST_KILL_S."""
-        # On a thread: Ctrl-C ends the wait for the thread, but not the thread.
+        """Kill the process and the processes that it started. Wait until they have ended, at most
+        MOST_KILL_S."""
+        # A thread does this, because Ctrl-C ends the wait for a thread, but not the thread.
         thread = threading.Thread(target=self._kill, name="vllm-scope-kill")
         thread.start()
         thread.join()
 
     def _kill(self) -> None:
         if self._process.is_alive():
-            # The member's guard kills these processes too, but maybe after this command has ended.
+            # The member's guard kills these processes too, but perhaps after this command's end.
             with suppress(ProcessLookupError):  # the member has no group of its own yet
                 os.killpg(self._pid, signal.SIGKILL)
             self._process.kill()
@@ -132,15 +132,15 @@ class _Process:
 
 
 def _runs(group: int) -> bool:
-    """True if a process of a group runs. A zombie does not count: its parent, such as a container's
-    first process, may never wait for it."""
+    """True if the group has a running process. A zombie does not count, because its parent may
+    never wait for it (for example the first process of a container)."""
     try:
         os.killpg(group, 0)
     except OSError:  # the group has no process
         return False
     for process in psutil.process_iter():
         with suppress(OSError, psutil.Error):  # the process is gone
-            # If a process's first thread ends before the others, the process's status is zombie.
+            # If a process's first thread ends before its other threads, the status is zombie.
             if os.getpgid(process.pid) == group and (
                 process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
             ):
@@ -160,8 +160,8 @@ def _settle(future: Future[Any], answer: bytes) -> None:
 
 
 def _serve(pipe: Connection, devices: list[str]) -> None:
-    """Run a member: answer calls until the other end of the pipe is gone, then end this process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the harvesting process ends this one
+    """Run a member. Answer calls until the pipe's other end is closed, then end this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the harvesting process ends this process
     if devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     member, lock = Member(), threading.Lock()
@@ -186,4 +186,4 @@ def _serve(pipe: Connection, devices: list[str]) -> None:
     with suppress(EOFError, OSError):
         while True:
             threads.submit(answer, *pipe.recv())
-    os._exit(0)  # also if the engine is busy; the guard ends the engine's processes
+    os._exit(0)  # works also if the engine is busy; the guard then ends the engine's processes

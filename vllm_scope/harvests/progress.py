@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager
 
-from tqdm import tqdm  # vLLM brings it
+from tqdm import tqdm  # vLLM installs tqdm
 
 from vllm_scope.harvests.contexts import Context
 
@@ -15,7 +15,7 @@ class Progress(AbstractContextManager["Progress"]):
 
     Args:
         total: number of documents.
-        begun: number of documents that earlier runs did.
+        begun: number of documents that earlier runs have finished.
         shown: False: no line is shown.
     """
 
@@ -28,11 +28,12 @@ class Progress(AbstractContextManager["Progress"]):
         self._started, self._num_tokens = time.monotonic(), 0
 
     def add(self, context: Context, skipped: int) -> None:
-        """Count a computed context. A document counts as done once the context with its first token
-        is computed.
+        """Count a computed context. A document counts as done after the context with its first
+        token was computed.
 
         Args:
-            skipped: number of documents that were passed over so far; they count as done too.
+            skipped: number of documents that the harvest has skipped so far. All of them count as
+                done.
         """
         self._num_tokens += len(context.token_ids)
         per_s = self._num_tokens / max(time.monotonic() - self._started, 1e-3)
@@ -41,8 +42,8 @@ class Progress(AbstractContextManager["Progress"]):
         self._show(self._done + skipped)
 
     def finish(self) -> None:
-        """Count all documents as done. A document without tokens is in no context, so no context
-        counted it."""
+        """Count all documents as done. Documents without tokens are in no context, so `add` has not
+        counted them."""
         self._show(self._total)
 
     def _show(self, done: int) -> None:

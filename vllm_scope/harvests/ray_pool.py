@@ -24,24 +24,24 @@ class RayPool:
     """A Pool of Ray actors.
 
     Args:
-        address: a cluster's address. None: the address in RAY_ADDRESS; if it is not set, a new
-            cluster on this host, which ends with the pool. If this process is connected to Ray
-            already, that connection is used.
-        count: number of engines; None: as many as the GPUs allow, or one in a cluster without GPUs.
+        address: a cluster's address. None: the address in RAY_ADDRESS. If RAY_ADDRESS is not set,
+            the pool starts a cluster on this host, and `close` ends this cluster. If this process
+            is already connected to Ray, the pool uses that connection.
+        count: number of engines. None: as many as the GPUs allow; without GPUs, one engine.
         gpus: number of GPUs of each engine, all on one host.
 
     Attributes:
         count: number of engines.
 
     Raises:
-        ConfigError: Ray is not installed, or the cluster cannot be reached or has too little room.
+        ConfigError: Ray is not installed, or the cluster does not answer or has too few resources.
     """
 
     def __init__(self, address: str | None, count: int | None, gpus: int) -> None:
         self._ray: Any = _imported()
         self._own = not self._ray.is_initialized()
         if self._own:
-            # Not None: Ray would join the latest cluster that `ray start` began on this host.
+            # With None, Ray would join the newest cluster that `ray start` started on this host.
             address = address or os.environ.get("RAY_ADDRESS") or "local"
             try:
                 self._ray.init(address=address)
@@ -57,8 +57,8 @@ class RayPool:
             raise
 
     def _fitting(self, count: int | None, gpus: int) -> tuple[int, int]:
-        """The number of engines, and the number of GPUs for each engine, which is 0 in a cluster
-        without GPUs. Raises ConfigError."""
+        """The number of engines, and the number of GPUs for each engine. The second number is 0 in
+        a cluster without GPUs. Raises ConfigError."""
         hosts = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         gpus = gpus if any(host.get("GPU", 0) for host in hosts) else 0
         most = room(hosts, gpus)
@@ -121,7 +121,7 @@ class _Actor:
         error = answer.exception()
         if error is None:
             future.set_result(answer.result())
-        elif isinstance(error, self._ray.exceptions.RayTaskError):  # what the method raised
+        elif isinstance(error, self._ray.exceptions.RayTaskError):  # the method raised an error
             cause = error.cause
             named = f"{type(cause).__name__}: {cause}"
             future.set_exception(cause if isinstance(cause, ScopeError) else ScopeError(named))

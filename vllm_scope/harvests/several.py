@@ -1,14 +1,14 @@
 """Several engines that share the contexts of one harvest.
 
-    contexts -> chunks -> engines (each writes shards to a hidden place) -> root
+    contexts -> chunks -> engines (each writes shards to a hidden folder) -> root
 
 Owns:  SeveralEngines.
-Runs:  in the harvesting process, on the job's thread; the next contexts are made on another thread.
+Runs:  in the harvesting process, on the job's thread. Another thread makes the next contexts.
 From:  job (contexts).   To: members, by a pool.
 
-Promise: a shard is visible only if this process has moved it to the root. Shards that a lost engine
-had finished are moved once; its other contexts are given to other engines, and shards that it still
-writes never become visible. So each context is in one visible shard, whichever engines are lost.
+Promise: each context is in one visible shard, whichever engines are lost. A shard is visible only
+after this process has moved the shard to the root. If an engine is lost, this process moves the
+engine's finished shards, and other engines compute the rest. An unfinished shard is never visible.
 """
 
 from __future__ import annotations
@@ -33,25 +33,24 @@ from vllm_scope.request.actions import Read
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: The largest number of contexts in one call, and the largest number of calls that an engine has at
-#: once.
+#: The most contexts in one call, and the most calls that wait for an engine at one time.
 CHUNK, MOST_CALLS = 32, 2
-#: The harvest ends if more engines than this are lost one after another, without a new shard.
+#: If more engines than this are lost one after another without a new shard, the harvest ends.
 MOST_LOST = 3
-#: Seconds that engines have to write the computed rows if the harvest ends early, and seconds that
-#: they have to close.
+#: The most seconds that engines get to close. If the harvest ends early, also the most seconds that
+#: engines get to write their computed rows.
 END_S = 60.0
 
 
 @dataclass(eq=False)
 class _Seat:
-    """One engine of the harvest. If it is lost, a new seat with the same number replaces this seat.
+    """One engine of the harvest. If the engine is lost, a new seat gets the same number.
 
     Attributes:
-        place: the hidden folder or URL of its shards, until they become visible.
-        stay: the call that ends only with the engine's process.
+        place: hidden folder or URL of the engine's shards, until the shards become visible.
+        stay: the call of `Member.stay`, which ends only when the engine's process ends.
         calls: the other calls that have no answer yet.
-        given: by key, the contexts that the engine was given and that are in no visible shard.
+        given: key -> context, of contexts that the engine has and that are in no visible shard.
         facts: None while the engine starts.
     """
 
@@ -65,11 +64,11 @@ class _Seat:
 
 
 class SeveralEngines:
-    """A Store of several engines, and their EngineFacts.
+    """Several engines as one Store. SeveralEngines implements EngineFacts too.
 
     Args:
-        setup: the setup of every engine, except for the root of `files`: here it is the harvest's
-            root, which this process has locked. Each engine gets a place of its own below it.
+        setup: the setup of every engine. The root of its `files` is the harvest's root, which this
+            process has locked. Each engine gets a hidden folder of its own below this root.
 
     Raises:
         ConfigError: the engines' settings differ.
@@ -82,9 +81,9 @@ class SeveralEngines:
         files = setup.files
         self._staged = make_staged(files.root, files.fsync, files.file_mode)
         self.found: dict[str, tuple[str, int]] = {}
-        #: Contexts of lost engines, which other engines compute again.
+        #: Contexts of lost engines. Other engines compute these contexts again.
         self._again: list[Context] = []
-        #: By key, the contexts that `compute` has taken and has not yielded.
+        #: Key -> context, of contexts that `compute` has received and has not yielded.
         self._untold: dict[bytes, Context] = {}
         self._num_lost = self._next = 0
         self._closed = False
@@ -118,15 +117,15 @@ class SeveralEngines:
             raise
 
     def _begin(self, seat: _Seat, facts: Facts) -> None:
-        """Keep the facts of an engine that has started. Raises ConfigError if its settings differ
+        """Keep the facts of a started engine. Raises ConfigError if the engine's settings differ
         from the first engine's."""
         seat.calls.clear()
         first = self._facts = self._facts or facts
         for name, value in first.settings.items():
             if facts.settings.get(name) != value:
                 raise ConfigError(
-                    f"the engine on host {first.host} has {name} {shown(value)}, and the one on "
-                    f"host {facts.host} {shown(facts.settings.get(name))}; give all the same."
+                    f"the engine on host {first.host} has {name} {shown(value)}, and the engine on "
+                    f"host {facts.host} has {shown(facts.settings.get(name))}; give all the same."
                 )
         seat.facts = facts
 
@@ -160,8 +159,8 @@ class SeveralEngines:
         return self._first.settings
 
     def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """The token ids of each text. Each call goes to the next engine in turn. Called on the
-        thread that makes contexts."""
+        """The token ids of each text. Each call goes to the next engine in turn. The thread that
+        makes contexts calls this method."""
         while not self._closed:
             ready = [seat for seat in self._seats if seat.facts is not None]
             if ready:
@@ -171,7 +170,7 @@ class SeveralEngines:
                     found: Sequence[Sequence[int]] = member.call("encode", texts).result()
                     return found
                 except EngineLostError:
-                    pass  # the job's thread sees the loss too, and replaces the engine
+                    pass  # the job's thread notices the loss too, and replaces the engine
             time.sleep(0.05)
         raise ScopeError("the engines of this harvest have ended.")
 
@@ -191,7 +190,7 @@ class SeveralEngines:
                         self._untold |= {one.key: one for one in chunks.take()}
                         continue
                     seat = of[future]
-                    # Another answer may have shown a moment ago that the engine is lost.
+                    # An earlier answer of this loop may have shown that the engine is lost.
                     if seat in self._seats and future in (*seat.calls, seat.stay):
                         for key in self._answered(seat, future):
                             if (context := self._untold.pop(key, None)) is not None:
@@ -200,12 +199,12 @@ class SeveralEngines:
             self._save()
             raise
         finally:
-            self._closed = True  # `encode` raises, so that the thread of the chunks ends
+            self._closed = True  # `encode` then raises, and the thread of the chunks ends
             chunks.close()
 
     def _feed(self, seat: _Seat, chunks: _Chunks) -> None:
-        """Give an engine as many contexts as it has room for. If no context is left, ask it to
-        finish."""
+        """Give an engine as many contexts as the engine has room for. If no context is left, ask
+        the engine to finish."""
         while seat.facts is not None and len(seat.calls) < MOST_CALLS:
             if some := self._again[:CHUNK] or chunks.pop():
                 del self._again[:CHUNK]
@@ -217,11 +216,11 @@ class SeveralEngines:
             return
 
     def _answered(self, seat: _Seat, future: Future[Any]) -> Iterable[bytes]:
-        """Take an answer of an engine; start a new engine if the answer shows a loss.
+        """Take an engine's answer. If the answer shows that the engine is lost, start a new engine.
 
         Returns:
             the keys of computed contexts, from the answer and from the shards that became visible.
-            Some keys may have been returned before: answers come in any order, and engines may be
+            The same key can be returned twice, because answers come in any order and engines can be
             lost.
         """
         seat.calls.discard(future)
@@ -243,7 +242,7 @@ class SeveralEngines:
         """Make shards of an engine visible.
 
         Args:
-            names: the names of the shards; None: all shards in the engine's place.
+            names: the names of the shards; None: all shards in the engine's folder.
 
         Returns:
             the keys of the shards' contexts.
@@ -255,10 +254,10 @@ class SeveralEngines:
         return moved
 
     def _replace(self, seat: _Seat, error: ScopeError) -> Set[bytes]:
-        """Start an engine in the place of a lost one. Raises ScopeError if too many were lost.
+        """Replace a lost engine by a new engine. Raises ScopeError if too many engines were lost.
 
         Returns:
-            the keys of contexts that the lost engine had finished, and that are visible now.
+            the keys of the contexts whose shards the lost engine had finished; now visible.
         """
         host = "a host" if seat.facts is None else f"host {seat.facts.host}"
         finished = self._take_over(seat)
@@ -266,7 +265,7 @@ class SeveralEngines:
         if self._num_lost > MOST_LOST:
             raise ScopeError(
                 f"{self._num_lost} engines were lost one after another, and no shard was finished "
-                f"meanwhile; the last: {error}. Run the command again when that is mended."
+                f"meanwhile. The last loss: {error}. Remove the cause, and run the command again."
             )
         logger.warning(
             "vllm-scope: the engine on %s was lost (%s); %d contexts are computed again.",
@@ -277,7 +276,7 @@ class SeveralEngines:
         return finished
 
     def _take_over(self, seat: _Seat) -> Set[bytes]:
-        """End an engine, make its finished shards visible, and return their contexts' keys."""
+        """End an engine, make its finished shards visible, return the keys of their contexts."""
         seat.member.kill()
         seat.calls.clear()
         finished = self._show(seat)
@@ -285,20 +284,20 @@ class SeveralEngines:
         return finished
 
     def _save(self) -> None:
-        """Let the engines write their computed rows, make these shards visible, end the engines."""
+        """Let the engines write their computed rows, make the shards visible, end the engines."""
         ready = [seat for seat in self._seats if seat.facts is not None]
         wait([seat.member.call("finish", True) for seat in ready], END_S)
         for seat in ready:
             self._take_over(seat)
 
     def flush(self) -> None:
-        """Do nothing: `compute` ends only when all rows are visible."""
+        """Do nothing, because `compute` ends only after all rows are visible."""
 
     def close(self) -> None:
         """End the engines."""
         self._closed = True
         ready = [seat for seat in self._seats if seat.facts is not None]
-        with ExitStack() as ending:  # a further Ctrl-C ends one of these calls, not the rest
+        with ExitStack() as ending:  # a second Ctrl-C interrupts one of these calls, not all
             ending.callback(self._pool.close)
             for seat in self._seats:
                 ending.callback(self._staged.remove, seat.place)
@@ -310,8 +309,8 @@ class _Chunks:
     """Contexts in chunks. A thread makes the next chunk.
 
     Attributes:
-        waiting: a list with the future of the next chunk; empty if none is being made.
-        ended: True once all contexts were taken.
+        waiting: a list with the future of the next chunk; empty if no chunk is being made.
+        ended: True after `take` has found that no context is left.
     """
 
     def __init__(self, contexts: Iterable[Context]) -> None:
@@ -325,18 +324,18 @@ class _Chunks:
         return list(islice(self._contexts, CHUNK))
 
     def take(self) -> list[Context]:
-        """Take the chunk that was made, for `pop`. Raises the error of the thread."""
+        """Store the chunk that the thread has made, for `pop`. Raises the thread's error."""
         self._next = self.waiting.pop().result()
         self.ended = not self._next
         return self._next
 
     def pop(self) -> list[Context]:
-        """The next chunk; empty if it was not taken yet, or if there are no more contexts."""
+        """The next chunk. Empty if `take` has not stored a chunk, or if no context is left."""
         found, self._next = self._next, []
         if found:
             self.waiting.append(self._thread.submit(self._make))
         return found
 
     def close(self) -> None:
-        """Return once the thread has ended."""
+        """Wait until the thread has ended."""
         self._thread.shutdown()

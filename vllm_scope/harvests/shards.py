@@ -1,11 +1,11 @@
-"""The shards of a harvest: which contexts they hold, their hashes and figures.
+"""The shards of a harvest: their contexts, hashes and figures.
 
 Owns:  Shard, Shards, HashingPublisher, `move_shards`, `take_left`.
-Runs:  in the harvesting process. HashingPublisher on the threads that write shards.
+Runs:  in the harvesting process. HashingPublisher runs on the threads that write shards.
 From:  files (writes shards, and reads their indexes).   To: job, manifest.
 
-Promise: a context is finished if a visible shard has it. No other file decides this, so a process
-that is killed after a shard was written and before the manifest was written loses nothing.
+Promise: a context is finished if a visible shard has the context. No other file decides whether a
+context is finished. If the process is killed before it writes the manifest, no work is lost.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _CHUNK = 1 << 20
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """One file, as the manifest lists it.
+    """One file, as an entry of the manifest.
 
     Attributes:
         sha256: the file's hash, hexadecimal.
         num_bytes: the file's size.
-        contexts, tokens: number of prompts in the file, and of their tokens.
+        contexts, tokens: number of prompts in the file, and number of their tokens.
         documents: number of documents whose first token is in the file.
         truncated: number of documents whose later tokens were left out.
     """
@@ -54,7 +54,7 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class HashingPublisher:
-    """A publisher that keeps the hash and the size of each file that it has made visible."""
+    """A publisher that stores the hash and the size of each file that it makes visible."""
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
@@ -75,7 +75,7 @@ class HashingPublisher:
 
 
 class _Hashing:
-    """An unbuffered file that is hashed while it is written."""
+    """An unbuffered file. Each write also updates the file's hash."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -95,9 +95,9 @@ class Shards:
         truncates: True if the job leaves out the tokens after a document's first context.
 
     Attributes:
-        done: the keys of the shards' contexts, about 100 bytes of memory each.
-        found: the shards by name.
-        statistics: figures of all rows of the shards, by `site.layer`.
+        done: the keys of the shards' contexts. A key takes about 100 bytes of memory.
+        found: name -> shard.
+        statistics: `site.layer` -> figures of all rows of the shards.
     """
 
     def __init__(self, folder: Folder, truncates: bool) -> None:
@@ -110,8 +110,8 @@ class Shards:
         """Add all shards that have become visible.
 
         Args:
-            hashes: name -> SHA-256 and size of files whose hash is known. A file that is not among
-                them, or has another size, is hashed here.
+            hashes: name -> SHA-256 and size of files whose hash is known. If a file is not in
+                `hashes`, or its size differs, this method hashes the file.
 
         Raises:
             FileError: a file is damaged, or two shards have a context in common.
@@ -122,17 +122,15 @@ class Shards:
 
     def _take(self, name: str, known: tuple[str, int] | None) -> None:
         index = read_index(self._folder, name)
-        if index is None:  # not a shard: the file of means, or another program's file
+        if index is None:  # not a shard, but the file of means or another program's file
             return
         if any(not request.documents for request in index.requests):
-            raise FileError(
-                f"{name} has rows that no harvest wrote; harvest into a folder of its own."
-            )
+            raise FileError(f"{name} has rows that no harvest wrote; harvest into another folder.")
         keys = {key_of(request.documents) for request in index.requests}
         if len(keys) < len(index.requests) or keys & self.done:
             raise FileError(
-                f"{name} has a document that another shard has too; remove the file, and run the "
-                "command again."
+                f"{name} has a document that is also in another shard; remove the file, and run "
+                "the command again."
             )
         spans = [span for request in index.requests for span in request.documents]
         digest, size = self._hashed(name, known)
@@ -171,8 +169,8 @@ class Shards:
 
 
 def take_left(files: FileOptions) -> None:
-    """Make visible the shards that a killed harvest's engines had finished. The caller holds the
-    folder's lock.
+    """Make the finished shards of a killed harvest's engines visible. The caller holds the folder's
+    lock.
 
     Raises:
         FileError: a shard is damaged, or cannot be moved.
@@ -193,11 +191,11 @@ def move_shards(
     wanted: Callable[[Set[bytes]], bool],
     names: Iterable[str] | None = None,
 ) -> Set[bytes]:
-    """Make visible the shards that another process wrote to a place.
+    """Make shards visible that another process wrote to a hidden folder.
 
     Args:
-        wanted: called with the keys of a shard's contexts; if it returns False, the shard stays in
-            `place`.
+        place: the hidden folder or its URL.
+        wanted: called with the keys of a shard's contexts. If it returns False, the shard stays.
         names: the names of the shards; None: all shards in `place`.
 
     Returns:
@@ -209,19 +207,19 @@ def move_shards(
     moved: set[bytes] = set()
     try:
         folder = find_folder(place)
-    except FileError:  # `place` is a URL below which nothing was written
+    except FileError:  # `place` is a URL, and no process wrote a file below it
         return moved
     for name in folder.names() if names is None else names:
         keys = _keys(folder, name)
         if keys and wanted(keys):
             staged.move(place, [name])
-            with suppress(FileError):  # the process may have been killed before it wrote the JSON
+            with suppress(FileError):  # a killed process may not have written the JSON file
                 staged.move(place, [f"{name.removesuffix('.safetensors')}.json"])
             moved |= keys
     return moved
 
 
 def _keys(folder: Folder, name: str) -> set[bytes]:
-    """The keys of the contexts in a shard; empty for another file."""
+    """The keys of the contexts in a shard. Empty if the file is not a shard."""
     index = read_index(folder, name)
     return set() if index is None else {key_of(one.documents) for one in index.requests}

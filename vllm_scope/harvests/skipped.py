@@ -1,10 +1,10 @@
-"""Documents and contexts that cannot be read: a harvest passes them over, and goes on.
+"""Documents and contexts that cannot be read. A harvest skips them and continues.
 
 Owns:  Skipped.
 Runs:  on the thread that makes contexts ahead of the engine.
 From:  documents, contexts.   To: job, manifest.
 
-Promise: the same documents are passed over in each run of a harvest.
+Promise: each run of a harvest skips the same documents.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from vllm_scope.harvests.documents import Document
 from vllm_scope.request.actions import Read
 from vllm_scope.request.bounded_json import is_unicode
 
-#: The largest number of names that are kept; further texts and contexts are only counted.
+#: The most names that are kept. Further texts and contexts are only counted.
 _MOST_NAMES = 20
 
 
 class Skipped:
-    """Texts that are not valid Unicode, and contexts without a position that a read names.
+    """Texts that are not valid Unicode, and contexts that lack a position of a read.
 
     Attributes:
-        count: number of such texts and contexts.
-        num_documents: number of documents whose first token is in such a text or context.
-        reasons: name of such a text or context -> why; only the first ones.
+        count: number of skipped texts and contexts.
+        num_documents: number of documents whose first token is in a skipped text or context.
+        reasons: name of a skipped text or context -> why; only the first _MOST_NAMES.
     """
 
     def __init__(self, reads: Sequence[Read]) -> None:
@@ -36,7 +36,7 @@ class Skipped:
         self.reasons: dict[str, str] = {}
 
     def texts(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """Yield the documents that a tokenizer takes, and count the others."""
+        """Yield the documents whose text is valid Unicode, and count the other documents."""
         for document in documents:
             if isinstance(document.content, str) and not is_unicode(document.content):
                 self._add(document.id, "its text has half of a surrogate pair", 1)
@@ -44,7 +44,7 @@ class Skipped:
                 yield document
 
     def contexts(self, contexts: Iterable[Context]) -> Iterator[Context]:
-        """Yield the contexts that have all positions of the reads, and count the others."""
+        """Yield the contexts that have all positions of the reads. Count the other contexts."""
         for context in contexts:
             num_tokens = len(context.token_ids)
             try:

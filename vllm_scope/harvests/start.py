@@ -79,7 +79,7 @@ def harvest_with(
 
 
 def _engine(model: object, options: Mapping[str, Any], reads: Sequence[Read]) -> Engine:
-    # Not at the top: this imports vLLM, which takes seconds.
+    # Imported here, because this import loads vLLM, which takes seconds.
     from vllm_scope.engine.offline import OfflineEngine
 
     with guarded():
@@ -109,7 +109,7 @@ def _with_several(
 
 
 def _digest(options: Mapping[str, Any]) -> str:
-    """The SHA-256 of an engine's options. If an option is not JSON, the digest may differ at each
+    """The SHA-256 of an engine's options. If an option is not JSON, the digest can differ at each
     start."""
     text = json.dumps(options, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
@@ -124,12 +124,12 @@ def check_reads(reads: Sequence[Read], long: str) -> None:
     for read in reads:
         if read.to != MEMORY:
             raise SpecError(
-                f"a Read goes to {shown(read.to)}; leave `to` out of the reads of harvests and "
-                "streams, which take the rows."
+                f"a Read goes to {shown(read.to)}; harvests and streams take the rows themselves, "
+                "so leave `to` out of their reads."
             )
         if read.tokens.to_json() == "generated":
             raise SpecError(
-                "tokens is 'generated'; harvests and streams generate none, so name others."
+                "tokens is 'generated'; harvests and streams generate no tokens, so name others."
             )
     if long not in get_args(Long):
         raise SpecError(f"long is {shown(long)}; it must be one of {', '.join(get_args(Long))}.")

@@ -1,11 +1,11 @@
-"""Figures of the rows of one stream, which add up over shards.
+"""Figures of a stream's rows. The figures of several shards can be added.
 
 Owns:  Statistics, `compiled_count`.
-Runs:  `of_rows` on the threads that write shards; additions wherever shards are read.
+Runs:  `of_rows` on the threads that write shards. `+` in each process that reads shards.
 To:    shards (each holds the figures of its own rows), manifest, views.
 
-Promise: apart from rounding, the figures of a set of rows are the same, however the rows are
-divided among shards. All sums are in float64, over decoded rows: the rows that readers get.
+Promise: apart from rounding, the figures do not depend on how the rows are divided among shards.
+All sums are in float64. The rows are decoded rows, as readers get them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from vllm_scope.errors import FileError
 #: A value is an outlier if its absolute value is more than this many times the root mean square of
 #: its row.
 OUTLIER = 6.0
-#: Name of the tensor in a shard, after the stream's name and a dot.
+#: The tensor with a stream's figures has the name `STREAM.statistics` in a shard.
 KEY = "statistics"
-#: How many of the dimensions with the most outliers are listed.
+#: The number of dimensions that are listed: the dimensions with the most outliers.
 _LISTED = 8
 _SCALARS = 7
-#: How many numbers are processed at once: few enough for a core's cache.
+#: The number of float32 numbers in the buffer, which fits into the cache of one CPU core.
 _NUMBERS = 1 << 18
-#: A row with a larger squared norm counts as broken: a model cannot compute with it in float32.
+#: A row with a larger squared norm counts as broken, because float32 cannot store that norm.
 _MOST_SQUARED = float(np.finfo(np.float32).max)
 
 
@@ -41,9 +41,9 @@ class Statistics:
     """Sums over rows.
 
     Attributes:
-        counts: float64 [7]: number of finite rows; number of rows with NaN, infinity or a squared
-            norm beyond float32, which are left out of all other figures; number of rows with an
-            outlier; sum of norms; sum of squared norms; least norm; greatest norm.
+        counts: float64 [7]: number of finite rows, number of broken rows, number of rows with an
+            outlier, sum of norms, sum of squared norms, least norm, greatest norm. A broken row has
+            NaN, infinity or a squared norm beyond float32. No other figure includes broken rows.
         values: float64 [3, hidden_size]: sum, sum of squares, number of outliers.
     """
 
@@ -55,7 +55,7 @@ class Statistics:
         """The sums over the rows of all blocks.
 
         Args:
-            blocks: [some, hidden_size] each, bfloat16, float16 or float32; at least one.
+            blocks: at least one block, [num_rows, hidden_size], bfloat16, float16 or float32.
         """
         sums: _Sums | None = None
         for block in blocks:
@@ -71,7 +71,7 @@ class Statistics:
 
     @staticmethod
     def summary(blocks: Iterator[Tensor]) -> dict[str, Tensor]:
-        """The tensor, by name, in which a shard holds a stream's figures. This function is a
+        """Name -> tensor with a stream's figures, as a shard stores the tensor. This function is a
         `Summary` of files.sharded."""
         found = Statistics.of_rows(blocks)
         return {KEY: torch.from_numpy(np.concatenate([found.counts, found.values.ravel()]))}
@@ -98,7 +98,7 @@ class Statistics:
         return found
 
     def to_json(self) -> dict[str, object]:
-        """The figures for people. Each dimension's mean and variance are in a separate file."""
+        """The figures for `harvest.json`. Another file has each dimension's mean and variance."""
         rows, broken, with_outlier, total, squares, least, most = self.counts.tolist()
         count = max(rows, 1)
         mean, variance, outliers = self.mean, self.variance, self.values[2]
@@ -129,17 +129,17 @@ class _Sums:
     """Sums over rows of one width."""
 
     def __init__(self, width: int) -> None:
-        #: Memory that is used again for every block of rows.
+        #: A buffer that every block of rows uses again.
         self._rows = np.empty((max(_NUMBERS // width, 1), width), np.float32)
         self._counts = np.array([0, 0, 0, 0, 0, math.inf, -math.inf])
         self._values = np.zeros((3, width))
 
     def add(self, rows: Tensor) -> None:
-        """Add rows, [some, width], bfloat16, float16 or float32."""
+        """Add rows, [num_rows, width], bfloat16, float16 or float32."""
         count = compiled_count()
         for some in rows.split(len(self._rows)):
             into = self._rows[: len(some)]
-            if some.dtype == torch.bfloat16:  # its bits are the upper half of a float32
+            if some.dtype == torch.bfloat16:  # bfloat16 has the upper half of a float32's bits
                 bits = some.view(torch.uint16).numpy()
                 np.left_shift(bits, np.uint32(16), out=into.view(np.uint32), dtype=np.uint32)
             else:
@@ -157,14 +157,14 @@ def _count(
     """Add rows to `Statistics.counts` and `Statistics.values`.
 
     Args:
-        limit: an outlier's square is more than this fraction of its row's squared norm.
+        limit: a value is an outlier if its square is more than this part of the squared norm.
     """
     for i in range(rows.shape[0]):
         row = rows[i]
         squared_norm = 0.0
         for j in range(row.shape[0]):
             squared_norm += np.float64(row[j]) * np.float64(row[j])
-        if not squared_norm <= _MOST_SQUARED:  # also if the norm is NaN
+        if not squared_norm <= _MOST_SQUARED:  # also true if the squared norm is NaN
             counts[1] += 1
             continue
         most, num_outliers = limit * squared_norm, 0
@@ -186,12 +186,12 @@ def _count(
 
 @cache
 def compiled_count() -> Callable[..., None]:
-    """`_count` as machine code, which numba makes in half a second.
+    """`_count`, compiled by numba in half a second.
 
-    The function runs without the GIL. numpy takes and releases the GIL for each short step; with
-    numpy, two threads were slower than one.
+    The function runs without the GIL. numpy takes and releases the GIL for each short step. With
+    numpy, two threads were slower than one thread.
     """
-    import numba  # vLLM installs it
+    import numba  # vLLM installs numba
 
     signature = "void(float32[:, ::1], float64, float64[::1], float64[:, ::1])"
     return numba.njit(signature, nogil=True, fastmath={"reassoc"})(_count)  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
 """Writes the rows of one engine to shards.
 
 Owns:  Storing.
-Runs:  in the process that has the engine; the shards are written on threads of their own.
+Runs:  in the process that has the engine. Other threads write the shards.
 From:  job, or member if there are several engines.   To: files.
 """
 
@@ -27,15 +27,15 @@ from vllm_scope.harvests.shards import HashingPublisher
 from vllm_scope.harvests.statistics import Statistics, compiled_count
 from vllm_scope.request.actions import Read
 
-#: Bounds of the number of threads that write shards, which is a quarter of the processors.
+#: A quarter of the processors write shards, but at least and at most this many threads.
 _LEAST_WRITERS, _MOST_WRITERS = 2, 8
 
 
 class Storing:
-    """The Store of one engine. `close` writes the computed rows, and leaves the engine open.
+    """The Store of one engine. `close` writes the computed rows, and does not close the engine.
 
     Args:
-        files: options of the shards' files. Shards become visible below the root in these options.
+        files: options of the shards' files. Shards become visible below the root of `files`.
 
     Raises:
         FileError: the root cannot be written to.
@@ -47,16 +47,16 @@ class Storing:
         reads: Sequence[Read],
         files: FileOptions,
     ) -> None:
-        compiled_count()  # compiled before a writing thread needs it
+        compiled_count()  # compiles before a writing thread needs the function
         self._engine, self._reads = engine, reads
         self._num_layers = engine.num_layers
         self._publisher = HashingPublisher(make_publisher(files.root, files.fsync, files.file_mode))
         layout = ShardedLayout(files, self._publisher, Statistics.summary, _num_writers())
-        # No copies: nothing else uses the rows of a request that has ended.
+        # No copies, because no other code uses the rows of a request that has ended.
         self._writer = Writer(files, self._publisher, layout, copies=False)
         #: The `uid` of a request of this run is `_run`, followed by the request's number.
         self._run, self._num_stored = secrets.token_hex(8), 0
-        #: Futures of the shards that may still fail, in the order in which they were begun.
+        #: Futures of the shards whose writing can still fail, in the order of their first rows.
         self._unpublished: deque[Future[None]] = deque()
 
     @property
@@ -80,7 +80,7 @@ class Storing:
     def _stored(self, context: Context, rows: Rows) -> Future[None]:
         request = self._writer.begin()
         for column in rows.columns():
-            assert isinstance(column.label, tuple)  # a read's label
+            assert isinstance(column.label, tuple)  # the label of a read
             site, layer, when = column.label
             name = f"{site}.before" if when == "before" else site
             request.write(name, layer, column.positions, column.source)  # type: ignore[arg-type]
@@ -109,6 +109,6 @@ class Storing:
 
 
 def _num_writers() -> int:
-    """How many threads write shards. Each thread writes 0.3 to 0.7 GB/s; the hash takes most of the
-    thread's time."""
+    """The number of threads that write shards. Each thread writes 0.3 to 0.7 GB/s. Most of this
+    time is for the hash."""
     return max(_LEAST_WRITERS, min(_MOST_WRITERS, len(os.sched_getaffinity(0)) // 4))

@@ -1,5 +1,5 @@
-"""Affine maps that act on rows before the model's own norm and unembedding: tuned lenses and
-Jacobian lenses (J-lenses). Needs torch, no engine.
+"""Tuned lenses and Jacobian lenses (J-lenses): affine maps of rows, before the model's own norm and
+unembedding. Needs only torch.
 
-linear.py   LinearLens: one affine map for each place; its file, and `load_lens`
+linear.py   LinearLens: one affine map for each place; the files of lenses
 """

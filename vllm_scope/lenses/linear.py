@@ -1,19 +1,19 @@
-"""Affine maps from the residual stream at some layers to its final value, and their files.
+"""Affine maps from the residual stream at some layers to the final stream, and their files.
 
-Owns:  LinearLens, LensFile (a lens in the operator's options), `load_lens`, `load_lenses`.
-Runs:  anywhere with torch, on the CPU.
-From:  safetensors files.   To: worker.lens (holds the maps on the device), analysis.
+Owns:  LinearLens; LensFile, a lens in the operator's options; `load_lens`, `load_lenses`.
+Runs:  on the CPU, anywhere with torch.
+From:  safetensors files. To: worker.lens, analysis.
 
-Two layouts are read. Nothing is unpickled.
+`load_lens` reads two layouts. No pickle is read.
 
-A file has `{layer}.weight` [d, d], and maybe `{layer}.bias` [d]: the map of a row x is weight x +
-bias. The file's metadata may name the site; otherwise it is `resid_post`. If the metadata have
-`residual` "true", the map is x + weight x + bias. A J-lens is such a file: its matrix J is the
-weight at `resid_post`.
+A file has `{layer}.weight` [d, d], and maybe `{layer}.bias` [d]. The map of a row x is weight x +
+bias. If the metadata have `residual` "true", the map is x + weight x + bias. The metadata can name
+the site. The default site is `resid_post`. A J-lens uses this layout: the matrix J is the weight at
+`resid_post`.
 
-A folder of tuned-lens has `config.json`, and its `params.pt` saved as `params.safetensors`. The
-tensors are named as in a file, with i in place of the layer. The map is x + weight x + bias; map i
-is for the row that enters layer i, `resid_pre`.
+A folder of tuned-lens has `config.json` and `params.safetensors`, which has the tensors of
+tuned-lens's `params.pt`. The tensors have the same names as in a file. The map is x + weight x +
+bias. Map i is for the row that enters layer i: `resid_pre`.
 
 Source: tuned-lens 0.2, TunedLens.transform_hidden and .save; jlens, JacobianLens (`J_l @ h`, where
 h leaves layer l).
@@ -37,13 +37,13 @@ from vllm_scope.errors import ConfigError, SpecError, shown
 from vllm_scope.request.sites import LENS_SITES, MAX_LAYER, Place, SiteLayer
 from vllm_scope.saes.arrays import Tensors, map_safetensors, read_config
 
-#: The files in a folder of tuned-lens.
+#: The names of the files in a folder of tuned-lens.
 CONFIG, WEIGHTS = "config.json", "params.safetensors"
 _NAME = re.compile(r"([0-9]{1,5})\.(weight|bias)")
 
 
 class Affine(NamedTuple):
-    """One map: weight [d, d], whose row i gives number i of the result, and bias [d] or None."""
+    """One map: weight [d, d], and bias [d] or None. The result is weight x + bias."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -55,13 +55,13 @@ class LinearLens:
 
     Attributes:
         name: the lens's name in errors.
-        maps: (site, layer) -> the map of this place. The tensors have a float dtype, are on the
-            CPU, and may be views of a mapped file.
-        residual: True: the map is x + weight x + bias. False: weight x + bias.
-        path: the file with the tensors; None if the lens is not from a file.
+        maps: (site, layer) -> the map of this place. The tensors have a float dtype, and are on the
+            CPU. They can be views of a mapped file.
+        residual: True: the map is x + weight x + bias. False: the map is weight x + bias.
+        path: the file with the tensors. None if the lens is not from a file.
 
     Raises:
-        SpecError: there are no maps, a site is not on the residual stream, or shapes disagree.
+        SpecError: `maps` is empty, a site is not on the residual stream, or shapes disagree.
     """
 
     name: str
@@ -87,13 +87,13 @@ class LinearLens:
 
     @property
     def places(self) -> Mapping[Place, Affine]:
-        """The same mapping as `maps`, with the type that its keys have: Place."""
+        """`maps`, with the exact type of the keys."""
         return cast(Mapping[Place, Affine], self.maps)
 
     @property
     def sha256(self) -> str | None:
-        """The SHA-256 of the file at `path`, in hexadecimal; None if there is no file. The file is
-        read at each call. Raises OSError."""
+        """The SHA-256 of the file at `path`, in hexadecimal. None if `path` is None. Each access
+        reads the file. Raises OSError."""
         return None if self.path is None else sha256_of(self.path)
 
     @property
@@ -102,7 +102,7 @@ class LinearLens:
         return next(iter(self.maps.values())).weight.shape[-1]
 
     def map(self, rows: Tensor, place: SiteLayer) -> Tensor:
-        """Map rows of a place to rows that the model's final norm takes.
+        """Map rows of a place to input rows of the model's final norm.
 
         Args:
             rows: [..., d_model], any float dtype, CPU.
@@ -111,8 +111,7 @@ class LinearLens:
             [..., d_model], float64.
 
         Raises:
-            SpecError: the lens has no map for the place, or a number of the map is not finite in
-                float32.
+            SpecError: the lens has no map for the place, or the map is not finite in float32.
         """
         if place not in self.maps:
             known = ", ".join(f"{site} {layer}" for site, layer in self.maps)
@@ -125,7 +124,7 @@ class LinearLens:
         return found + x if self.residual else found
 
     def checked(self, place: Place) -> Affine:
-        """The map of a place. Raises SpecError if a number of the map is not finite in float32."""
+        """The map of a place. Raises SpecError if a number is not finite in float32."""
         one = self.maps[place]
         for tensor in one:
             if tensor is not None and not tensor.float().isfinite().all():
@@ -139,7 +138,7 @@ class LinearLens:
         """Write a file that `load_lens` reads, and return its SHA-256 in hexadecimal.
 
         Raises:
-            SpecError: the lens has maps of several sites; a file can name only one.
+            SpecError: the lens has maps of several sites. A file can name only one site.
         """
         sites = {place.site for place in self.places}
         if len(sites) > 1:
@@ -159,10 +158,10 @@ class LinearLens:
 
 @dataclass(frozen=True)
 class LensFile:
-    """A lens in the operator's options: its path, and the digest that its file must have.
+    """A lens in the operator's options: the path, and the required digest of the file.
 
     Attributes:
-        sha256: the digest of the file with the tensors, in hexadecimal; None: any content.
+        sha256: the required digest of the file with the tensors, in hexadecimal. None: any digest.
     """
 
     path: str
@@ -188,7 +187,7 @@ class LensFile:
         )
 
     def load(self, name: str) -> LinearLens:
-        """Load the lens. Raises the errors of `load_lens`."""
+        """Load the lens. Raises as `load_lens`."""
         return load_lens(self.path, name=name, sha256=self.sha256)
 
 
@@ -200,16 +199,15 @@ class _Tuned(msgspec.Struct):
 def load_lens(
     path: str | Path, *, name: str | None = None, sha256: str | None = None
 ) -> LinearLens:
-    """Load a lens. Its matrices stay in the file until they are used.
+    """Load a lens. The matrices stay in the file until a call uses them.
 
     Args:
         path: a safetensors file, or a folder of tuned-lens.
-        name: the lens's name in errors; None: the path.
-        sha256: the digest that the file with the tensors must have, in hexadecimal; None: any
-            digest.
+        name: the lens's name in errors. None: the path.
+        sha256: the required digest of the file with the tensors, in hexadecimal. None: any digest.
 
     Raises:
-        SpecError: an unknown layout, a malformed file, or another digest.
+        SpecError: the layout is unknown, the file is malformed, or the digest differs.
         OSError: a file cannot be read.
     """
     path = Path(path)
@@ -242,11 +240,11 @@ def load_lens(
 
 
 def load_lenses(entries: Mapping[str, object]) -> dict[str, LinearLens]:
-    """Load lenses from the operator's entries {name: path or object}; returns them by name.
+    """Load lenses from the operator's entries {name: path or object}, and return {name: lens}.
 
     Raises:
-        ConfigError: an entry is neither a path nor an object with `path` and `sha256`. Other
-            errors are those of `load_lens`.
+        ConfigError: an entry is not a path or an object with `path` and `sha256`. Also as
+            `load_lens`.
     """
     parsed = {name: LensFile.parse(value, f"lenses.{name}") for name, value in entries.items()}
     return {name: one.load(name) for name, one in parsed.items()}

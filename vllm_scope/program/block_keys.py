@@ -1,12 +1,12 @@
 """The keys under which vLLM finds the KV of edited tokens.
 
-Owns:  BlockKeys, and the cache of the tokens that are picked in blocks.
+Owns:  BlockKeys, and a cache: which tokens of a block the edits pick.
 Runs:  in EngineCore, when vLLM hashes a request's blocks. numpy, no torch.
 From:  request.resolve (the edits).   To: engine.core.entry.
 
-Promise: two requests share a block's KV only if the same edits apply to the same tokens of that
-block and of all blocks before it (vLLM chains the keys), and if the states of these edits' gates
-began at the same position.
+Promise: two requests share the KV of a block only under two conditions. The same edits apply to the
+same tokens of this block and of all earlier blocks (vLLM chains the keys). The states of the edits'
+gates began at the same position.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.resolved import ResolvedEdit
 from vllm_scope.request.selectors import Ids, Tokens, Word
 
-#: If a request has more edits, nothing of it is kept for other requests.
+#: If a request has more edits, its blocks are not cached for other requests.
 MOST_EDITS = 8
-#: Bounds of the bytes that this process keeps: of all blocks, and for one set of picks and one
-#: length of prompts.
+#: Limits of the cache in bytes: of all entries, and of one entry (one set of picks and one prompt
+#: length).
 REMEMBERED_BYTES, MOST_BYTES = 16 << 20, 1 << 20
-#: Measured bytes of a _Blocks beside its picks, and of a block beside its text.
+#: Measured sizes: a _Blocks without its picks, and a _Block without its text.
 _BLOCKS_BYTES, _BLOCK_BYTES = 1024, 640
 
 
 def _parts(edit: ResolvedEdit, num_prompt: int) -> Iterator[tuple[Pick, bytes]]:
-    """The tokens that an edit picks, and a digest of the edit's effect on them.
+    """Yield (the tokens that an edit picks, a digest of the edit's effect on these tokens).
 
-    At tokens of the prompt a gate with a state has the same effect as without a state. At a
-    generated token, its effect depends on all generated tokens before, and so on the position of
-    the first generated token.
+    At a prompt token, the state of a gate has no effect. At a generated token, the state depends on
+    all earlier generated tokens, and therefore on the position of the first generated token.
     """
     if edit.stateless is None:
         yield Pick(edit.tokens, "edit", edit.positions), edit.digest
@@ -56,8 +55,8 @@ class _Block(NamedTuple):
 
     Attributes:
         here: [num_edits], True for an edit that picks tokens of the block.
-        text: equal for two blocks if these edits pick the same tokens of both; empty if no edit
-            picks a token.
+        text: two blocks have equal texts if these edits pick the same tokens in both blocks. Empty
+            if no edit picks a token.
     """
 
     here: NDArray[np.bool_]
@@ -65,15 +64,14 @@ class _Block(NamedTuple):
 
 
 class _BlocksKey(NamedTuple):
-    """Requests with equal keys have equal blocks, if their picks use no token id."""
+    """If the picks of two requests use no token ids, requests with equal keys have equal blocks."""
 
     picks: PicksKey
     num_prompt: int
 
 
 class _Blocks:
-    """The _Block of each known block, for requests with equal picks and prompts of one length. Used
-    by several threads."""
+    """The cached _Blocks of all requests with equal picks and equal prompt lengths. Thread-safe."""
 
     def __init__(self, key: _BlocksKey) -> None:
         self._key, self._num_bytes = key, _BLOCKS_BYTES + key.picks.num_bytes
@@ -92,10 +90,10 @@ class _Blocks:
         return self._known.get((start, stop))
 
     def put(self, start: int, stop: int, block: _Block) -> None:
-        """Keep a block, if there is room."""
+        """Cache a block, if there is room."""
         with self._lock:
             size = self._num_bytes + _BLOCK_BYTES + len(block.text)
-            # If the cache has dropped this object, it does not count the bytes that are added here.
+            # If the cache has dropped this object, its bytes are not counted: add no block.
             if size <= MOST_BYTES and _known.get(self._key) is self:
                 self._known[start, stop], self._num_bytes = block, size
                 _known.put(self._key, self, size)
@@ -108,9 +106,9 @@ class _Edited:
     """Finds the tokens of a block that the edits pick.
 
     Attributes:
-        uniform: True if the phase alone decides which tokens are picked.
-        sees_ids: True if the prompt's token ids decide too.
-        shared: True if the picks use no token id, and are few. Blocks are then kept for other
+        uniform: True if the picks depend only on the phase (prompt or generated).
+        sees_ids: True if the picks also depend on the prompt's token ids.
+        shared: True if the picks use no token ids, and are few. Blocks are then cached for other
             requests.
     """
 
@@ -124,21 +122,21 @@ class _Edited:
         self._key = PicksKey(given, ()) if self.shared else None
 
     def blocks(self, num_prompt: int) -> _Blocks | None:
-        """The blocks that requests with prompts of this length share; None if nothing is kept."""
+        """The cached blocks for prompts of this length; None if blocks are not cached."""
         return None if self._key is None else _Blocks.of(_BlocksKey(self._key, num_prompt))
 
     def at(self, start: int, stop: int, num_prompt: int, prompt_ids: Ids) -> _Block:
         """The _Block of positions `start` to `stop` - 1.
 
         Args:
-            prompt_ids: the prompt's token ids; may be empty unless `sees_ids`.
+            prompt_ids: the prompt's token ids. Can be empty if `sees_ids` is False.
         """
         positions = np.arange(start, stop, dtype=np.int64)
         if self.sees_ids:
             tokens = Tokens.running(positions, num_prompt, prompt_ids)
         else:
             tokens = Tokens(positions, num_prompt, np.full(len(positions), -1, np.int64), None)
-        #: The distinct sets of tokens that are picked here -> their numbers, from 1.
+        #: Each distinct set of picked tokens -> its number, from 1.
         numbers: dict[bytes, int] = {}
         of_picks = np.zeros(len(self._picks), "<u4")
         for i, pick in enumerate(self._picks):
@@ -158,10 +156,9 @@ class BlockKeys:
     """The keys of one request's blocks.
 
     Args:
-        own: bytes that no other request has, if a policy sets scales of generated tokens: no other
-            request may then use blocks with such tokens. Empty without such a policy.
-        shared: Resolved.shared of the spec, in which work for the keys is kept for other requests.
-            None to keep and use nothing.
+        own: If a policy sets scales of generated tokens, no other request may use blocks with these
+            tokens. `own` is then bytes that no other request has. Else empty.
+        shared: Resolved.shared of the spec, a cache for all requests of the spec. None: no cache.
     """
 
     def __init__(
@@ -180,12 +177,11 @@ class BlockKeys:
         self._prompt_ids: Ids = np.asarray(prompt_ids, np.int64) if edited.sees_ids else ()
         digests = b"".join(digest for _, digest in parts)
         self._digests = np.frombuffer(digests, np.uint8).reshape(len(parts), -1)
-        #: (length, generated) of a block of one phase -> its key, if the edits depend on the phase
-        #: alone.
+        #: If the edits depend only on the phase: (length, generated) of a block -> its key.
         self._of_phase: dict[tuple[int, bool], bytes | None] = {}
 
     def key(self, start: int, stop: int) -> bytes | None:
-        """The key of positions `start` to `stop` - 1; None if none of them is edited."""
+        """The key of positions `start` to `stop` - 1; None if no position is edited."""
         found = self._of_edits(start, stop)
         return (found or b"") + self._own if self._own and stop > self._num_prompt else found
 

@@ -1,10 +1,10 @@
-"""A spec's programs, found by the values of its picks for a token.
+"""The programs of a spec. The values of the spec's picks for a token determine its program.
 
-Owns:  Compiled, the bounds of one request, and which programs stay in memory.
+Owns:  Compiled, the limits of one request, and which programs stay in memory.
 Runs:  in workers, in EngineCore and in the front-end. numpy, no torch.
 From:  compiler (makes a Compiled of actions), picks.   To: operations (builds the programs).
 
-Promise: a request beyond the bounds is refused before any of its programs is built.
+Promise: a request beyond the limits is refused before any of its programs is built.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from vllm_scope.request.nets import Net
 from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.sites import LEVELS
 
-#: Limits of one request: distinct programs, and operations of all its programs together. If the
-#: request edits, or taps score its rows, the thread that launches the model writes the programs to
-#: the device's tables before the request's first step: about 0.3 us per operation. If it only
-#: reads, that thread builds the programs in the steps that need them: 15 us per program, and 1.3 us
-#: per operation.
+#: Limits of one request: the number of distinct programs, and the number of operations in all
+#: programs. The thread that launches the model handles the programs. If the request edits, or if
+#: taps score its rows, the thread writes all programs to the device's tables before the first step:
+#: 0.3 us per operation. A request that only reads costs 15 us per program and 1.3 us per operation,
+#: in the steps that need the program.
 MOST_PROGRAMS, MOST_OPS = 1024, 1 << 14
 MOST_PROGRAMS_WITH_EDITS, MOST_OPS_WITH_EDITS = 512, 1 << 13
-#: Bound of the bytes of programs, of all specs together, that this process keeps.
+#: Limit of the bytes of programs that this process keeps, for all specs together.
 REMEMBERED_BYTES = 64 << 20
 _PROGRAM_BYTES, _OP_BYTES = 2048, 256
 
-#: Bounds: the entries of Compiled.counts; the edits and the columns of a request with an entry.
+#: Limits: the entries of Compiled.counts; the edits and the columns of a request with an entry.
 MOST_COUNTS, MOST_COUNTED_EDITS, MOST_COUNTED = 8, 8, 64
 
 #: [num_picks], the values of a token's picks (Pick.values).
@@ -58,15 +58,15 @@ Column = NDArray[np.int32]
 
 
 def as_columns(columns: Collection[bytes]) -> NDArray[np.int32]:
-    """Columns from their bytes, side by side: [num_picks, num_columns]."""
+    """An array of columns, [num_picks, num_columns], from the bytes of each column."""
     return np.frombuffer(b"".join(columns), np.int32).reshape(len(columns), -1).T
 
 
 class _Programs:
-    """Bounds the memory of all built programs: the least recently used are dropped first.
+    """Limits the memory of all built programs: the least recently used programs are dropped first.
 
-    A Compiled holds its own programs, and they are freed with it. A dropped program is built again
-    when it is next needed. Running requests keep their programs.
+    A Compiled holds its own programs. If the Compiled is freed, its programs are also freed. A
+    dropped program is built again when it is needed. Running requests keep their programs.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class _Programs:
 
 
 def _size_of(program: Program) -> int:
-    """Bytes of a program: of its operations, and of the replacement rows that are copied for it."""
+    """Bytes of a program: its operations, and its copies of replacement rows."""
     ops = [op for _, ops in program.taps for op in ops]
     rows = (len(op.vector.data) for op in ops if op.code == OP_SET and op.vector is not None)
     return _OP_BYTES * len(ops) + sum(rows)
@@ -106,10 +106,10 @@ class CompiledEdit(NamedTuple):
         pick: index of the edit's pick.
         at: (boundary, group).
         ops_of: the pick's value -> the edit's operations.
-        num_ops: how many operations the edit has, those of its gate included.
-        gate: the operations of the edit's gate, each with its (boundary, group): one, or two if the
-            gate has a state; empty without a gate.
-        values: the rows of a replacement; None for other edits.
+        num_ops: how many operations the edit has, including its gate's operations.
+        gate: ((boundary, group), operation) for each operation of the edit's gate. A gate with a
+            state has two operations, and a gate without a state has one. Empty without a gate.
+        values: the rows of a replacement; None for edits of other kinds.
     """
 
     pick: int
@@ -122,23 +122,24 @@ class CompiledEdit(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """What a spec does at some boundaries, for any prompt. Requests with equal specs share it.
+    """A spec's actions at some boundaries, for any prompt. Requests with equal specs share a
+    Compiled.
 
     Attributes:
-        reads: (index of the pick, points that were named, the head that works on the rows; None
-            for plain rows).
+        reads: (index of the pick, points that the request named, head). The head is applied to the
+            rows; None for plain rows.
         edits: the edits, in order.
-        check: the boundary at which every token of a request with edits is checked; None if
+        check: the boundary at which every token of a request with edits is checked. None if
             the request has no edits, or is checked on another pipeline stage.
         rows: `compiler.rows_of` of all reads and probes.
         banks: Resolved.banks_on_rows.
-        scored: (index of the pick, point, the operations that tell numbers of the point's row).
-        of_phase: (False for the prompt or True for generated tokens, RequestProgram.begun) -> the
-            program of all tokens of this phase. Filled only if all picks are uniform.
-        phase_columns: the same keys -> the column of these tokens.
-        built: bytes of a column -> its program, while `programs` keeps it.
-        counts: columns -> how many programs and operations they take, and the indices of the edits
-            that apply in at least one of them. Empty unless `_few`. Specs of one outline
+        scored: (index of the pick, point, the operations that compute numbers of the point's row).
+        of_phase: (phase: False for prompt tokens, True for generated tokens; RequestProgram.begun)
+            -> the program of all tokens of the phase. Filled only if all picks are uniform.
+        phase_columns: the same keys -> the column of all tokens of the phase.
+        built: bytes of a column -> its program, as long as `programs` keeps the program.
+        counts: columns -> (number of programs, number of operations, indices of the edits that
+            apply in at least one column). Empty if `_few` is False. Specs of one outline
             (request.outline) share this dict.
     """
 
@@ -155,8 +156,8 @@ class Compiled:
     counts: dict[tuple[bytes, ...], tuple[int, int, tuple[int, ...]]] = field(default_factory=dict)
 
     def with_edits(self, edits: tuple[CompiledEdit, ...]) -> Compiled:
-        """The Compiled of another spec, which reads nothing and differs from this object's spec
-        only in the layers, vectors and numbers of its edits."""
+        """The Compiled of another spec. The other spec reads nothing, and differs from this
+        object's spec only in the layers, vectors and numbers of its edits."""
         found = Compiled(
             self.picks, (), edits, self.check, self.rows, self.banks,
             phase_columns=self.phase_columns, counts=self.counts,
@@ -175,17 +176,17 @@ class Compiled:
 
     @cached_property
     def ref(self) -> weakref.ref[Compiled]:
-        """This object's key in `programs`. Unlike an id, it never stands for another object."""
+        """This object's key in `programs`. Unlike an id, the key is never reused."""
         return weakref.ref(self)
 
     @property
     def has_vectors(self) -> bool:
-        """True if some operation here has a vector: an edit, or a probe that a tap computes."""
+        """True if an operation has a vector: the spec edits, or a tap computes a probe."""
         return bool(self.edits) or bool(self.scored)
 
     @cached_property
     def used(self) -> tuple[int, ...]:
-        """Indices of the picks that actions here use; a column has 0 for all other picks."""
+        """Indices of the picks that the actions use. A column has 0 for each unused pick."""
         found = {read[0] for read in self.reads} | {edit.pick for edit in self.edits}
         return tuple(sorted(found))
 
@@ -202,11 +203,11 @@ class Compiled:
 
     @cached_property
     def firsts(self) -> frozenset[str]:
-        """The probes whose verdicts some picks wait for."""
+        """Names of the probes for whose verdicts some picks wait."""
         return frozenset(pick.after for pick in self.picks if pick.after is not None)
 
     def waiting(self, begun: frozenset[str]) -> list[int]:
-        """The indices of the picks that wait for the verdict of a probe that is not in `begun`."""
+        """Indices of the picks that wait for the verdict of a probe outside `begun`."""
         left = self.firsts - begun
         return [i for i, pick in enumerate(self.picks) if pick.after in left] if left else []
 
@@ -217,7 +218,7 @@ class Compiled:
 
     @cached_property
     def remembers(self) -> bool:
-        """True if ranges of this object's columns are kept (program.ranges)."""
+        """True if program.ranges caches the ranges of this object's columns."""
         return can_remember(self.picks) and not self.firsts
 
     @cached_property
@@ -227,7 +228,7 @@ class Compiled:
 
     def program(self, column: Column) -> Program | None:
         key = column.tobytes()
-        # `self` stands for a missing entry: None is a value, and another thread may drop the key.
+        # `self` marks a missing entry: None is a value, and another thread can remove the key.
         known = self.built.get(key, self)
         if not isinstance(known, Compiled):
             programs.use(self, key)
@@ -238,7 +239,7 @@ class Compiled:
 
     @cached_property
     def ops_of_picks(self) -> NDArray[np.int64]:
-        """[num_picks]: how many operations a token gets from each pick."""
+        """int64 [num_picks]: how many operations each pick adds to the program of a token."""
         found = np.zeros(len(self.picks), np.int64)
         for pick, points, head in self.reads:
             found[pick] += 0 if isinstance(head, Told) else len(points)
@@ -250,8 +251,8 @@ class Compiled:
 
     @cached_property
     def num_actions(self) -> int:
-        """How many edits, read points and operations of probes there are. The first operation of
-        the probes of a place is counted as the place's read point."""
+        """The number of edits, read points and probe operations. At each place, the first probe
+        operation and the read point count as one."""
         return (
             len(self.edits) + sum(len(points) for _, points, _ in self.reads)
             + sum(len(ops) - 1 for _, _, ops in self.scored)
@@ -259,23 +260,26 @@ class Compiled:
 
     @cached_property
     def _marks(self) -> NDArray[np.int64]:
-        """[num_picks] random weights. Equal columns have equal weighted sums; the sums of different
-        columns practically always differ."""
+        """[num_picks] random weights. Equal columns have equal weighted sums. Different columns
+        have different sums, except with a negligible probability."""
         return np.frombuffer(secrets.token_bytes(8 * len(self.picks)), np.int64)
 
     def distinct_in(
         self, columns: NDArray[np.int32]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The index at which each distinct column occurs first, ascending; and for each column,
-        [n], the index of its distinct column.
+        """Find the distinct columns.
 
         Args:
             columns: [num_picks, n].
+
+        Returns:
+            The index of the first occurrence of each distinct column, ascending; and for each
+            column, [n], the index of its distinct column.
         """
         with np.errstate(over="ignore"):
             sums = self._marks @ columns.astype(np.int64)
         _, firsts, index = np.unique(sums, return_index=True, return_inverse=True)
-        # The sums are random and differ from rank to rank; all ranks must have the same order.
+        # All ranks must have the same order, but the sums are random and differ between ranks.
         order = np.argsort(firsts)
         rank = np.empty(len(order), np.int64)
         rank[order] = np.arange(len(order))
@@ -292,7 +296,7 @@ class Compiled:
     def check_size(self, columns: Collection[Column]) -> None:
         """Raise SpecError if columns need more programs or operations than a request may have."""
         most, most_ops = MOST_PROGRAMS, MOST_OPS
-        if self.edits:  # only then: a monitor that taps score must not cause a refusal
+        if self.edits:  # a monitor without edits must not cause a refusal
             most, most_ops = MOST_PROGRAMS_WITH_EDITS, MOST_OPS_WITH_EDITS
         if len(columns) > most:
             raise SpecError(
@@ -304,14 +308,14 @@ class Compiled:
         num_ops = sum(int((column > 0) @ self.ops_of_picks) for column in columns)
         if num_ops > most_ops:
             raise SpecError(
-                f"the request's tokens are treated in {len(columns):,} different ways, of "
+                f"the request's tokens are treated in {len(columns):,} different ways, with "
                 f"{num_ops:,} reads, scores and edits together; at most {most_ops:,}. Send several "
                 "requests."
             )
 
     @cached_property
     def op_list(self) -> OpList:
-        """Every operation that a token may get."""
+        """Every operation that a token of the spec can get."""
         listed, seeing = [], dict[tuple[tuple[int, int], Op], list[int]]()
         for pick, (boundary, group), ops_of, _, gate, values in self.edits:
             listed += [Listed(boundary, group + 1, 0, op, (pick,), -1, values) for op in ops_of(1)]
@@ -340,11 +344,12 @@ class Compiled:
 
     @cached_property
     def _few(self) -> bool:
-        """True for a spec of at most MOST_COUNTED_EDITS edits and nothing else, each edit with one
-        operation beside its gate's, and a replacement with one row. A cell of a sweep is such a
-        spec. Its programs are counted without a list of operations. A spec is excluded if
-        one of its gates has a state: the gate's edits at one layer share an operation, so the
-        number of operations does not follow from the picks."""
+        """True for a spec that does not read and has at most MOST_COUNTED_EDITS simple edits, such
+        as a cell of a sweep. The programs are then counted without a list of operations.
+
+        An edit is simple if it has one operation in addition to at most one operation of its gate.
+        A replacement must have one row. A gate with a state is not simple: its edits at one layer
+        share an operation, so the picks do not determine the number of operations."""
         return not self.reads and len(self.edits) <= MOST_COUNTED_EDITS and all(
             edit.num_ops == 1 + len(edit.gate) <= 2
             and (edit.values is None or edit.values.shape[0] == 1)
@@ -366,14 +371,14 @@ class Compiled:
 
     @cached_property
     def takes_most(self) -> bool:
-        """True if no spec of the same outline takes more places in the device tables."""
-        # Vectors that differ in length alone may have one direction, which counts once.
+        """True if no spec of the same outline uses more entries of the device tables."""
+        # Vectors that differ only in length can have the same direction, and then count as one.
         keys = [key for some in self._keys for key in some] if self._few else []
         return self._few and len(set(keys)) == len(keys)
 
     @cached_property
     def _keys(self) -> list[list[bytes]]:
-        """The keys of the vectors of each edit and its gate, if the spec is `_few`."""
+        """For each edit, the keys of its vectors and its gate's vectors. Valid if `_few`."""
         found = []
         for edit in self.edits:
             ops = [op for _, op in edit.gate]
@@ -386,10 +391,10 @@ class Compiled:
     def _delivered(
         self, column: Column
     ) -> tuple[dict[Head | None, tuple[int, ...]], tuple[tuple[int, int], ...]]:
-        """What a token with this column delivers: head (None for plain rows) -> its points; and
-        Layout.also."""
+        """What a token with this column delivers: a dict of head (None for plain rows) -> points;
+        and Layout.also."""
         reads = [(points, head) for pick, points, head in self.reads if column[pick]]
-        #: Row -> the first point that was named for it.
+        #: Row -> the first point that the request named for the row.
         labels: dict[int, int] = {}
         for point in sorted(point for points, _ in reads for point in points):
             labels.setdefault(self.rows[point], point)
@@ -402,12 +407,12 @@ class Compiled:
         return {head: tuple(sorted(some)) for head, some in points.items()}, tuple(sorted(also))
 
     def layout(self, column: Column) -> Layout:
-        """What a token with this column delivers: the layout of its program."""
+        """The layout of the program of a token with this column."""
         points, also = self._delivered(column)
         return Layout(points.pop(None, ()), _listed(points), also)
 
     def build(self, column: Column) -> Program | None:
-        """Build the program of a column, without keeping it."""
+        """Build the program of a column. The program is not cached."""
         points, also = self._delivered(column) if self.reads else ({}, ())
         edits: dict[tuple[int, int], list[Op]] = {}
         seeing: dict[tuple[int, int], dict[Op, None]] = {}
@@ -428,6 +433,6 @@ class Compiled:
 def _listed(
     points: Mapping[Head | None, tuple[int, ...]],
 ) -> tuple[tuple[Head, tuple[int, ...]], ...]:
-    """The points of heads, in the form of Layout.encoded; plain rows are left out."""
+    """The points of heads, in the form of Layout.encoded, without plain rows."""
     made = ((head, some) for head, some in points.items() if head is not None)
     return tuple(sorted(made, key=lambda pair: pair[0].text))

@@ -1,12 +1,12 @@
-"""A request's actions, compiled: which program each of its tokens gets.
+"""Compiles a request's actions: determines the program of each token.
 
 Owns:  RequestProgram.
 Runs:  in workers, when a request arrives and when its tokens are planned; in EngineCore and the
-       front-end, to count what a request needs. numpy, no torch.
+       front-end, to compute the Cost of a request. numpy, no torch.
 From:  request.resolve.   To: compiled (builds and keeps the programs), plan, admission.
 
-Promise: the program depends on the token's absolute position, never on the step, so chunked
-prefill and recompute read and edit the same rows.
+Promise: a program depends on the token's absolute position, never on the step. Therefore chunked
+prefill and recomputation read and edit the same rows.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from vllm_scope.request.resolved import Resolved, ResolvedEdit, ResolvedGate
 from vllm_scope.request.selectors import Ids, Selector, Tokens
 from vllm_scope.request.sites import LEVELS, Place, Sites, boundary_of_point
 
-#: Positions past a request's end that a step may still compute: drafts, and the step that
-#: async scheduling has already started.
+#: How many positions after a request's end a step can still compute: draft tokens, and the step
+#: that async scheduling has already started.
 OVERSHOOT = 64
-#: The number of positions whose columns are made at once.
+#: Columns are computed for at most this many positions at a time.
 POSITIONS_AT_ONCE = 4096
 
 
@@ -56,7 +56,7 @@ class Point(NamedTuple):
     """A point at which an action needs a row.
 
     Attributes:
-        head: the head that works on the row; None for the row itself.
+        head: the head that is applied to the row; None for the plain row.
         after: as in Probe.
     """
 
@@ -70,7 +70,7 @@ def points_of(asked: Resolved) -> tuple[Point, ...]:
     """The distinct points of the actions that need rows."""
     found: tuple[Point, ...] | None = asked.__dict__.get("_points")
     if found is None:
-        # Many requests share a Resolved, which may have a thousand probes.
+        # Cached, because many requests share a Resolved, and a Resolved can have 1,000 probes.
         found = asked.__dict__["_points"] = tuple(_points_of(asked))
     return found
 
@@ -90,9 +90,9 @@ def _points_of(asked: Resolved) -> Iterator[Point]:
 
 
 def rows_of(asked: Resolved, some: Resolved) -> dict[int, int]:
-    """Each point of the actions in `some` -> the first of these points that has the same row.
+    """Each point of the actions in `some` -> the first of these points with the same row.
 
-    Two points of a boundary have the same row if no edit of the request `asked` is between them.
+    If no edit of `asked` is between two points of a boundary, the two points have the same row.
     """
     edited = {(e.stream.boundary, e.stream.group) for e in asked.edits}
     named = {each.point for each in points_of(some)}
@@ -116,14 +116,14 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
         return picks.setdefault(Pick(selector, use, positions, after), len(picks))
 
     rows = rows_of(asked, asked)
-    #: (pick, head) -> points. Many probes share one bank.
+    #: (pick, head) -> points. Many probes can share one bank.
     reads: dict[tuple[int, Head | None], dict[int, None]] = {}
     scored, scores = [], _scores(asked)
     edits = []
     made: dict[Hashable, tuple[Op, ...]] = {}
     gates = _gate_ops(asked)
-    # Every action gets a pick, also an action at boundaries that are not in `here`: a column then
-    # means the same in every process.
+    # An action at a boundary outside `here` also gets a pick. Therefore a column has the same
+    # meaning in every process.
     for tokens, point, head, after in points_of(asked):
         at = pick(tokens, "deliver", after=after)
         if boundary_of_point(point) in here and drains:
@@ -145,7 +145,7 @@ def _compile(asked: Resolved, sites: Sites, here: frozenset[int], drains: bool) 
 
 
 def _scores(asked: Resolved) -> dict[tuple[Head | None, int], tuple[Op, ...]]:
-    """(bank that taps compute, point) -> the operations that tell the bank's numbers, in order."""
+    """(bank that taps compute, point) -> the operations that compute its numbers, in order."""
     found: dict[tuple[Head | None, int], tuple[Op, ...]] = {}
     for cell in (cell for one in asked.banked for cell in one.cells):
         if isinstance(cell.bank, Scored):
@@ -158,7 +158,7 @@ def _compiled_edits(
     pick: int, edit: ResolvedEdit, places: list[Place], gates: Mapping[bytes, _GateOps],
     made: dict[Hashable, tuple[Op, ...]],
 ) -> list[CompiledEdit]:  # fmt: skip
-    """One edit, compiled at each of its places. `made` is as in edit_ops."""
+    """An edit, compiled at each of `places`. `made` is as in edit_ops."""
     if not places:
         return []
     gate = None if edit.gate is None else gates[edit.gate.digest]
@@ -174,9 +174,9 @@ def _compiled_edits(
 
 
 def _fitted(first: Compiled, asked: Resolved, here: frozenset[int]) -> Compiled | None:
-    """The Compiled of `asked`, which differs from the spec of `first` only in the layers, vectors
-    and numbers of its edits. None if `first` reads, or if either spec edits at a boundary that is
-    not in `here`."""
+    """The Compiled of `asked`. The spec of `first` differs from `asked` only in the layers, vectors
+    and numbers of the edits. None if `first` reads, or if one of the two specs edits at a boundary
+    outside `here`."""
     places = [edit.stream for edit in asked.edits]
     if first.reads or len(first.edits) != len(places):
         return None
@@ -189,7 +189,7 @@ def _fitted(first: Compiled, asked: Resolved, here: frozenset[int]) -> Compiled 
 
 
 def _action_of(edit: ResolvedEdit) -> tuple[object, ...]:
-    """A key that is equal for edits that differ only in their streams."""
+    """A key. Edits that differ only in their streams have equal keys."""
     return (
         edit.kind, edit.values, edit.tokens, edit.numbers, edit.positions, edit.norm_match,
         edit.limit, edit.gate, edit.dose, edit.reads,
@@ -197,16 +197,15 @@ def _action_of(edit: ResolvedEdit) -> tuple[object, ...]:
 
 
 class _GateOps(NamedTuple):
-    """A gate's operations: one at the gate's place; with a state, one more at its edits' places."""
+    """A gate's operations: `op` at the gate's place; with a state, `state` at the edits' places."""
 
     at: tuple[int, int]
     op: Op
     state: Op | None
 
     def before(self, edited: Place) -> tuple[tuple[tuple[int, int], Op], ...]:
-        """The gate's operations that an edit at this place needs, each with its (boundary, group).
-        If several edits have the gate, each of their places advances the state by the same tokens,
-        to the same value."""
+        """((boundary, group), operation) for each gate operation that an edit at `edited` needs. If
+        several edits share the gate, each place advances the state to the same value."""
         if self.state is None:
             return ((self.at, self.op),)
         state = self.state
@@ -216,11 +215,13 @@ class _GateOps(NamedTuple):
 
 
 def _gate_ops(asked: Resolved) -> dict[bytes, _GateOps]:
-    """Digest of a gate -> its operations; edits with equal gates share them. Gates with a
-    state have the first registers: the register's number is the index of the state in the log.
+    """Digest of a gate -> its operations. Edits with equal gates share the operations.
+
+    Gates with a state use the first registers. The number of such a register is also the index of
+    the gate's state in the log.
 
     Raises:
-        SpecError: more gates than a row has registers.
+        SpecError: there are more gates than registers.
     """
     gates: dict[bytes, ResolvedGate] = {}
     for edit in asked.edits:
@@ -231,7 +232,7 @@ def _gate_ops(asked: Resolved) -> dict[bytes, _GateOps]:
     if len(gates) + num_states > MOST_GATES:
         twice = f", {num_states} of them with a state, which count twice" if num_states else ""
         raise SpecError(
-            f"the edits have {len(gates)} different gates, those of server-wide edits included"
+            f"the edits, including server-wide edits, have {len(gates)} different gates"
             f"{twice}; at most {MOST_GATES}."
         )
     found = {}
@@ -248,11 +249,11 @@ class RequestProgram:
     """Which program each token of one request gets.
 
     Attributes:
-        prompt_ids: the prompt's token ids; empty if no selector needs them.
-        later: (first position, program), ascending: from that position on, that program replaces
-            the one before it.
-        begun: the probes whose verdict has come. The picks of probes that wait for another verdict
-            have the value 0.
+        prompt_ids: the prompt's token ids. Empty if no selector needs token ids.
+        later: (first position, program), ascending. From the first position on, the program
+            replaces the program before it.
+        begun: names of the probes that have a verdict. The picks of probes that wait for another
+            verdict have the value 0.
     """
 
     num_prompt: int
@@ -273,10 +274,10 @@ class RequestProgram:
         """Compile the actions at the boundaries of a worker's stage.
 
         Args:
-            asked: reads, probes and edits, the server's edits first. The Compiled is cached on
-                this object, for other requests of the same spec.
+            asked: reads, probes and edits, the server's edits first. This object caches the
+                Compiled for other requests of the same spec.
             here: the boundaries of the stage.
-            drains: False on a rank that edits as other ranks do, and delivers nothing.
+            drains: False on a rank that edits but delivers no rows, because another rank does.
         """
         known: dict[Hashable, Compiled] = asked.__dict__.setdefault("_compiled", {})
         key = (sites, here, drains)
@@ -291,7 +292,7 @@ class RequestProgram:
         return RequestProgram(num_prompt, np.asarray(ids, np.int64), compiled)
 
     def then(self, first: int, other: RequestProgram) -> RequestProgram:
-        """This program, with `other` in its place from position `first` on (same verdicts)."""
+        """This program, replaced by `other` from position `first` on. `begun` does not change."""
         earlier = tuple(one for one in self.later if one[0] < first)
         return replace(self, later=(*earlier, (first, other.after(self.begun))))
 
@@ -302,7 +303,7 @@ class RequestProgram:
 
     @property
     def checks(self) -> bool:
-        """True if tokens may be reported as faulty: the program edits or checks rows here."""
+        """True if the program edits or checks rows on this stage, and can report a fault."""
         return bool(self._compiled.edits) or self._compiled.check is not None
 
     @property
@@ -316,14 +317,14 @@ class RequestProgram:
 
     @property
     def generated_is_uniform(self) -> bool:
-        """True if all generated tokens get one program, and all prompt tokens get one (the two may
-        differ)."""
+        """True if all prompt tokens get one program, and all generated tokens get one program. The
+        two programs can differ."""
         return self._compiled.uniform
 
     @property
     def first_fixed(self) -> int:
-        """If `generated_is_uniform`: the position from which on all tokens get the program of
-        generated tokens."""
+        """From this position on, all tokens get the program of generated tokens. Valid if
+        `generated_is_uniform`."""
         if self.later:
             return self.later[-1][0]
         if not self.generated_is_uniform:
@@ -332,7 +333,7 @@ class RequestProgram:
         return 0 if prompt == generated else self.num_prompt
 
     def after(self, firsts: Iterable[str]) -> RequestProgram:
-        """The program of the request once these probes have their verdicts."""
+        """The program of the request after the verdicts of these probes."""
         begun = self.begun.union(firsts)
         if begun == self.begun:
             return self
@@ -340,20 +341,21 @@ class RequestProgram:
         return replace(self, begun=begun, later=later)
 
     def told(self, firsts: Iterable[str]) -> RequestProgram:
-        """The program to plan with after these verdicts: that of `after`, or that of the last stage
-        if the tables hold no programs of the stages before it. Readers drop the scores of stages
-        that have not begun."""
+        """The program for the planner after these verdicts: the program of `after`. If the tables
+        hold no programs of intermediate stages, the program of the last stage. Readers drop scores
+        of stages that have not begun."""
         between = len(self._compiled.firsts) > 1 and not self.generated_is_uniform
         return self.last_stage if between else self.after(firsts)
 
     @property
     def last(self) -> RequestProgram:
-        """The last program of `later`, which holds to the end; this program if `later` is empty."""
+        """The program for the last positions: the last of `later`, or this program if `later` is
+        empty."""
         return self.later[-1][1] if self.later else self
 
     @property
     def last_stage(self) -> RequestProgram:
-        """The program once every first stage has its verdict. It delivers the most."""
+        """The program after the verdicts of all first stages. This program delivers the most."""
         return self.after(self._compiled.firsts)
 
     def _columns(self, positions: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -378,7 +380,7 @@ class RequestProgram:
 
     @property
     def parts(self) -> tuple[tuple[int, RequestProgram], ...]:
-        """(first position, program), for this program and for those of `later`."""
+        """(first position, program), for this program and for each program of `later`."""
         return ((0, self), *self.later)
 
     def parts_at(self, first: int, count: int) -> list[tuple[RequestProgram, int, int]]:
@@ -394,11 +396,12 @@ class RequestProgram:
         return [part for part in found[::-1] if part[2]]
 
     def generated_superset(self) -> Program | None:
-        """One program that delivers all that any generated token may need.
+        """One program that delivers the rows of every action at generated tokens.
 
-        Used if the host does not know a token's position when the step is planned (draft
-        tokens under async scheduling): the extra rows are dropped by their labels. Edits of
-        generated tokens then do not depend on the position; the front-end checked that.
+        With drafts and async scheduling, the host does not know a token's position when the planner
+        plans the step. The planner then uses this program. Readers drop the extra rows by their
+        labels. The front-end has checked that edits of generated tokens do not depend on the
+        position.
         """
         if self.generated_is_uniform:
             return self._of_phase(True)
@@ -416,14 +419,14 @@ class RequestProgram:
         return column
 
     def columns(self, num_positions: int, drafts: bool = True) -> tuple[bytes, ...]:
-        """The distinct columns of all positions of the request, and `superset_columns`. With them
-        another process can make every program that the request may need.
+        """The distinct columns of all positions of the request, and `superset_columns`. From these
+        columns, another process can build every program that the request can need.
 
         Args:
-            drafts: False to leave out `superset_columns`.
+            drafts: If False, `superset_columns` are left out.
 
         Raises:
-            SpecError: more programs than one request may have.
+            SpecError: the request needs more programs than one request may have.
         """
 
         def made() -> tuple[bytes, ...]:
@@ -438,8 +441,7 @@ class RequestProgram:
         return remembered_columns(key, made)
 
     def superset_columns(self) -> list[bytes]:
-        """The columns of `generated_superset`: before any verdict, and after the verdicts of all
-        first stages."""
+        """The columns of `generated_superset`: now, and after the verdicts of all first stages."""
         stages = (self, *self._later_stages())
         return [stage.superset_column().tobytes() for stage in stages]
 
@@ -447,13 +449,13 @@ class RequestProgram:
         """The programs that the request holds while it runs.
 
         Args:
-            columns: as `columns` returns them; they may come from another process.
-            key: equal for equal specs. None if requests with an equal spec share this Compiled.
+            columns: the result of `columns`, also from another process.
+            key: equal for equal specs. None if requests with equal specs share this Compiled.
         """
         return Held(self._compiled, columns, self._compiled.ref if key is None else key)
 
     def made(self, held: Held) -> bool:
-        """True if `held` and this program have the same Compiled: columns then mean the same."""
+        """True if `held` and this program have the same Compiled, so that they share columns."""
         return held.is_of(self._compiled)
 
     def distinct_at(self, first: int, count: int) -> tuple[list[Column], NDArray[np.int64]]:
@@ -475,15 +477,15 @@ class RequestProgram:
 
     def _distinct_columns(self, num_positions: int) -> dict[bytes, Column]:
         found = self._columns_until(num_positions)
-        # Each stage is checked by itself, so that a monitor's cascade does not cause a refusal.
+        # Each stage is checked separately, so that a monitor's cascade does not cause a refusal.
         for stage in self._later_stages():
             found |= stage._columns_until(num_positions)
         return found
 
     def _later_stages(self) -> list[RequestProgram]:
-        """The last stage alone; empty if the request waits for no verdict. Stages before the last
-        one need no columns here. If programs depend on the phase alone, the planner holds the
-        programs of such a stage when a verdict comes; if not, it skips the stage (`told`)."""
+        """The program of the last stage; empty if the request waits for no verdict. Intermediate
+        stages are left out. If programs depend only on the phase, the planner holds the programs of
+        an intermediate stage when a verdict arrives. Else the planner skips the stage (`told`)."""
         return [self.last_stage] if self._compiled.firsts - self.begun else []
 
     def _columns_until(self, num_positions: int) -> dict[bytes, Column]:
@@ -500,7 +502,7 @@ class RequestProgram:
         return found
 
     def _of_phase(self, generated: bool) -> Program | None:
-        """The program of all tokens of a phase, if the picks are uniform."""
+        """The program of all tokens of a phase. Valid if the picks are uniform."""
         known, key = self._compiled.of_phase, (generated, self.begun)
         if key not in known:
             known[key] = self._compiled.program(self._phase_column(generated))
@@ -520,15 +522,12 @@ class RequestProgram:
         return known
 
     def cost_of_change(self, columns: Iterable[bytes]) -> Cost:
-        """The Cost of new numbers in the edits of generated tokens.
-
-        Args:
-            columns: as `columns` returns them.
-        """
+        """The Cost of new numbers in the edits of generated tokens. `columns` is the result of
+        `columns`."""
         if self.generated_is_uniform:
             columns = self.superset_columns()
         return self.held(columns).cost.without_vectors()
 
     def cost(self, num_positions: int) -> Cost:
-        """The Cost of the request, with the programs that drafts may need."""
+        """The Cost of the request, including the programs that draft tokens can need."""
         return self.held(self.columns(num_positions)).cost

@@ -1,8 +1,8 @@
-"""All programs that one request may need, together.
+"""All programs that one request can need.
 
 Owns:  Held.
-Runs:  in EngineCore and in the front-end, to count what a request takes; in workers, when a request
-       arrives. numpy, no torch.
+Runs:  in EngineCore and in the front-end, to compute the Cost of a request; in workers, when a
+       request arrives. numpy, no torch.
 From:  compiled.   To: core.admission, graph.tap.program_tables, worker.plan.
 """
 
@@ -24,19 +24,18 @@ _FEW = 16
 
 
 class Held:
-    """The programs that a request holds while it runs. Two Held are equal if their keys are equal:
-    requests with equal Held share the programs.
+    """The programs that a request holds while the request runs. Requests with equal Held share the
+    programs.
 
     Attributes:
         key: equal for equal programs.
-        index_of: bytes of a column -> index of its program. A column has 0 for picks that are not
-            used here.
+        index_of: bytes of a column -> index of its program. A column has 0 for unused picks.
     """
 
     def __init__(self, compiled: Compiled, columns: Iterable[bytes], key: Hashable) -> None:
         """
         Args:
-            columns: the columns of all tokens of the request; they may come from another process.
+            columns: the columns of all tokens of the request, also from another process.
             key: the key of the spec.
         """
         self._compiled = compiled
@@ -62,11 +61,11 @@ class Held:
         return isinstance(other, Held) and self.key == other.key
 
     def is_of(self, compiled: Compiled) -> bool:
-        """True if these are programs of `compiled`."""
+        """True if these programs belong to `compiled`."""
         return self._compiled is compiled
 
     def find(self, columns: Iterable[Column]) -> list[int] | None:
-        """The index of each column; None if not all of them are held."""
+        """The index of each column; None if a column is missing."""
         try:
             return [self.index_of[column.tobytes()] for column in columns]
         except KeyError:
@@ -74,29 +73,29 @@ class Held:
 
     @property
     def few(self) -> bool:
-        """True if `programs` takes less time than `rows`: either there are few operations, or no
-        operation has a vector, and then other requests mostly have the same programs."""
+        """True if `programs` takes less time than `rows`: there are few operations, or no operation
+        has a vector. Many requests share programs without vectors."""
         compiled = self._compiled
         return not compiled.has_vectors or len(self) * compiled.num_actions <= _FEW
 
     @property
     def programs(self) -> list[Program | None]:
-        """The programs, built one by one. If they read nothing, they are built at each call: this
-        takes less time than to keep them."""
+        """The programs, built one by one. Programs without reads are built at each call, because to
+        cache them takes longer."""
         columns = (np.frombuffer(column, np.int32) for column in self.index_of)
         made = self._compiled.program if self._compiled.reads else self._compiled.build
         return [made(column) for column in columns]
 
     def rows(self, widths: Widths) -> TableRows:
-        """The programs as rows of the op table, made once. If a worker is in EngineCore's process,
-        EngineCore makes the rows, before the thread that launches the model sees the request."""
+        """The programs as rows of the op table (cached). If a worker runs in EngineCore's process,
+        EngineCore makes the rows before the thread that launches the model gets the request."""
         found = self._rows.get(widths)
         if found is None:
             found = self._rows[widths] = self._compiled.op_list.at(self._columns, widths)
         return found
 
     def layout(self, index: int) -> Layout:
-        """What a token with the program of this index delivers."""
+        """The layout of the program with this index."""
         column = self._columns[:, index]
         delivers = (column[self._compiled.delivering] > 0).tobytes()
         if delivers not in self._layouts:
@@ -128,7 +127,7 @@ class Held:
 
     @property
     def vectors(self) -> dict[bytes, int]:
-        """Key of each vector, and of each probe's weight -> how many vectors it counts as."""
+        """Key of a vector, or of a probe's weight -> how many vectors the key counts for."""
         return self._counted[2]
 
     @property
@@ -137,7 +136,7 @@ class Held:
 
 
 def _masked(columns: Sequence[bytes], uses: NDArray[np.bool_]) -> list[bytes]:
-    """The columns with 0 for picks that are not used."""
+    """The columns, with 0 for unused picks."""
     data = (np.frombuffer(b"".join(columns), np.int32).reshape(-1, len(uses)) * uses).tobytes()
     size = 4 * len(uses)
     return [data[at : at + size] for at in range(0, len(data), size)]

@@ -1,12 +1,11 @@
-"""What one token delivers, and where each part of it lies.
+"""What one token delivers, and the offset of each part.
 
-Owns:  Layout, and the slot: the unit in which rows are placed.
-Runs:  in workers, in EngineCore (what a request needs), in front-ends (what arrived). numpy,
-       no torch.
+Owns:  Layout, and the slot: the unit of memory for rows.
+Runs:  in workers, in EngineCore (to count slots), in front-ends (to read batches). numpy, no torch.
 From:  request.heads.   To: operations, worker.packer, and every reader of a batch.
 
-Promise: the offsets of a token's parts follow from its layout and the widths of raw rows; no
-batch carries them.
+Promise: the layout of a token and the widths of raw rows determine the offsets of all parts.
+Therefore a batch contains no offsets.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ import numpy as np
 from vllm_scope.request.heads import Head, Summed, Told
 from vllm_scope.request.sites import STREAM, boundary_of_point, kind_of_point
 
-#: The unit of the arena. Rows and a token's scores start at a multiple of it.
+#: Size of a slot, the unit of the arena. Each row, and each token's scores, start at a slot.
 SLOT_BYTES = 16
-#: A numpy type of the size of one slot: to gather slots byte by byte takes ten times as long.
+#: A numpy dtype with the size of one slot. To gather slots byte by byte takes ten times as long.
 SLOT = np.dtype(np.complex128)
 
 
@@ -33,18 +32,18 @@ def slots_of_row(row_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Widths:
-    """The sizes of raw rows, which no codec has encoded.
+    """The sizes of raw rows (rows that no codec has encoded).
 
     Attributes:
         row_bytes: bytes of one row by its kind (index into sites.KINDS), without padding.
-            The tuple ends at the last kind that is tapped.
+            The tuple ends at the last tapped kind.
     """
 
     row_bytes: tuple[int, ...]
 
     @staticmethod
     def of(row_sizes: Iterable[int], itemsize: int) -> Widths:
-        """The Widths of rows with `row_sizes` numbers, by kind, of `itemsize` bytes each."""
+        """The Widths for `row_sizes` numbers per row, by kind, and `itemsize` bytes per number."""
         return Widths(tuple(size * itemsize for size in row_sizes))
 
     @cached_property
@@ -55,18 +54,18 @@ class Widths:
 
 @dataclass(frozen=True)
 class Layout:
-    """What one token delivers: its raw rows, then what heads make from rows.
+    """What one token delivers: its raw rows, then the results of heads.
 
-    Taps write raw rows to the arena, in the layout `arena`. Heads work on the rows when these leave
-    the arena.
+    Taps write raw rows to the arena, in the layout `arena`. Heads are applied to the rows after the
+    rows have left the arena.
 
     Attributes:
-        points: the points of the token's raw rows, ascending; one row each. A row is labelled with
-            the first point that the request named for it.
-        encoded: heads, each with the points of its rows, ascending. A point may also be in
-            `points`. A Told has no rows: taps write its numbers.
-        also: (another point that the request named, the point whose row it shares), ascending. No
-            edit is between the two points, so their row is delivered once.
+        points: the points of the token's raw rows, ascending, one row for each point. If the
+            request named several points with the same row, the row's point is the first of them.
+        encoded: (head, the points of its rows, ascending). A point can also be in `points`. A Told
+            has no rows: taps write the numbers of a Told.
+        also: (point a, point b), ascending: the request named both points, and point a has the row
+            of point b, because no edit is between the points. The row is delivered one time.
     """
 
     points: tuple[int, ...] = ()
@@ -80,7 +79,7 @@ class Layout:
 
     @cached_property
     def _kinds(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """(kind, its points); ascending points are in the order of kinds."""
+        """(kind, points of this kind). `points` is ascending, and therefore ordered by kind."""
         if self.points and kind_of_point(self.points[-1]) == STREAM:  # the usual case, fast
             return ((STREAM, self.points),)
         return tuple((kind, tuple(some)) for kind, some in groupby(self.points, kind_of_point))
@@ -114,7 +113,7 @@ class Layout:
         }
 
     def slot_of(self, point: int, widths: Widths) -> int:
-        """The first slot of a point's row. Raises ValueError for a point that is not read."""
+        """The first slot of a point's row. Raises ValueError if the token does not deliver it."""
         kind = kind_of_point(point)
         for one, points, first, num_slots in self.rows_at(widths):
             if one == kind:
@@ -122,7 +121,7 @@ class Layout:
         raise ValueError(f"point {point} is not of this layout")
 
     def plain_slots(self, widths: Widths) -> int:
-        """Slots of the raw rows, which come first."""
+        """The number of slots of the raw rows. The raw rows are before all results of heads."""
         return sum(len(points) * widths.row_slots[kind] for kind, points in self._kinds)
 
     def encoded_at(self, widths: Widths) -> Iterator[tuple[Head, tuple[int, ...], int, int]]:
@@ -134,8 +133,7 @@ class Layout:
             first += len(points) * num_slots
 
     def made_at(self, head: Head, point: int, widths: Widths) -> int | None:
-        """The first slot of what a head makes from a point's row; None if the head makes nothing
-        from this row."""
+        """The first slot of a head's result for a point's row; None if there is no such result."""
         row = self.row_of(point)
         for one, points, first, num_slots in self.encoded_at(widths):
             if one == head and row in points:
@@ -144,13 +142,13 @@ class Layout:
 
     @property
     def arena(self) -> Layout:
-        """The layout of what taps write: each point's row once, and the numbers that taps tell."""
+        """The layout of the data that taps write: each point's row, and each Told's numbers."""
         return self._arena or self
 
     @cached_property
     def _arena(self) -> Layout | None:
-        """None if it is this layout itself: a layout that holds itself would be freed only by the
-        garbage collector."""
+        """None stands for this layout. An object with a reference to itself would be freed only by
+        the garbage collector."""
         told = tuple(pair for pair in self.encoded if isinstance(pair[0], Told))
         if len(told) == len(self.encoded):
             return None
@@ -160,12 +158,12 @@ class Layout:
 
     @property
     def sent(self) -> Layout:
-        """The layout of what leaves the device: this layout without rows that are added to sums."""
+        """The layout of the data that leaves the device: without rows that are added to sums."""
         return self._sent or self
 
     @cached_property
     def _sent(self) -> Layout | None:
-        """None if it is this layout itself, as in `_arena`."""
+        """None stands for this layout, as in `_arena`."""
         kept = tuple(pair for pair in self.encoded if not isinstance(pair[0], Summed))
         return None if len(kept) == len(self.encoded) else Layout(self.points, kept, self.also)
 
@@ -187,7 +185,7 @@ def _points_at(points: tuple[int, ...], boundary: int) -> tuple[int, ...]:
 
 
 def boundaries_of(layout: Layout) -> set[int]:
-    """The boundaries at which a token of this layout delivers something."""
+    """The boundaries at which a token of this layout delivers rows or numbers."""
     arena = layout.arena
     some = (arena.points, *(points for _, points in arena.encoded))
     return {boundary_of_point(p) for points in some for p in points}

@@ -1,8 +1,8 @@
-"""The number of rows to which the lenses of a request are applied.
+"""Counts the rows to which the lenses of a request are applied.
 
 Owns:  `num_lens_rows`.
-Runs:  in the front-end, which refuses a request with too many; in EngineCore, where a request waits
-       until the running requests leave room.
+Runs:  in the front-end, which refuses a request with too many rows; in EngineCore, where a request
+       waits until running requests have ended.
 From:  request.resolved.   To: engine.frontend.checks, engine.core.entry.
 """
 
@@ -18,12 +18,8 @@ from vllm_scope.request.selectors import Ids, Selector, Tokens
 
 
 def num_lens_rows(asked: Resolved, ids: Ids, max_tokens: int) -> int:
-    """The sum over all lenses of selected tokens times layers. Tokens that may still be generated
-    are included.
-
-    Args:
-        ids: the prompt's token ids.
-    """
+    """The sum, over all lenses, of the number of selected tokens times the number of layers. The
+    request's future tokens, up to `max_tokens`, are included. `ids`: the prompt's token ids."""
     if not asked.features:
         return 0
     counts = Counter(one.tokens for one in asked.features if one.lens is not None)
@@ -32,8 +28,8 @@ def num_lens_rows(asked: Resolved, ids: Ids, max_tokens: int) -> int:
 
 
 def _num_picked(selector: Selector, ids: Ids, num_generated: int) -> int:
-    """How many tokens a worker takes: all that may be selected, because it is not known yet which
-    token is the last one."""
+    """How many tokens the selector can select. The last token is not known yet, so every token
+    that can be the last token counts."""
     num_prompt, found = len(ids), 0
     if selector.uniform:
         in_prompt, generated = map(selector.picks_phase, (False, True))

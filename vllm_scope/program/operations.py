@@ -1,8 +1,8 @@
-"""What a tap does to one token's row: operations, and programs of them.
+"""The operations of a tap on one token's row, and programs (lists of operations).
 
-Owns:  Op, Program, and Cost (how many places a request takes in the device tables).
+Owns:  Op, Program, and Cost (how many entries of the device tables a request uses).
 Runs:  in workers, when a request arrives and when its tokens are planned; in
-       EngineCore, to count what a request needs. numpy, no torch.
+       EngineCore, to compute the Cost of a request. numpy, no torch.
 From:  compiled, layout.   To: worker.plan (per token), graph.tap.program_tables (on the device).
 """
 
@@ -30,40 +30,40 @@ from vllm_scope.request.sites import LEVELS, boundary_of_point, point_of
 
 #: Copy the row to the token's slots.
 OP_READ = 1
-#: Write x . v + b, the number of a linear probe, with x rounded to the model's dtype as in a read.
+#: Store x . v + b, the number of a linear probe. As in a read, x is rounded to the model's dtype.
 OP_SCORE = 2
 #: Edits, in this order: x + a * v; x + a * ||x|| * v; x - (x.v) * v;
 #: x + (clip(x.v, a, b) - x.v) * v; v.
 OP_ADD, OP_ADD_NORM, OP_ABLATE, OP_CLAMP, OP_SET = 3, 4, 5, 6, 7
-#: Report the token's owner if the row is not finite.
+#: If the row is not finite, report a fault of the token's request.
 OP_CHECK = 8
-#: x + clip(a, -b * ||x||, b * ||x||) * v, with v of length 1.
+#: x + clip(a, -b * ||x||, b * ||x||) * v. The length of v is 1.
 OP_ADD_BOUND = 9
-#: x + (a + d * f) * v, with f in the register `source`; if b is above 0, only where f is above 0.
+#: x + (a + d * f) * v, where f is the value of the register `source`; x if b > 0 and f <= 0.
 OP_ADD_FEATURE = 10
-#: Conditions. A condition sets a register: to 1 if d * (s - a) > 0, else to 0. s is x . v + b
-#: (GATE), the cosine between x and v (COSINE), or that between x and tanh((x . v) v) (CAST). GATE
-#: with c above 0 sets the register to the sigmoid of c * d * (s - a).
+#: Conditions. A condition sets a register to 1 if d * (s - a) > 0, else to 0. For GATE, s is
+#: x . v + b. For COSINE, s is the cosine of x and v. For CAST, s is the cosine of x and
+#: tanh((x . v) v). If c > 0, GATE sets the register to sigmoid(c * d * (s - a)).
 OP_GATE, OP_GATE_COSINE, OP_GATE_CAST = 11, 12, 13
-#: Set a register to the activation of a feature: s if s > c, else 0, with s = x . v + b.
+#: Set a register to the activation of a feature: s if s > c, else 0. s is x . v + b.
 OP_FEATURE = 14
-#: Operations that set a register, and leave the row as it is.
+#: Operations that set a register, and do not change the row.
 SETTERS = (OP_GATE, OP_GATE_COSINE, OP_GATE_CAST, OP_FEATURE)
-#: Advance a gate's state by its score, in the register `source`, and set `register` to the gate's
-#: value (request.actions.states). The score was set at an earlier tap. If the row has
-#: no state, as in a prompt, `register` keeps its value.
-#:   EMA: a is decay, b is 1 - decay; then as GATE, with threshold e, sharpness c and sign d.
-#:   HYSTERESIS: opens if d * (s - a) > 0, closes if d * (s - b) < 0. A latch has b at infinity.
-#:   PID: a is the setpoint; b, c and d are kp, ki and kd times the sign; e bounds the sum.
+#: Update a gate's state with the gate's score, and set `register` to the gate's value
+#: (request.actions.states). The register `source` contains the score, which an earlier tap has set.
+#: If the row has no state, as in a prompt, `register` keeps its value.
+#:   EMA: a is decay, b is 1 - decay. As for GATE: e is the threshold, c the sharpness, d the sign.
+#:   HYSTERESIS: opens if d * (s - a) > 0, closes if d * (s - b) < 0. For a latch, b is infinite.
+#:   PID: a is the setpoint. b, c and d are kp, ki and kd times the sign. e limits the sum.
 OP_EMA, OP_HYSTERESIS, OP_PID = 15, 16, 17
 ADVANCING = (OP_EMA, OP_HYSTERESIS, OP_PID)
-#: Numbers that are kept of a gate's state at one position: the gate's value, and two more.
+#: The log stores three numbers for a gate's state at one position. One of them is the gate's value.
 STATE_NUMBERS = 3
 
 
 class LogRange(NamedTuple):
-    """The places of one request's states in the log: `num_states` places for each of `num_tokens`
-    generated tokens, from place `start`."""
+    """One request's entries in the log: `num_states` entries for each of `num_tokens` generated
+    tokens, starting at entry `start`."""
 
     start: int = 0
     num_tokens: int = 0
@@ -76,12 +76,12 @@ class LogRange(NamedTuple):
 
 NO_LOG = LogRange()
 
-#: Registers of a row, for one forward. The first ones are for gates, whose values multiply the
-#: changes of edits. The others are for the features of one edit.
+#: Registers of a row, for one forward. The first MOST_GATES registers contain the values of gates.
+#: The other registers contain the features of one edit.
 MOST_GATES = 16
 REGISTERS = MOST_GATES + MAX_FEATURES
 
-#: No program: the tap leaves the row alone.
+#: No program: the tap does not read or change the row.
 NO_PROGRAM = -1
 
 
@@ -91,14 +91,14 @@ class Op(NamedTuple):
     Attributes:
         code: OP_...
         at: index into the arena layout's points (OP_READ).
-        vector: float32 [hidden_size], the direction or replacement: v in the formulas above.
+        vector: float32 [width of a row], v in the formulas above: a direction, or a replacement.
         a, b, c, d, e: the operation's numbers, as in the formulas above.
-        source: the register with a feature's activation, or with the score of a gate with a state
-            (a condition writes this score, other operations read it). -1 for none.
-        register: the register that the operation sets (conditions and features), or by which an
-            edit multiplies its change. -1 for none.
-        told: where the operation tells a number: the number of a probe, the new value of a
-            condition's register, or an edit's `||change|| / ||x||`. None if no action asks for the
+        source: the register with a feature's activation, or with the score of a gate with a state.
+            A condition writes this score, and other operations read the score. -1 for none.
+        register: the register that a condition or a feature sets. An edit multiplies its change by
+            this register. -1 for none.
+        told: where the operation stores a number: the number of a probe, the new value of a
+            condition's register, or an edit's `||change|| / ||x||`. None if no action needs the
             number.
     """
 
@@ -117,10 +117,10 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What happens to one token.
+    """The operations of one token at all taps.
 
     Attributes:
-        layout: what the token delivers.
+        layout: the layout of the values that the token delivers.
         taps: (boundary, operations in order), for the boundaries with operations.
     """
 
@@ -129,7 +129,7 @@ class Program:
 
     @staticmethod
     def reading(points: tuple[int, ...]) -> Program:
-        """A program that reads these points and does nothing else."""
+        """A program that reads these points, and has no other operations."""
         return build_program(tuple(sorted(points)), {})
 
     def __hash__(self) -> int:
@@ -150,11 +150,11 @@ class Program:
 
 
 class Cost(Struct, frozen=True):
-    """How many places a request takes in the device tables while it runs. A probe's weight counts
-    as vectors, even if the weight has memory of its own.
+    """How many entries of the device tables a running request uses. The weight of a probe counts
+    as vectors, also if the weight is not in the tables.
 
     Attributes:
-        lens_rows: rows to which the request's lenses are applied; they take the device's time.
+        lens_rows: the number of rows to which the request's lenses are applied.
     """
 
     vectors: int = 0
@@ -207,12 +207,12 @@ def build_program(
     """The program of these reads and edits.
 
     Args:
-        points: where the row is read, ascending.
-        edits: (boundary, group) -> the operations of the edits of that site, in order.
+        points: the points at which the row is read, ascending.
+        edits: (boundary, group) -> the operations of the edits of this site, in order.
         encoded, also: as in Layout.
-        check: the boundary after whose edits the row is checked; None for no check.
-        seeing: (boundary, level) -> the operations of probes and conditions that see the row after
-            `level` groups of edits of that boundary.
+        check: the row is checked after the edits of this boundary; None for no check.
+        seeing: (boundary, level) -> the operations of probes and conditions. The operations get the
+            row after the first `level` groups of edits at the boundary.
     """
     if not (points or encoded or seeing):
         return _editing(edits, check)
@@ -237,7 +237,7 @@ def build_program(
 
 
 def _editing(edits: Mapping[tuple[int, int], Sequence[Op]], check: int | None) -> Program:
-    """The same as `build_program`, for edits alone."""
+    """The same as `build_program`, for a program that only edits and checks."""
     if not edits and check is not None:
         return _checking(check)
     taps: dict[int, tuple[Op, ...]] = {}
@@ -248,7 +248,7 @@ def _editing(edits: Mapping[tuple[int, int], Sequence[Op]], check: int | None) -
     return Program(_NOTHING, tuple(sorted(taps.items(), key=_boundary_of)))
 
 
-@lru_cache(maxsize=64)  # shared by all requests with edits
+@lru_cache(maxsize=64)  # all requests with edits share these programs
 def _checking(boundary: int) -> Program:
     return Program(_NOTHING, ((boundary, (_CHECK,)),))
 
@@ -259,8 +259,8 @@ _CHECK = Op(OP_CHECK)
 _boundary_of = itemgetter(0)
 
 
-#: Returns an edit's operations on a token. The argument is the token's number in `Pick.values`: 1
-#: if the edit applies to the token; for a replacement, the number of the new row, from 1.
+#: A function that returns an edit's operations on a token. The argument is the token's number in
+#: `Pick.values`: for a replacement, the number of the new row, from 1; for other edits, 1.
 OpsOf = Callable[[int], Sequence[Op]]
 
 
@@ -268,13 +268,13 @@ def edit_ops(edit: ResolvedEdit, made: dict[Hashable, tuple[Op, ...]], register:
     """A function that returns an edit's operations on a token.
 
     Args:
-        made: operations made so far, by content. Edits that differ only in their streams share
-            these operations.
-        register: the register of the edit's gate, or -1.
+        made: content of an edit -> its operations; this call adds those of `edit`. Edits that
+            differ only in their streams share operations.
+        register: the register of the edit's gate; -1 without a gate.
     """
     if edit.kind == "replace":
         return partial(_replacing, edit, register)
-    # Kept on the edit, because server-wide edits are compiled again with each spec.
+    # The edit caches its operations, because server-wide edits are compiled with each spec.
     known: dict[int, tuple[Op, ...]] = edit.__dict__.setdefault("_ops", {})
     ops = known.get(register)
     if ops is None:
@@ -301,16 +301,16 @@ def _replacing(edit: ResolvedEdit, register: int, row: int) -> tuple[Op]:
         return (Op(OP_SET, 0, vector, register=register, told=edit.dose),)
     bits = values.numpy.view(np.int32)
     first = int((bits[:row] == bits[index]).all(1).argmax())
-    # The Array has the key under which EngineCore counts the row. To compute a digest of the
-    # numbers would take longer than all other work for a cell of a sweep.
+    # The Array gets the key under which EngineCore counts the row. To compute a digest of the
+    # numbers takes longer than all other work for a cell of a sweep.
     numbers = values.numpy[index]
     vector = Array.known(numbers.shape, numbers.tobytes(), row_key(values, first))
     return (Op(OP_SET, 0, vector, register=register, told=edit.dose),)
 
 
 def row_key(values: Array, row: int) -> bytes:
-    """The key of a row of a replacement. Rows with the same bits must have one key: for each of
-    them, callers pass the index of the first one.
+    """The key of a row of a replacement. Rows with equal bits must have equal keys. Therefore the
+    caller passes the index of the first row with these bits.
     """
     return values.digest + row.to_bytes(4, "little")
 
@@ -321,7 +321,8 @@ def _row_of(values: Array, index: int) -> Array:
 
 
 def _feature_ops(edit: ResolvedEdit, encoder: Array, register: int) -> tuple[Op, ...]:
-    """The operations of an edit of features: all features are computed before the row changes."""
+    """The operations of an edit of features. The tap computes all features before it changes the
+    row."""
     computed, added = [], []
     for i in range(encoder.shape[0]):
         bias, threshold, a, d, active = edit.numbers[5 * i : 5 * i + 5]
@@ -336,7 +337,7 @@ def _feature_ops(edit: ResolvedEdit, encoder: Array, register: int) -> tuple[Op,
 
 
 def score_ops(cell: Cell) -> tuple[Op, ...]:
-    """The operations that tell the numbers of a linear probe at one place."""
+    """The operations that compute and store the numbers of a linear probe at one place."""
     assert cell.net is not None
     assert isinstance(cell.bank, Scored)
     ((weight, bias),) = cell.net.layers
@@ -344,7 +345,7 @@ def score_ops(cell: Cell) -> tuple[Op, ...]:
     found = []
     for i in range(count):
         data = weight.data[4 * width * i : 4 * width * (i + 1)]
-        # A replacement may have the same row; the two keys must differ.
+        # If a replacement has the same row, the two keys must differ.
         row = Array.known((width,), data, b"score" + row_key(weight, i))
         b = 0.0 if bias is None else float(bias.numpy[i])
         found.append(Op(OP_SCORE, 0, row, b=b, told=(cell.place, cell.bank, cell.first + i)))
@@ -352,10 +353,10 @@ def score_ops(cell: Cell) -> tuple[Op, ...]:
 
 
 def gate_op(gate: ResolvedGate, register: int, score: int = -1) -> Op:
-    """The operation that sets a register to the value that a gate has without a state.
+    """The operation that sets a register to the gate's value, computed without a state.
 
     Args:
-        score: the register of the gate's score, for `state_op`; -1 without a state.
+        score: the register for the gate's score, which `state_op` reads; -1 without a state.
     """
     sign = 1.0 if gate.above else -1.0
     vector, code = gate.vector, OP_GATE
@@ -369,11 +370,8 @@ def gate_op(gate: ResolvedGate, register: int, score: int = -1) -> Op:
 
 
 def state_op(gate: ResolvedGate, register: int, score: int) -> Op:
-    """The operation that advances a gate's state, and sets the gate's register to its value.
-
-    Args:
-        score: the register of the gate's score.
-    """
+    """The operation that updates a gate's state, and sets `register` to the gate's value. `score`
+    is the register of the gate's score."""
     state, sign = gate.state, 1.0 if gate.above else -1.0
     if isinstance(state, Ema):
         sharpness = gate.sharpness if gate.kind == "sigmoid" else 0.0
@@ -391,20 +389,20 @@ def state_op(gate: ResolvedGate, register: int, score: int) -> Op:
 
 
 def _unit(vector: Array, times: float = 1.0) -> Array:
-    """The direction of a vector, with length `times`."""
+    """A vector of length `times` in the direction of `vector`."""
     values = vector.numpy.astype(np.float64)
     direction = (values / np.linalg.norm(values)).astype("<f4")
     return Array(vector.shape, (direction * np.float32(times)).tobytes())
 
 
 def _edit_numbers(edit: ResolvedEdit) -> tuple[int, Array, float, float]:
-    """The code, the vector, and the numbers a and b of an edit's operation."""
+    """(code, vector, a, b) of an edit's operation."""
     if edit.kind == "add":
         return _add_numbers(edit)
     if edit.kind == "clamp":
         lo, hi, strength = edit.numbers
-        # p is x . d. With k d in place of d, the operation adds (clip(k p, k lo, k hi) - k p) k d,
-        # which is k * k times the change, and k * k is the strength.
+        # p is x . d. With the vector k d, the operation adds (clip(k p, k lo, k hi) - k p) k d.
+        # The result is k * k times the full change. The strength is k * k.
         k = math.sqrt(strength)
         if k == 0:
             lo, hi, k = -math.inf, math.inf, 1  # 0 times infinity would be NaN

@@ -1,4 +1,4 @@
-"""Which tokens of a request an action applies to.
+"""Determines to which tokens of a request an action applies.
 
 Owns:  Pick.
 Runs:  in every process of an engine. numpy, no torch.
@@ -22,11 +22,11 @@ class Pick:
     """A selector, its use, and the positions of a replacement's rows.
 
     Attributes:
-        use: "edit" applies to tokens that the selector picks for certain; "deliver" to all tokens
-            that the selector may still pick (surplus rows are dropped later, by their labels).
-        positions: the positions of a replacement's rows; negative ones count from the prompt's
-            end. Empty if the action is no replacement.
-        after: the probe whose verdict the action waits for; None if it waits for none.
+        use: "edit" applies to tokens that the selector certainly picks. "deliver" applies to all
+            tokens that the selector can still pick (readers drop extra rows by their labels).
+        positions: the positions of a replacement's rows; empty for other actions. A negative
+            position counts from the prompt's end.
+        after: the name of the probe for whose verdict the action waits; None without such a probe.
     """
 
     selector: Selector
@@ -39,8 +39,8 @@ class Pick:
         return self.selector.uniform
 
     def values(self, tokens: Tokens) -> NDArray[np.int32]:
-        """The value of the pick for each token, [num_tokens]: 0 if the token is not picked; else 1,
-        or for a replacement the number of the token's row, from 1.
+        """The value of the pick for each token, int32 [num_tokens]: 0 if the token is not picked,
+        else 1. For a replacement, the value is the number of the token's row, from 1.
         """
         if self.positions:
             p, n = tokens.positions, tokens.num_prompt
@@ -52,12 +52,12 @@ class Pick:
         return (masks.certain if self.use == "edit" else masks.possible).astype(np.int32)
 
     def value_in(self, generated: bool) -> int:
-        """The value of every token of a phase, if the pick is uniform."""
+        """The value of every token of a phase. Valid if the pick is uniform."""
         return int(self.selector.picks_phase(generated))
 
     @cached_property
     def _rows(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """The positions in ascending order, and the row of each, from 1."""
+        """The positions in ascending order, and the row number of each position, from 1."""
         given = np.asarray(self.positions, np.int64)
         order = np.argsort(given)
         return given[order], (order + 1).astype(np.int32)

@@ -1,11 +1,11 @@
-"""The values of a spec's picks in a range of positions, made once for specs with equal picks.
+"""The values of a spec's picks in a range of positions, shared by specs with equal picks.
 
-Owns:  ColumnRange, and the caches of the ColumnRanges and columns that this process has made.
+Owns:  ColumnRange, and this process's caches of ColumnRanges and of columns.
 Runs:  in workers, in EngineCore and in the front-end. numpy, no torch.
 From:  compiled (the picks).   To: compiler.
 
-Requests that differ only in their vectors and layers, such as the cells of a sweep, have equal
-picks. Their columns are then made once for each position that is edited.
+Requests that differ only in their vectors and layers have equal picks, such as the cells of a
+sweep. For each edited position, the columns of such requests are computed one time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from vllm_scope.program.picks import Pick
 from vllm_scope.request.remembered import Remembered
 from vllm_scope.request.selectors import ITEM_BYTES, items_of, num_bytes_of
 
-#: Columns are not kept if their picks together name more positions: to hash such picks would take
-#: longer than to make the columns.
+#: If the picks together name more positions, their columns are not cached: to hash such picks takes
+#: longer than to compute the columns.
 MOST_ITEMS: Final = 64
-#: Bound of the bytes in each of the two caches of this process.
+#: Limit of the bytes in each of the two caches.
 REMEMBERED_BYTES: Final = 16 << 20
 _KEY_BYTES = 1024
-#: Measured bytes of a pick beside its selector and its positions.
+#: Measured bytes of a pick, without its selector and its positions.
 _PICK_BYTES = 256
 
 
@@ -35,7 +35,7 @@ class ColumnRange(NamedTuple):
 
     Attributes:
         columns: int32 [num_picks, num_positions].
-        which: int64 [num_positions], the index of each position's column among the distinct ones.
+        which: int64 [num_positions], the index of each position's column in `distinct`.
         distinct: bytes of each distinct column -> the column, in the order of positions.
     """
 
@@ -45,11 +45,11 @@ class ColumnRange(NamedTuple):
 
 
 class PicksKey:
-    """A key that is equal for equal picks. To hash picks takes long, so specs of one outline share
-    one key.
+    """A key that is equal for equal picks. The hash is computed only one time, because to hash
+    picks takes long.
 
     Attributes:
-        num_bytes: estimated memory of the picks, which a cache holds with the key.
+        num_bytes: estimated bytes of the picks. A cache holds the picks together with the key.
     """
 
     __slots__ = ("_hash", "num_bytes", "picks", "used")
@@ -74,7 +74,7 @@ class PicksKey:
 
 
 class RangeKey(NamedTuple):
-    """Equal for equal ranges, if the picks use no token id."""
+    """A key that is equal for equal ranges. Valid if the picks use no token ids."""
 
     picks: PicksKey
     num_prompt: int
@@ -83,10 +83,10 @@ class RangeKey(NamedTuple):
 
 
 class ColumnsKey(NamedTuple):
-    """What the result of RequestProgram.columns depends on.
+    """A key: all inputs of RequestProgram.columns.
 
     Attributes:
-        size: what the check of the columns' size depends on (Compiled.check_size).
+        size: the inputs of Compiled.check_size, apart from the columns.
     """
 
     picks: PicksKey
@@ -101,8 +101,8 @@ _columns: Remembered[ColumnsKey, tuple[bytes, ...]] = Remembered(REMEMBERED_BYTE
 
 
 def remembered(key: RangeKey, make: Callable[[], ColumnRange]) -> ColumnRange:
-    """The range of a key; `make` makes the range if it is not known. Only for picks of which
-    `can_remember` is True."""
+    """The range of a key. If the range is not cached, `make` computes the range. Call this only if
+    `can_remember` is True for the picks."""
     found = _known.get(key)
     if found is None:
         found = make()
@@ -112,7 +112,7 @@ def remembered(key: RangeKey, make: Callable[[], ColumnRange]) -> ColumnRange:
 
 
 def remembered_columns(key: ColumnsKey, make: Callable[[], tuple[bytes, ...]]) -> tuple[bytes, ...]:
-    """The same as `remembered`, for the distinct columns of a request."""
+    """As `remembered`, for the distinct columns of a request."""
     found = _columns.get(key)
     if found is None:
         found = make()
@@ -122,6 +122,6 @@ def remembered_columns(key: ColumnsKey, make: Callable[[], tuple[bytes, ...]]) -
 
 
 def can_remember(picks: tuple[Pick, ...]) -> bool:
-    """True if the picks use no token id and name few positions: their ranges are then kept."""
+    """True if the picks use no token ids and name few positions. Ranges are then cached."""
     num_items = sum(len(pick.positions) + items_of(pick.selector) for pick in picks)
     return num_items <= MOST_ITEMS and not any(pick.selector.sees_ids for pick in picks)

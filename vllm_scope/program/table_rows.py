@@ -1,13 +1,13 @@
-"""All programs of a request at once, as rows of the op table.
+"""Computes all programs of a request together, as rows of the op table.
 
-Owns:  OpList (every operation that a token of a spec may get, in order), and TableRows.
-Runs:  in workers, when a request whose programs have vectors arrives; in EngineCore, to count what
-       the request takes. numpy, no torch.
+Owns:  OpList (every operation that a token of a spec can get, in order), and TableRows.
+Runs:  in workers, when a request whose programs have vectors arrives; in EngineCore, to compute
+       the request's Cost. numpy, no torch.
 From:  compiled.   To: graph.tap.program_tables, core.admission.
 
-Promise: the operations are those of the programs that `Compiled.program` builds one by one. Here
-they are selected for all programs together: a request may have hundreds of programs and thousands
-of operations, and the thread that launches the model waits.
+Promise: the programs are equal to the programs that `Compiled.program` builds one by one. To
+compute all programs together is faster. A request can have hundreds of programs and thousands of
+operations, and the thread that launches the model waits for the result.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Ints = NDArray[np.int64]
 
 
 class Listed(NamedTuple):
-    """An operation that a token gets if one of `picks` has a value for the token.
+    """An operation that a token gets if one of `picks` is not 0 for the token.
 
     Attributes:
-        boundary, level, rank: the operation's place in the order.
-        op: the operation; for a replacement, with the replacement's first row.
-        picks: indices of picks; empty for an operation of every token.
+        boundary, level, rank: determine the order of operations.
+        op: the operation. For a replacement, its vector is the replacement's first row.
+        picks: indices of picks. Empty if every token gets the operation.
         row: for an OP_READ, the point of the row; else -1.
-        values: the rows of a replacement. The value of its pick is the number of the row, from 1.
+        values: the rows of a replacement. The value of the pick is the row's number, from 1.
     """
 
     boundary: int
@@ -57,17 +57,17 @@ class TableRows:
         index: int64 [num_columns], the program of each column.
         exists: bool [num_programs]; False for the program that does nothing.
         fixed: int32 [num_ops, 8]: code, register, source, and the numbers a to e as float32 bits.
-        words: int32 [num_ops, 2], the 4-byte word at which the operation stores, counted in the
-            token's slots, and in the token's slots of one tap; -1 if it stores nothing.
+        words: int32 [num_ops, 2], the index of the 4-byte word of the operation's result, in all
+            slots of the token and in the token's slots of one tap. -1 for no result.
         vector: int64 [num_ops], index into `keys` and `vectors`; -1 for none.
         following: int64 [num_ops], the next operation of the program at this tap; -1 for none.
         heads: int64 [num_heads], the first operation of each program at each of its taps.
         head_program, head_boundary: int64 [num_heads], the program and the boundary of each entry
             of `heads`.
-        keys: the keys of the vectors, each once. Vectors with equal keys are equal.
+        keys: the distinct keys of the vectors. Vectors with equal keys are equal.
         vectors: each is float32 [width of a row].
         num_slots: int64 [num_programs], slots of a token in the arena.
-        num_delivered: int64 [num_programs], slots that a token delivers, encoded.
+        num_delivered: int64 [num_programs], slots of a token in the ring, after the heads.
     """
 
     index: Ints
@@ -97,8 +97,8 @@ class _Selected:
         index: int64 [num_columns], the program of each column.
         exists: bool [num_programs]; False for the program that does nothing.
         here, cells: bool [..., num_programs], which operations and which cells each program has.
-        program, op, vector: int64 [num_ops], for each operation: the index of its program, of the
-            operation in the list, and of its vector (-1 for none).
+        program, op, vector: int64 [num_ops]. For each operation: the index of its program, its
+            index in the OpList, and the index of its vector (-1 for none).
     """
 
     index: Ints
@@ -111,7 +111,7 @@ class _Selected:
 
 
 class OpList:
-    """Every operation that a token of a spec may get, and every row that it may deliver."""
+    """Every operation that a token of a spec can get, and every row that a token can deliver."""
 
     def __init__(
         self,
@@ -124,10 +124,10 @@ class OpList:
         Args:
             reads, rows: as in Compiled.
         """
-        #: Cell, which is (head, the point of its row) -> the picks that want it.
+        #: Cell, which is (head, the point of its row) -> the picks that need the cell.
         cells: dict[tuple[Head | None, int], list[int]] = {}
-        #: For rows with several named points: each of these points -> its picks. Tokens that
-        #: name different points of one row have different layouts, so their programs differ.
+        #: If a request names several points of one row: each of these points -> its picks. If two
+        #: tokens name different points of one row, their layouts and their programs differ.
         names: dict[int, list[int]] = {}
         shared = {row for point, row in rows.items() if point != row}
         for pick, points, head in reads:
@@ -162,7 +162,7 @@ class OpList:
     def _set_presence(
         self, ops: Sequence[Listed], of_cells: Sequence[Sequence[int]], num_picks: int
     ) -> None:
-        # An operation of every token has an additional pick, which follows the last real one.
+        # An operation of every token gets an additional pick, whose index is `num_picks`.
         picks = [one.picks or (num_picks,) for one in ops] + list(of_cells)
         self._picks = np.array([pick for some in picks for pick in some], np.int64)
         self._starts = np.cumsum([0, *map(len, picks)])[:-1]
@@ -180,13 +180,13 @@ class OpList:
         self._fixed = np.empty((len(ops), 8), np.int32)
         self._fixed[:, :3] = codes or np.zeros((0, 3))
         self._fixed[:, 3:] = bits
-        #: The key of each vector, and the vector: (array, i) is row i of the array, (array, -1) the
-        #: whole array.
+        #: The key of each vector, and the vector: (array, i) is row i of the array, and (array, -1)
+        #: is the whole array.
         self._keys: list[bytes] = []
         self._arrays: list[tuple[Array, int]] = []
         self._vector = np.full(len(ops), -1, np.int64)
         self._replaces = np.full(len(ops), -1, np.int64)
-        #: For each vector, the index of the first vector that is equal.
+        #: For each vector, the index of the first equal vector.
         same: list[int] = []
         known: dict[bytes, int] = {}
         for i, one in enumerate(ops):
@@ -211,9 +211,10 @@ class OpList:
         self._same = np.array([*same, -1], np.int64)
 
     def _set_stores(self, ops: Sequence[Listed], rows: Mapping[int, int]) -> None:
-        """Set where operations store. `_store` is the index of a row that is read, or, after all
-        rows, the index of a bank that taps tell; -1 for none. `_index` is the index of a told
-        number in its bank."""
+        """Set where operations store their results.
+
+        `_store` is the index of a row that is read. The indices of banks that taps compute follow
+        the indices of all rows. -1 for none. `_index` is the index of a number in its bank."""
         told = {cell: len(self._rows) + i for i, cell in enumerate(self._told)}
         index, next_row = [], 0
         for one in ops:
@@ -232,8 +233,8 @@ class OpList:
         self._read_ops = np.flatnonzero([one.row >= 0 for one in ops])
 
     def _present(self, columns: NDArray[np.int32]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """The operations and the cells that tokens with these columns get: bool [..., num_columns]
-        each."""
+        """The operations and the cells that tokens with these columns get: two arrays, bool
+        [..., num_columns]."""
         picked = np.ones((len(columns) + 1, columns.shape[1]), bool)
         np.greater(columns, 0, out=picked[:-1])
         has = picked[self._picks]
@@ -248,7 +249,8 @@ class OpList:
         if (pick >= 0).any():
             vector = np.where(pick >= 0, vector + columns[pick, program] - 1, vector)
             vector = self._same[vector]
-        # Equal programs have equal sums; the sums of different programs practically always differ.
+        # Equal programs have equal sums. Different programs have different sums, except with a
+        # negligible probability.
         sums = np.zeros(len(op) + 1, np.int64)
         np.cumsum(self._marks[op] * (2 * vector + 3), out=sums[1:])
         sums = sums[np.cumsum(here.sum(axis=0))]
@@ -268,8 +270,8 @@ class OpList:
         return _Selected(np.array(index, np.int64), exists, here, cells, program, op, vector)
 
     def count(self, columns: NDArray[np.int32]) -> tuple[int, int, list[bytes], set[Head]]:
-        """How many distinct programs some columns have, how many operations these programs have
-        together, the keys of their vectors, and the heads whose results they deliver."""
+        """Count the programs of some columns. Returns (number of distinct programs, number of
+        operations in all programs, keys of all vectors, heads with delivered results)."""
         found = self._select(columns)
         keys = [self._keys[i] for i in np.unique(found.vector) if i >= 0]
         some = np.flatnonzero(found.cells[: len(self._cells)].any(axis=1))
@@ -277,7 +279,7 @@ class OpList:
         return int(found.exists.sum()), len(found.op), keys, heads
 
     def at(self, columns: NDArray[np.int32], widths: Widths) -> TableRows:
-        """The programs of some columns, [num_picks, num_columns]."""
+        """The programs of `columns`, [num_picks, num_columns]."""
         found = self._select(columns)
         program, op = found.program, found.op
         boundary = self._boundary[op]
@@ -303,7 +305,7 @@ class OpList:
         )  # fmt: skip
 
     def _stored(self, found: _Selected, widths: Widths) -> tuple[NDArray[np.int32], Ints, Ints]:
-        """(words of the operations, slots in the arena, slots that are delivered)."""
+        """(TableRows.words, num_slots, num_delivered) for the programs of `found`."""
         here, cells, op, program = found.here, found.cells, found.op, found.program
         num_programs = here.shape[1]
         if not self._cells:
@@ -316,7 +318,7 @@ class OpList:
         stored = np.vstack((here[self._read_ops], cells[:num_told]))
         slots = stored * np.array(sizes, np.int64)[:, None]
         ends = np.cumsum(slots, axis=0)
-        # In the slots of one tap the rows come first too.
+        # The slots of one tap also begin with the rows.
         tap = np.array([boundary_of_point(point) for point in places])
         by_tap = np.argsort(tap, kind="stable")
         within = np.empty_like(slots)
@@ -345,7 +347,7 @@ def _firsts(rows: NDArray[np.float32]) -> Ints:
 
 
 def _marks(count: int) -> Ints:
-    """Random numbers, the same for every caller in this process. No client can know them."""
+    """Random numbers, equal for all callers in this process. A client cannot know these numbers."""
     while len(_random[-1]) < count:
         _random.append(np.frombuffer(secrets.token_bytes(16 * len(_random[-1])), np.int64))
     return _random[-1][:count]

@@ -1,7 +1,7 @@
 """The answer to one request that stands for several variants.
 
 Owns:  Answers, and the error text NO_LOGPROBS.
-Runs:  made in EngineCore, read in the front-end. numpy, no torch.
+Runs:  EngineCore makes Answers, and the front-end reads them. numpy, no torch.
 From:  engine.core.variants.   To: engine.frontend.sweeping.
 """
 
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-#: Why a cell or a prompt has no value.
+#: The reason why a cell or a prompt of a sweep has no value.
 NO_LOGPROBS = (
     "vLLM did not return the log-probabilities of the metric's tokens. With speculative decoding, "
     "Model Runner V1 returns none of named tokens; start the engine without speculative decoding."
 )
-#: The only key of the mapping that travels.
+#: The only key of the mapping that EngineCore sends to the front-end.
 _KEY = "scope_answers"
 
 
@@ -26,9 +26,9 @@ class Answers(NamedTuple):
 
     Attributes:
         logprobs: float32 [number of variants, number of tokens], log-probabilities of the tokens in
-            SamplingParams.logprob_token_ids, in that order; without such a list, of all token ids.
-            NaN for a variant with an error.
-        errors: number of a variant -> why it failed.
+            SamplingParams.logprob_token_ids, in that order. If that list is not set,
+            log-probabilities of all token ids. NaN for a variant with an error.
+        errors: index of a variant -> the reason why the variant failed.
         others: True if the engine also had requests that do not belong to a sweep.
     """
 

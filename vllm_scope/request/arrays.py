@@ -1,10 +1,10 @@
 """Vectors and rows of a spec, as bytes with a shape.
 
-Owns:  Array, its parsing from tensors, arrays and lists, and its JSON.
-Runs:  everywhere. numpy; torch tensors are read without importing torch.
+Owns:  Array, the parsing of tensors, arrays and lists into an Array, and the JSON of an Array.
+Runs:  in every process. Imports numpy, not torch. Torch tensors are read by their methods.
 
-Promise: an Array is finite float32. Its size is checked before memory for it is allocated. Equal
-content has an equal digest.
+Promise: the numbers of an Array are finite float32. The size of an Array is checked before its
+memory is allocated. Arrays with equal content have equal digests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from vllm_scope.errors import SpecError, shown
 
-#: The largest count of numbers in one array: 4096 rows of 4096.
+#: The largest count of numbers in one array: 4,096 rows of 4,096 numbers.
 MAX_NUMBERS = 1 << 24
 DTYPES = {"float32": "<f4", "float16": "<f2", "float64": "<f8", "bfloat16": "<u2"}
 
@@ -32,7 +32,7 @@ class Array:
     """float32 numbers.
 
     Attributes:
-        shape: 1 to 3 dimensions, none of them 0; rows of a sweep have up to 5.
+        shape: 1 to 3 dimensions, each of size 1 or more. Rows of a sweep have up to 5 dimensions.
         data: the bytes of the numbers, little-endian, C order.
     """
 
@@ -41,11 +41,11 @@ class Array:
 
     @staticmethod
     def parse(value: object, where: str, most_dimensions: int = 3) -> Array:
-        """An Array from a torch tensor, a numpy array, (nested) lists, or the JSON form.
+        """Make an Array from a torch tensor, a numpy array, (nested) lists, or the JSON form.
 
         Raises:
-            SpecError: the values are not numbers, not finite or too many, or have no dimension or
-                too many dimensions.
+            SpecError: a value is not a finite number, there are too many values, or the number of
+                dimensions is 0 or too large.
         """
         if isinstance(value, Array):
             return value
@@ -67,7 +67,7 @@ class Array:
 
     @staticmethod
     def known(shape: tuple[int, ...], data: bytes, digest: bytes) -> Array:
-        """An Array with a given digest, which is not computed again."""
+        """Make an Array with a given digest. The digest is not computed again."""
         found = Array(shape, data)
         found.__dict__["digest"] = digest
         return found
@@ -84,7 +84,7 @@ class Array:
         return found.digest()[:16]
 
     def __getstate__(self) -> dict[str, object]:
-        return {"shape": self.shape, "data": self.data}  # without cached properties
+        return {"shape": self.shape, "data": self.data}  # cached properties are left out
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -134,7 +134,7 @@ def _from_json(body: dict[Any, Any], where: str, most_dimensions: int) -> Array:
     if not isinstance(text, str):
         raise SpecError(f"{where}.data is {shown(text)}; it must be a base64 string.")
     size = np.dtype(DTYPES[dtype]).itemsize * math.prod(shape)
-    if len(text) > 4 * -(-size // 3):  # checked before anything is decoded
+    if len(text) > 4 * -(-size // 3):  # this check is before the text is decoded
         raise SpecError(
             f"{where}.data has {len(text):,} characters; the {size:,} bytes of {dtype} of shape "
             f"{shape} take {4 * -(-size // 3):,}."
@@ -157,5 +157,5 @@ def _from_json(body: dict[Any, Any], where: str, most_dimensions: int) -> Array:
 
 
 def of_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """The numbers that have these bfloat16 bits. numpy has no bfloat16."""
+    """The numbers with these bfloat16 bits, as float32. numpy has no bfloat16."""
     return (bits.astype("<u4") << 16).view("<f4")

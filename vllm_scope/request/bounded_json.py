@@ -1,10 +1,10 @@
-"""JSON that callers send: its items are counted before it is parsed.
+"""Counts the items of a caller's JSON text, and then parses the text.
 
 Owns:  `decode`, `decode_counted`, `is_unicode`.
-Runs:  everywhere. No torch.
+Runs:  in every process. No torch.
 To:    spec, compat, server.
 
-Promise: a text that is refused costs a few passes over its characters. A text that is parsed makes
+Promise: to refuse a text takes a few passes over the characters of the text. To parse a text makes
 at most as many Python objects as MOST_NODES and MOST_ITEMS allow.
 """
 
@@ -14,18 +14,17 @@ import msgspec
 
 from vllm_scope.errors import SpecError
 
-#: The largest number of nodes (lists, objects and fields) in one text. Parsing takes 300 ns or more
-#: for each.
+#: The largest number of nodes (lists, objects, fields) in one text. One node takes 300 ns or more.
 MOST_NODES = 1 << 14
 #: The largest number of items in the lists of one text: 64 vectors of 4,096 numbers.
 MOST_ITEMS = 1 << 18
-#: Every byte but four: those that begin a list, an object, a field's value, or one more item.
+#: Every byte except the four that begin a list, an object, a field's value, or one more item.
 _NOT_COUNTED = bytes(set(range(256)) - set(b"[{:,"))
 PACKED = "Send vectors as base64 ({dtype, shape, data}), or name a steering module."
 
 
 def is_unicode(text: str) -> bool:
-    """False for a text with half of a surrogate pair, which JSON may contain."""
+    """False for a text with half of a surrogate pair. JSON can contain such a text."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -47,11 +46,11 @@ def decode(text: str, where: str, most_items: int = MOST_ITEMS) -> object:
 
 
 def decode_counted(text: str, where: str, most_items: int = MOST_ITEMS) -> tuple[object, int]:
-    """As `decode`, with the number of commas: about the number of items and fields.
+    """As `decode`. The second value is the number of commas: about the number of items.
 
-    Base64 has no comma, so a vector in base64 does not count.
+    Base64 has no comma. Therefore a vector in base64 does not count.
     """
-    # One pass over the text takes less time than a count of each character.
+    # One pass that removes all other bytes is faster than one count for each of the four bytes.
     counted = text.encode("utf-8", "surrogatepass").translate(None, _NOT_COUNTED)
     num_items = counted.count(b",")
     num_nodes = len(counted) - num_items

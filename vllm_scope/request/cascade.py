@@ -1,11 +1,12 @@
-"""Cascades: a probe that scores only after the verdict of another probe, its first stage.
+"""Cascades: probes that score only after the verdict of another probe, the first stage.
 
 Owns:  `begins` (the first position that a stage scores), `check_cascades`.
 Runs:  in every process. No torch.
 From:  actions.probing (`after`).   To: spec, engine.monitors (the checks); resolved (the position).
 
 Promise: the first position of a later stage depends on the position of the verdict, on the prompt's
-length and on the engine's configuration, not on the steps in which tokens were computed.
+length and on the engine's configuration. The first position does not depend on how the scheduler
+splits tokens into steps.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ MOST_STAGES = 4
 
 
 def begins(verdict: int, num_prompt: int, step_tokens: int) -> int:
-    """The first position that a later stage scores: the first position that the worker certainly
-    computes after it has received the verdict.
+    """The first position that a later stage scores. The worker certainly computes this position
+    after the worker has received the verdict.
 
-    The scheduler receives a verdict with the output of the verdict's step. With async scheduling it
-    has then started one more step. With drafts it receives the verdict one step later, when the
-    token is known to be accepted. Each step advances by at most `step_tokens` positions. A prompt's
-    steps have as many tokens as fit, so no stage begins inside a prompt.
+    The scheduler receives a verdict with the output of the verdict's step. With async scheduling,
+    the scheduler has started one more step before it receives the verdict. With drafts, the
+    scheduler receives the verdict one step later, because the token must first be accepted. Each
+    step advances by at most `step_tokens` positions. A step of a prompt can have as many tokens as
+    fit. Therefore a stage never begins inside a prompt.
 
     Args:
         verdict: the position of the first stage's verdict.
@@ -38,11 +40,11 @@ def begins(verdict: int, num_prompt: int, step_tokens: int) -> int:
 
 
 def check_cascades(probes: Sequence[Probe], where: Callable[[int], str], what: str) -> None:
-    """Raises SpecError for a first stage that is missing or has no verdict that a worker can find,
-    for a cycle, and for too many stages.
+    """Check the cascades of some probes. Raises SpecError if a first stage is missing or cannot be
+    a first stage. Also raises SpecError for a cycle or too many stages.
 
     Args:
-        where: index of a probe -> its path in error messages, in the caller's words.
+        where: index of a probe -> the path of the probe in error messages, as the caller wrote it.
         what: "probe" or "monitor".
     """
     index_of = {probe.name: i for i, probe in enumerate(probes)}

@@ -1,19 +1,18 @@
-"""Heads: what is computed from rows before the rows leave the device.
+"""Heads: computations on rows, before the rows leave the device.
 
-Owns:  CodecChoice (what a caller names), Head and its kinds: Encoding (the codec of a read), Bank
-       (the probes at one place), Strongest (the strongest features of an SAE), Likeliest (the
-       likeliest tokens by the model's own unembedding), Told (numbers that taps compute while they
-       edit), Scored (the probes at one place that taps compute) and Summed (rows that are added to
-       sums on the device).
-Runs:  CodecChoice everywhere, without torch. A Head is made where the model's sizes are known,
-       and travels with the bytes that it makes.
-From:  actions, resolve.   To: codecs.packed, worker.probe_bank, layout (the size of a head's
-       values).
+Owns:  CodecChoice (a codec's name and options), Head, and the kinds of heads:
+       Encoding (the codec of a read), Bank (the probes at one `Place`),
+       Strongest (the strongest features of an SAE), Likeliest (the likeliest next tokens),
+       `Told` (numbers that taps compute), Scored (a Bank that taps compute),
+       Summed (rows that the worker adds to sums on the device).
+Runs:  CodecChoice in every process, without torch. A process that has the model's sizes makes a
+       Head. The Head travels with the bytes that the Head makes.
+From:  actions, resolve.   To: codecs.packed, worker.probe_bank, layout (sizes of heads' values).
 
-Promise: a head works on each row by itself, and makes a fixed number of bytes from it. The codec
-can be made again from an Encoding. A Bank has a digest of its weights, not the weights. A Strongest
-has the name of an SAE that the workers hold. A Likeliest has a count, and the name of the lens if
-one maps the rows first.
+Promise: a head makes a fixed number of bytes from each row, and uses no other row. An Encoding is
+enough to make the codec again. A Bank has a digest of its weights, not the weights. A Strongest has
+the name of an SAE that the workers have loaded. A Likeliest has a count. If a lens maps the rows
+first, the Likeliest also has the name of the lens.
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ from typing import Any, ClassVar, Self
 
 from vllm_scope.errors import SpecError, shown
 
-#: Codecs that a read may name -> their options: the rowwise codecs of codecs.CODECS. Listed here
-#: again, because codecs imports torch, which a caller may lack.
+#: Name of a codec that a read can name -> the codec's options. These are the rowwise codecs of
+#: codecs.CODECS. The names are repeated in this file, because codecs imports torch, and a caller's
+#: process may not have torch.
 READ_CODECS: dict[str, tuple[str, ...]] = {
     "none": (),
     "fp16": (),
@@ -42,10 +42,10 @@ READ_CODECS: dict[str, tuple[str, ...]] = {
 }
 
 
-#: The key under which the workers hold one map of a lens: the lens's name, and the map's boundary.
-#: (The key of a held SAE is its name.)
+#: The key under which the workers store one map of a lens: (name of the lens, boundary of the map).
+#: The key of an SAE is the SAE's name.
 LensKey = tuple[str, int]
-#: The key of the model's own lens, which maps no rows.
+#: The key of the model's own lens. That lens maps no rows.
 LENS: LensKey = ("", -1)
 
 
@@ -58,7 +58,7 @@ class CodecChoice:
 
     @staticmethod
     def parse(value: object, where: str) -> CodecChoice | None:
-        """The CodecChoice of a name, or of an object with a name and options.
+        """Make the CodecChoice of a name, or of an object with a name and options.
 
         Returns:
             None if `value` is None or names the codec "none".
@@ -76,7 +76,7 @@ class CodecChoice:
             )
         name = body["name"]
         if name not in READ_CODECS:
-            files = ", which sinks that write files can compress them with" * (name == "zstd")
+            files = ", a codec for files only" * (name == "zstd")
             raise SpecError(
                 f"{where} is {shown(name)}{files}; rows can be read as {', '.join(READ_CODECS)}."
             )
@@ -103,11 +103,11 @@ def _whole(value: object, where: str) -> int:
 
 @dataclass(frozen=True)
 class Head:
-    """A description of what is computed from each row.
+    """A description of a computation on each row.
 
     Attributes:
-        text: equal for heads that compute the same from a row.
-        row_bytes: how many bytes the head makes from a row, without the padding of the last slot.
+        text: two heads with equal texts compute the same bytes from a row.
+        row_bytes: number of bytes that the head makes from a row, without padding.
     """
 
     text: str
@@ -126,8 +126,8 @@ class Encoding(Head):
 
 @dataclass(frozen=True)
 class Bank(Head):
-    """The probes of one request at one place, of one stage of a cascade: float32 numbers, side by
-    side."""
+    """The probes of one request at one `Place`, in one stage of a cascade. The numbers of all
+    probes are float32, one after another."""
 
     #: `text` begins with this word. (The text of an Encoding is a JSON object.)
     start: ClassVar[str] = "probes"
@@ -139,12 +139,12 @@ class Bank(Head):
         """The bank of some nets.
 
         Args:
-            digests: the digests of the nets, in order; for a Told, those of gates and edits.
-            num_values: how many numbers the nets make from a row, together.
-            group: Place.group, because two sites may share a boundary.
+            digests: the digests of the nets (for a `Told`, of gates and edits), in order.
+            num_values: number of all numbers that the nets make from a row.
+            group: Place.group, because two sites can share a boundary.
             after: as in Probe.
         """
-        # This word sorts after every digest, so that banks of one stage stand side by side in a
+        # "then" sorts after every digest. Therefore the banks of one stage are together in a
         # layout.
         stage = "" if after is None else f"then {after} "
         digest = hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
@@ -152,16 +152,16 @@ class Bank(Head):
 
     @property
     def nameless(self) -> Bank:
-        """This bank without its digest. A front-end does not have the weights of steering modules,
-        so it finds the numbers of its request by their place and their count."""
+        """This bank without its digest. A front-end does not have the weights of steering modules.
+        Therefore the front-end finds a request's numbers by their `Place` and their count."""
         return type(self)(self.text.rpartition(" ")[0], self.row_bytes)
 
 
 @dataclass(frozen=True)
 class Told(Bank):
-    """Numbers that taps compute and write to the arena: float32, side by side. On their way
-    out of the arena the numbers are only copied. The numbers of a plain Told are the gates' values
-    and the edits' doses at one place.
+    """Numbers that taps compute and write to the arena: float32, one after another. The worker
+    copies the numbers out of the arena without a further computation. The numbers of a `Told` that
+    is not a Scored are the gates' values and the edits' doses at one `Place`.
     """
 
     start: ClassVar[str] = "told"
@@ -169,26 +169,27 @@ class Told(Bank):
 
 @dataclass(frozen=True)
 class Scored(Told):
-    """A Bank of few linear nets. Taps compute its numbers, so no row is copied for it."""
+    """A Bank of few linear nets. Taps compute the numbers of the Bank, and no row is copied."""
 
     start: ClassVar[str] = "scored"
 
 
 @dataclass(frozen=True)
 class Strongest(Bank):
-    """The strongest features of an SAE that the workers hold: int32 indices, then as many float32
-    values, descending. If fewer features are active, the remaining values are 0."""
+    """The strongest features of an SAE that the workers have loaded. The values of a row are int32
+    indices, then as many float32 values, descending. If fewer features are active, the rest is
+    0."""
 
     start: ClassVar[str] = "strongest"
 
     @staticmethod
     def of_sae(name: str, count: int, group: int = 0) -> Strongest:
-        """The `count` strongest features of the SAE with this name; group as in Bank.of."""
+        """The `count` strongest features of the SAE with this name. `group`: as in Bank.of."""
         return Strongest(f"{Strongest.start} {group} {count} {name}", 8 * count)
 
     @property
     def nameless(self) -> Self:
-        """This bank itself: its text has no digest."""
+        """This bank itself, because the text of a Strongest has no digest."""
         return self
 
     @property
@@ -202,27 +203,27 @@ class Strongest(Bank):
 
     @property
     def maker(self) -> str | LensKey:
-        """The key under which the workers hold the pair maker."""
+        """The key under which the workers store the pair maker."""
         return self.sae
 
 
 @dataclass(frozen=True)
 class Likeliest(Strongest):
-    """The likeliest tokens by the model's own final norm and unembedding, of rows that a lens may
-    have mapped: int32 token ids, then as many float32 log-probabilities, descending. If the
-    vocabulary has fewer tokens, the remaining ids are -1."""
+    """The likeliest tokens of a row by the model's own final norm and unembedding. A lens can map
+    the row first. The values of a row are int32 token ids, then as many float32 log-probabilities,
+    descending. If the vocabulary has fewer tokens, the remaining ids are -1."""
 
     start: ClassVar[str] = "likeliest"
 
     @staticmethod
     def of_lens(count: int, group: int = 0, key: LensKey = LENS) -> Likeliest:
-        """The `count` likeliest tokens; group as in Bank.of."""
+        """The `count` likeliest tokens. `group`: as in Bank.of."""
         named = "" if key == LENS else f" {key[1]} {key[0]}"
         return Likeliest(f"{Likeliest.start} {group} {count}{named}", 8 * count)
 
     @property
     def sae(self) -> str:
-        """Empty: the tokens come from no SAE."""
+        """Empty, because a lens has no SAE."""
         return ""
 
     @property
@@ -233,8 +234,7 @@ class Likeliest(Strongest):
 
 @dataclass(frozen=True)
 class Summed(Head):
-    """Rows that the worker adds to sums which it keeps (worker.summing). The rows do not leave the
-    device.
+    """Rows that the worker adds to sums (worker.summing). The rows do not leave the device.
 
     Attributes:
         number: index of the action among the request's Moments.
@@ -249,7 +249,7 @@ class Summed(Head):
 
 @lru_cache(maxsize=4096)
 def known_head(text: str, row_bytes: int) -> Head:
-    """The head with these attributes, which came from another process of the engine."""
+    """The head with these attributes. Another process of the engine has sent the attributes."""
     kinds = Bank, Told, Scored, Strongest, Likeliest
     banks = (kind for kind in kinds if text.startswith(f"{kind.start} "))
     kind: type[Head] = next(banks, Encoding)

@@ -3,12 +3,12 @@
 docs/http.md describes the format: a safetensors file whose tensor `answer` has the JSON.
 """
 
-#: A client sends this type in `Accept`; a server that knows the type answers in it.
+#: A client sends this media type in `Accept`. A server that supports it answers in this type.
 BINARY = "application/vnd.vllm-scope+safetensors"
-#: The tensor with the JSON of the answer, or of an event of a stream: uint8, [bytes].
+#: Name of the tensor with the JSON of an answer or of a stream's event: uint8, [number of bytes].
 ANSWER = "answer"
 
 
 def prefix_of(choice: int) -> str:
-    """The prefix of a choice's tensor names; the rest of a name is as in a result's file."""
+    """The prefix of the tensor names of one choice. The rest of a name is as in a result's file."""
     return f"choices.{choice}."

@@ -1,17 +1,18 @@
-"""What a probe computes from one row, and how scores are aggregated over a request.
+"""The functions that a probe computes from one row, and the aggregates of scores over a request.
 
 Owns:  Mlp and AttentionPool (weights that a caller gives), Net (a weight of any kind, as layers),
-       Ema and RollingMean (aggregates), and their JSON.
-Runs:  everywhere. numpy, no torch.
+       Ema and RollingMean (aggregates), and the JSON of these classes.
+Runs:  in every process. numpy, no torch.
 To:    actions.probing, resolve; worker.probe_bank (computes nets), batch.readout (aggregates).
 
-A net makes one or more numbers from a row x:
+A net makes one or more numbers from a row x (`.` is the dot product):
 
     linear           x . weight                              1 number
-    Mlp              W2 f(W1 x + b1) + b2, or one layer more 1 number
+    Mlp              W2 f(W1 x + b1) + b2, or three layers   1 number
     AttentionPool    query_h . x and value_h . x             2 numbers for each head h
 
-The numbers of several model layers are added, number by number. The sums then become a score.
+If a probe has several model layers, each number is the sum over the layers. The score is computed
+from these sums.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Net:
     """The computation on one row.
 
     Attributes:
-        layers: (weight [out, in], bias [out] or None) of each layer; the first layer takes the row.
-        hidden: the function between the layers; None if there is one layer.
+        layers: (weight [out, in], bias [out] or None) of each layer. The first input is the row.
+        hidden: the function between the layers. None if there is one layer.
     """
 
     layers: tuple[tuple[Array, Array | None], ...]
@@ -47,7 +48,7 @@ class Net:
 
     @property
     def width(self) -> int:
-        """How many numbers a row has."""
+        """The number of elements of a row."""
         return self.layers[0][0].shape[1]
 
     @property
@@ -71,12 +72,12 @@ class Mlp:
     """A perceptron with one or two hidden layers, as a probe's weight.
 
     Args:
-        layers: (weight [out, in], bias [out]) of each layer, as torch.nn.Linear has them. The
-            first one takes a row, the last one makes one number.
+        layers: (weight [out, in], bias [out]) of each layer, in the form of torch.nn.Linear. The
+            first layer's input is a row. The last layer's output is one number.
         hidden: the function between the layers: relu, gelu (exact), silu or tanh.
 
     Raises:
-        SpecError: shapes that do not fit, or a number of layers other than two or three.
+        SpecError: the shapes do not fit together, or the number of layers is not two or three.
     """
 
     layers: Any
@@ -107,8 +108,8 @@ class Mlp:
                 )
             if bias.shape != weight.shape[:1]:
                 raise SpecError(
-                    f"{where}[{i}] has a bias of shape {bias.shape} beside a weight of shape "
-                    f"{weight.shape}; it must be [{weight.shape[0]}]."
+                    f"{where}[{i}] has a bias of shape {bias.shape} and a weight of shape "
+                    f"{weight.shape}; the bias must be [{weight.shape[0]}]."
                 )
             found.append((weight, bias))
         if found[-1][0].shape[0] != 1:
@@ -133,18 +134,18 @@ class Mlp:
 
 @dataclass(frozen=True)
 class AttentionPool:
-    """Attention over a request's positions so far, as a probe's weight.
+    """Attention over the positions of a request, as a probe's weight.
 
-    The score at a position is the sum over heads of an average of `x . value`, over this and all
-    earlier positions that the probe scores. The weights of the average are the softmax of
-    `x . query`.
+    For each head, the probe computes a weighted average of `x . value` over the positions that the
+    probe has scored, up to the current position. The weights of the average are the softmax of
+    `x . query` over the same positions. The score is the sum of the averages of all heads.
 
     Args:
-        query, value: [num_heads, width of a row], or [width] for one head. A scale such as
-            `1 / sqrt(width)` belongs in the query.
+        query, value: [num_heads, width of a row], or [width of a row] for one head. A scale such as
+            `1 / sqrt(width)` must be multiplied into the query.
 
     Raises:
-        SpecError: the two shapes differ, or have more than two dimensions.
+        SpecError: the two shapes differ, or a shape has more than two dimensions.
     """
 
     query: Any
@@ -173,14 +174,14 @@ class AttentionPool:
 
 
 def net_of(weight: Array | Mlp | AttentionPool) -> Net:
-    """The computation of a probe's weight at one layer; an Array is [width of a row]."""
+    """The computation of a probe's weight at one layer. An Array is [width of a row]."""
     if isinstance(weight, Array):
         return Net(((Array((1, *weight.shape), weight.data), None),))
     return weight.net
 
 
 def shaped_weight(value: object, where: str) -> Mlp | AttentionPool | None:
-    """`value`, or the Mlp or AttentionPool that it describes in JSON; None for any other value.
+    """Convert `value` or its JSON to an Mlp or AttentionPool. Other values give None.
 
     Raises:
         SpecError: the JSON of an Mlp or an AttentionPool is malformed.
@@ -232,12 +233,12 @@ class Ema:
 
 @dataclass(frozen=True)
 class RollingMean:
-    """The mean of the last `window` scores; of all scores, while there are fewer.
+    """The mean of the last `window` scores. If there are fewer scores, the mean of all scores.
 
     Args:
         window: 1 or more.
-        then: "max" for the largest mean of a full window so far; before the first full window,
-            the mean of all scores.
+        then: "max": the aggregate is the largest mean of any full window so far. Before the first
+            full window, the aggregate is the mean of all scores.
     """
 
     window: int
@@ -261,12 +262,12 @@ Aggregate = Literal["max", "mean"] | Ema | RollingMean
 
 
 def parse_aggregate(value: object, where: str) -> Aggregate | None:
-    """`value` as an aggregate. An aggregate is returned as it is, JSON is parsed, None gives None.
+    """Convert `value` or its JSON to an aggregate. None gives None.
 
     Raises:
-        SpecError: `value` is neither an aggregate nor its JSON.
+        SpecError: `value` is not an aggregate and not the JSON of an aggregate.
     """
-    if isinstance(value, str | None | Ema | RollingMean):  # so no array is compared with a word
+    if isinstance(value, str | None | Ema | RollingMean):  # an array is never compared with a word
         match value:
             case None | Ema() | RollingMean() | "max" | "mean":
                 return value

@@ -1,8 +1,7 @@
-"""An operator's options, checked by pydantic, with errors in one plain sentence.
+"""Checks an operator's options with pydantic, and makes an error text of one sentence.
 
-Owns:  `checked`, the one place where pydantic's ValidationError becomes a ConfigError; `nearest`;
-       Number.
-Runs:  wherever options are parsed.
+Owns:  `checked` (turns a ValidationError of pydantic into a ConfigError), `nearest`, Number.
+Runs:  in each process that parses options.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from vllm_scope.errors import ConfigError, shown
 
 Options = TypeVar("Options", bound=BaseModel)
 
-#: pydantic's kind of error -> what the value must be. The braces are fields of the error's context.
+#: pydantic's kind of error -> the rule for the value. Words in braces come from the error.
 _MUST: dict[str, str] = {
     "string_type": "must be a string",
     "string_too_short": "must have {min_length} or more characters",
@@ -34,9 +33,9 @@ _MUST: dict[str, str] = {
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
 }
-#: pydantic's kinds of error for a key that is not a field of the model, or not a string.
+#: pydantic's kinds of error for a key that is not a field of the model, or is not a string.
 _NO_OPTION = ("extra_forbidden", "invalid_key")
-#: The last part of pydantic's path to a key of a mapping.
+#: The last part of pydantic's path if the error is about a key of a mapping.
 _KEY = "[key]"
 
 
@@ -46,35 +45,35 @@ def _number(value: object) -> object:
     return value
 
 
-#: A number in options: finite, no boolean and no text.
+#: A finite number in options. A boolean and a text are refused.
 Number = Annotated[FiniteFloat, BeforeValidator(_number)]
 
 
 def checked(
     model: type[Options], body: Mapping[Any, object], where: str, unsaid: Collection[str] = ()
 ) -> Options:
-    """Check options. Returns them as an instance of `model`.
+    """Check options, and return the options as an instance of `model`.
 
     Args:
-        where: the beginning of the sentence, in front of the option's name.
-        unsaid: fields of the model that are not options of the operator; errors do not list them.
+        where: the beginning of an error's sentence, before the option's name.
+        unsaid: fields of the model that are not options. Errors do not list these fields.
 
     Raises:
-        ConfigError: names the first option that is wrong, what came and what is allowed. If a
-            validator raises a ConfigError, the text of that error already names the option.
+        ConfigError: an option is wrong. The text names the first wrong option, its value and the
+            allowed values. If a validator raises a ConfigError, the text is the validator's.
     """
     try:
         return model.model_validate(dict(body))
     except ValidationError as error:
         options = [name for name in model.model_fields if name not in unsaid]
-        # A misspelt option first: it may be the reason why another one is missing.
+        # Misspelt options come first: an option can be missing because its name is misspelt.
         found = sorted(error.errors(), key=lambda one: one["type"] not in _NO_OPTION)
         sentence = _sentence_of(found[0], options)
         raise ConfigError(f"{where}{sentence.rstrip('.')}.") from None
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """The end of a sentence about an unknown name: a question if some known names are similar."""
+    """The end of a sentence about an unknown name: "did you mean ...?" or a full stop."""
     near = get_close_matches(name, known, cutoff=0.65)
     return f"; did you mean {' or '.join(near)}?" if near else "."
 
@@ -86,7 +85,7 @@ def _sentence_of(error: Any, options: list[str]) -> str:
     if kind in _NO_OPTION and not rest:
         return f"{path} is no option{nearest(path, options)} The options are {', '.join(options)}"
     if kind == "value_error" and (not path or isinstance(context["error"], ConfigError)):
-        return str(context["error"])  # a sentence of this package, which names the option
+        return str(context["error"])  # a sentence of this package: it names the option
     path += "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in rest if p != _KEY)
     if kind == "missing":
         return f"{path} is missing; it must be given"
@@ -103,5 +102,5 @@ def _sentence_of(error: Any, options: list[str]) -> str:
 
 
 def _plain(limit: object) -> object:
-    """The limit as an int if it is a whole float: 1 for 1.0."""
+    """The limit. If the limit is a whole float, the limit as an int: 1 for 1.0."""
     return int(limit) if isinstance(limit, float) and limit.is_integer() else limit

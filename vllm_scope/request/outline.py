@@ -1,13 +1,14 @@
-"""Specs that differ only in the layers, vectors and numbers of their edits: cells of a sweep, and
-requests that each have an edit of their own.
+"""Makes specs that differ only in the layers, vectors and numbers of their edits.
+
+Such specs are the cells of a sweep, and requests of which each has a different edit.
 
 Owns:  Outline.
 Runs:  in the front-end and in EngineCore, when a request enters. numpy, no torch.
-From:  packed (such specs have equal bodies).   To: spec (Meanings). Values that do not depend on
-       layers, vectors or numbers are made once for all such specs (Resolved.shared).
+From:  packed (such specs have equal bodies).   To: spec (Meanings).
 
-Promise: a Resolved that `fitted` returns equals the result of Spec.resolve. For a spec that
-Spec.resolve refuses, `fitted` returns no Resolved.
+Promise: a Resolved that `fitted` returns equals the result of Spec.resolve. If Spec.resolve refuses
+a spec, `fitted` returns no Resolved. Values that do not depend on layers, vectors or numbers are
+computed one time for all such specs (Resolved.shared).
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ _ALIKE: Final = (
     "scores_alone", "score_bytes", "num_states", "stopping", "firsts", "watched", "scaled",
     "destinations", "shared",
 )  # fmt: skip
-#: The memory that an outline, each of its edits and each place take, in bytes, as measured. The
-#: first spec is not counted; all that is kept for the other specs is.
+#: Measured memory, in bytes: of an outline, of each edit, and of each `Place`. The memory of the
+#: first spec is not in these numbers. The memory of the caches for the other specs is included.
 _OUTLINE_BYTES, _EDIT_BYTES, _PLACE_BYTES = 6144, 2560, 384
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A resolved spec of edits, from which other specs with the same body are made.
+    """A resolved spec of edits. `fitted` makes other specs with the same body from it.
 
-    A body names Arrays and numbers by their indices. Equal values have one index. So if two fields
-    of the first spec are equal, they are equal in all specs with this body.
+    A body names Arrays and numbers by their indices, and equal values have one index. Therefore, if
+    two fields of the first spec are equal, the two fields are equal in each spec with this body.
 
     Attributes:
         first: the resolved spec.
-        packed: the same spec as it travels.
+        packed: the same spec, as one process sends it to another.
     """
 
     first: Resolved
@@ -53,10 +54,10 @@ class Outline:
 
     @staticmethod
     def of(packed: Packed, asked: Resolved, sites: Sites) -> Outline | None:
-        """The outline of a resolved spec; None if the spec cannot have one.
+        """The outline of a resolved spec. None if the spec cannot have an outline.
 
         A spec with an outline has edits only, and no policy. Each edit has one layer, names no
-        module and changes no features of an SAE. No gate's value and no dose is delivered.
+        module and changes no features of an SAE. The spec delivers no gate's value and no dose.
         """
         edits = asked.edits
         arrays = {edit.values.digest for edit in edits}
@@ -70,11 +71,11 @@ class Outline:
         return Outline(asked, packed, sites)
 
     def fitted(self, packed: Packed, arrays: Mapping[bytes, Array]) -> Resolved | None:
-        """The resolved spec of another Packed with the same body; None if that Packed has
+        """The resolved spec of another Packed with the same body. None if the other Packed has
         vectors of other shapes, or an edit of several layers.
 
         Raises:
-            SpecError: the engine has no tap at an edit's place, or an edit comes before its gate.
+            SpecError: the engine has no tap at an edit's `Place`, or an edit comes before its gate.
             KeyError: an Array is not among `arrays`.
         """
         given = [arrays[digest] for digest in packed.arrays]
@@ -121,7 +122,7 @@ class Outline:
 
     @cached_property
     def _whole(self) -> dict[str, Any]:
-        """The attributes that all Resolved of this outline share; their edits differ."""
+        """The attributes that all Resolved of this outline share: all attributes except `edits`."""
         names = [each.name for each in fields(Resolved)]
         return {name: getattr(self.first, name) for name in (*names, *_ALIKE)}
 
@@ -130,7 +131,7 @@ class Outline:
         return {}
 
     def _place(self, number: int, layers: tuple[int, ...]) -> Place:
-        """The place of an edit at its one layer."""
+        """The `Place` of an edit. The edit has one layer."""
         edit = self.first.edits[number]
         known = self._places.get((edit.stream.site, layers))
         if known is None:
@@ -141,16 +142,16 @@ class Outline:
         return known
 
 
-#: Numbers that are in a ResolvedEdit but in no spec: they stand for a bound that was not given.
+#: Numbers of a ResolvedEdit that are not in the spec. Each stands for a missing bound.
 _BOUNDS: Final = (math.inf, -math.inf)
 
 
 @dataclass(frozen=True)
 class _Form:
-    """An edit or a gate, and which of its fields differ from spec to spec.
+    """An edit or a gate, and the fields that differ from spec to spec.
 
     Attributes:
-        content: all fields, as in the first spec.
+        content: the values of all fields in the first spec.
         arrays: (field, index of its Array).
         numbers: (field, index of its number).
         several: (field, indices of its numbers).
@@ -183,7 +184,7 @@ class _Form:
         return _Form(content, arrays, numbers, several)
 
     def filled(self, arrays: Sequence[Array], numbers: Sequence[float]) -> dict[str, Any]:
-        """The fields in another spec, which has these Arrays and numbers."""
+        """The fields in another spec. `arrays` and `numbers` belong to that spec."""
         found = self.content.copy()
         for name, at in self.arrays:
             found[name] = arrays[at]
@@ -195,7 +196,7 @@ class _Form:
 
 
 def _made(cls: type[Any], content: dict[str, Any]) -> Any:
-    """A frozen object with these fields, which are not checked again."""
+    """Make an object of a frozen class with these fields. The fields are not checked again."""
     found = object.__new__(cls)
     found.__dict__.update(content)
     return found

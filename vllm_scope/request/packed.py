@@ -2,14 +2,13 @@
 
 Owns:  Packed, `pack`, `unpack`.
 Runs:  in front-ends and EngineCore (`pack`), in EngineCore and workers (`unpack`). No torch.
-From:  spec, resolve (whose actions are packed).   To: ticket, core.news.
+From:  spec, resolve (their actions are packed).   To: ticket, core.news.
 
-Promise: equal actions have equal digests. Vectors are kept apart from the rest, so that a
-worker gets only vectors that it does not hold (core.news). The layers of edits, and the numbers
-of edits and gates, are kept apart too. Cells of a sweep, and requests that each have an edit of
-their own, mostly differ only in these parts, and then have equal bodies (outline). `unpack` does
-not check the actions again: they were checked when they were made, and packed bytes never come from
-a caller.
+Promise: equal actions have equal digests. The vectors are not in the body. Therefore EngineCore
+sends a worker only the vectors that the worker does not have (core.news). The layers of edits, and
+the numbers of edits and gates, are also not in the body. The cells of a sweep mostly differ only in
+these parts, and then have equal bodies (outline). `unpack` does not check the actions again. The
+actions were checked when they were made, and packed bytes never come from a caller.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ from vllm_scope.request.resolved import (
 from vllm_scope.request.selectors import Except, Positions, Span, TokenIds, Union, Word
 from vllm_scope.request.sites import Place
 
-#: A packed object is a list: the number of its class, then its fields.
+#: A packed object is a list: the index of the object's class in _CLASSES, then the object's fields.
 _CLASSES: tuple[type[Any], ...] = (
     Read, Probe, Add, Ablate, Clamp, Replace, Module, CodecChoice,
     ResolvedRead, ResolvedProbe, ResolvedEdit, Encoding,
@@ -80,17 +79,17 @@ _CLASSES: tuple[type[Any], ...] = (
     Moments, ResolvedMoments, Scored,
 )  # fmt: skip
 _NUMBER_OF = {cls: number for number, cls in enumerate(_CLASSES)}
-#: Edits whose `layers` are kept apart. Their `layer` follows from `layers`, and is not packed.
+#: Edits whose `layers` are not in the body. `layer` follows from `layers`, and is not packed.
 _PLACED = (Add, Ablate, Clamp, Replace)
-#: Classes whose numbers are kept apart.
+#: Classes whose numbers are not in the body.
 _NUMBERED = (*_PLACED, Gate)
 _FIELDS = [
     tuple(each.name for each in fields(cls) if cls not in _PLACED or each.name != "layer")
     for cls in _CLASSES
 ]
-#: Markers in place of a class's number, in this order: for a tuple of objects, a tuple of plain
-#: values, an Array (by its index), a Place, edits that differ in their streams only, the layers of
-#: an edit (by their index), a number (by its index).
+#: Markers that replace the index of a class. In this order: a tuple of objects, a tuple of plain
+#: values, the index of an Array, a `Place`, edits that differ only in their streams, the index of
+#: an edit's layers, the index of a number.
 _TUPLE, _PLAIN, _ARRAY, _PLACE, _EDITS, _LAYERS, _NUMBER = -1, -2, -3, -4, -5, -6, -7
 _PLAIN_TYPES = {int, float, str, bool, type(None)}
 
@@ -102,12 +101,11 @@ class Packed(msgspec.Struct, frozen=True, array_like=True):
     """Packed actions, without their vectors.
 
     Attributes:
-        digest: a digest of everything, vectors included.
+        digest: a digest of the body, the vectors, the layers and the numbers.
         body: msgpack, without vectors, the layers of edits, and the numbers of edits and gates.
-        arrays: digests of the Arrays that the body names by their indices, each once.
+        arrays: the distinct digests of the Arrays that the body names by their indices.
         layers: the layers of each edit that has layers, in the order of the edits.
-        numbers: the numbers that the body names by their indices, each once; 0.0 and -0.0 are two
-            numbers.
+        numbers: the distinct numbers that the body names by their indices. 0.0 and -0.0 differ.
     """
 
     digest: bytes
@@ -127,8 +125,8 @@ class Packed(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class _Apart:
-    """What `pack` keeps apart from a body: Arrays and their indices, by digest; the layers of
-    edits; the indices of numbers, by the numbers' texts."""
+    """The parts that `pack` leaves out of a body. `arrays` and `indices`: digest of an Array -> the
+    Array, and its index. `layers`: of edits. `numbers`: text of a number -> its index."""
 
     arrays: dict[bytes, Array] = field(default_factory=dict)
     indices: dict[bytes, int] = field(default_factory=dict)
@@ -148,7 +146,7 @@ class _Apart:
 
 
 class _Kept(NamedTuple):
-    """What `pack` kept apart from a body, for `unpack`. The body names each part by its index."""
+    """The parts that `pack` has left out of a body. The body has the index of each part."""
 
     arrays: list[Array]
     layers: list[tuple[int, ...]]
@@ -156,7 +154,7 @@ class _Kept(NamedTuple):
 
 
 def pack(actions: tuple[object, ...]) -> tuple[Packed, dict[bytes, Array]]:
-    """The actions packed without their Arrays, and the Arrays by digest."""
+    """Pack actions. Returns the Packed (without Arrays), and digest -> Array."""
     apart = _Apart()
     body = _encode(_taken_apart(actions, apart))
     numbers = list(map(float, apart.numbers))
@@ -164,8 +162,8 @@ def pack(actions: tuple[object, ...]) -> tuple[Packed, dict[bytes, Array]]:
 
 
 def have_one_body(one: Action, other: Action) -> bool:
-    """True if two edits differ in their layer and their vector (or rows) alone. Each must have one
-    layer, a vector that is not a module's, and no gate."""
+    """True if two edits differ only in their layer and their vector (or rows). Each edit must have
+    one layer and no gate, and must not name a module."""
     if type(one) is not type(other) or not isinstance(one, _PLACED) or one.gate is not None:
         return False
     vector = one.fields[0]
@@ -236,7 +234,7 @@ def _without_stream(edit: ResolvedEdit) -> tuple[object, ...]:
 
 
 def _edits_of(group: Any, kept: _Kept) -> list[ResolvedEdit]:
-    """The edits of one action at its streams. A request may have thousands of such edits."""
+    """The edits of one action, one for each stream. A request can have thousands of such edits."""
     first, streams = group
     content = _put_together(first, kept).__dict__
     found = []

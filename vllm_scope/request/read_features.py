@@ -1,11 +1,11 @@
-"""Which features of an SAE were read.
+"""The features of an SAE that a result can have.
 
 Owns:  ReadFeatures, `check_feature`.
 Runs:  in front-ends, workers and clients. No torch.
 From:  resolved.   To: batch.sparse, files.index, server.encode, client.parsing.
 
-Promise: if it is known which features were read, asking for another feature is an error, and never
-gives a row of zeros.
+Promise: if a ReadFeatures says that a result cannot have a feature, an access to that feature is an
+error. The access never returns a row of zeros.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from vllm_scope.errors import shown
 
 
 class ReadFeatures(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Which features the result of a `Features` can have. A field that is not known is not in JSON.
+    """The features that the result of a `Features` can have. JSON leaves out a field that is None.
 
     Attributes:
-        num_features: how many features the SAE has. None for a read with `indices` of an SAE that
-            is not TopK: the workers get the rows of these features alone.
-        asked: the features that the read named (`indices`); None if it named none (`top_k`).
+        num_features: number of features of the SAE. None if the read has `indices` and the SAE is
+            not TopK, because the workers then receive only the rows of these features.
+        asked: the features that the read named (`indices`). None if the read has `top_k`.
     """
 
     num_features: int | None = None
     asked: tuple[int, ...] | None = None
 
 
-#: For answers and files of earlier versions, which do not say which features were read.
+#: For answers and files of earlier versions. Such answers do not name the features that were read.
 NOT_KNOWN = ReadFeatures()
 
 

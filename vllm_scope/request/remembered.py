@@ -1,7 +1,7 @@
-"""A cache that is bounded in bytes.
+"""A cache with a limit in bytes.
 
 Owns:  Remembered.
-Runs:  everywhere, on any thread.
+Runs:  in every process, on any thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ Value = TypeVar("Value")
 
 
 class Remembered(Generic[Key, Value]):
-    """Values by key. The least recently used are dropped first; the value put last always stays.
+    """Values by key. If the limit is exceeded, the least recently used values are dropped first.
+    The value of the last `put` always stays.
 
     Args:
         most_bytes: limit of the sum of all values' sizes.
@@ -30,7 +31,7 @@ class Remembered(Generic[Key, Value]):
 
     @property
     def num_bytes(self) -> int:
-        """Sum of the sizes of the kept values, as they were given to `put`."""
+        """Sum of the `num_bytes` of the stored values."""
         return self._num_bytes
 
     def __len__(self) -> int:
@@ -48,16 +49,16 @@ class Remembered(Generic[Key, Value]):
             return found[0]
 
     def use(self, keys: Iterable[Key]) -> None:
-        """Mark the kept values of these keys as used just now, in this order."""
+        """Mark the values of these keys as used now, in this order. Each key must have a value."""
         with self._lock:
             for key in keys:
                 self._values.move_to_end(key)
 
     def put(self, key: Key, value: Value, num_bytes: int) -> list[tuple[Key, Value]]:
-        """Keep a value. It replaces a value with the same key.
+        """Store a value. If the key has a value already, replace that value.
 
         Returns:
-            The values that were dropped to make room, with their keys.
+            (key, value) of each value that was dropped because of the limit.
         """
         with self._lock:
             before = self._values.pop(key, None)
@@ -74,7 +75,7 @@ class Remembered(Generic[Key, Value]):
         return gone
 
     def clear(self) -> list[tuple[Key, Value]]:
-        """Drop all values; return them with their keys."""
+        """Drop all values. Returns (key, value) of each dropped value."""
         with self._lock:
             gone = [(key, value) for key, (value, _) in self._values.items()]
             self._values.clear()

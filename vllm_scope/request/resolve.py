@@ -1,12 +1,10 @@
-"""The actions of a spec on one engine.
+"""Resolves the actions of a spec for one engine.
 
 Owns:  `resolve`, which makes a Resolved.
-Runs:  in the front-end (to check a request) and in EngineCore; workers get its result. numpy, no
-       torch, no vLLM.
+Runs:  in the front-end (to check a request) and in EngineCore. numpy, no torch, no vLLM.
 From:  spec.   To: resolved.
 
-Promise: checks that need an engine (its layers, its sizes, its steering modules) are made here. The
-error names the action.
+Promise: this module makes all checks that need the engine's layers, sizes or steering modules.
 """
 
 from __future__ import annotations
@@ -43,10 +41,11 @@ from vllm_scope.request.resolved import (
 from vllm_scope.request.selectors import Word
 from vllm_scope.request.sites import STREAM, Phase, Place, Sites, kind_of
 
-#: The largest number of scores of a token that a policy may see, without those of monitors.
+#: The largest number of scores of one token that a policy can see. Scores of monitors do not count.
 MAX_SEEN = 32
-#: Taps make up to this many numbers of linear probes at one place. Each number takes a tap about as
-#: long as a copy of the row. If there are more, one matrix product on the copied rows makes all.
+#: If the linear probes at one `Place` have at most this many numbers, taps compute the numbers. For
+#: a tap, one number takes about as long as a copy of the row. If there are more numbers, the worker
+#: copies the rows, and one matrix product computes all numbers.
 MOST_SCORED = 4
 
 
@@ -61,7 +60,7 @@ def resolve(
     lens: tuple[LensTopK, ...] = (),
     moments: tuple[Moments, ...] = (),
 ) -> Resolved:
-    """The actions on this engine. `Spec.resolve` says what is raised; `Meanings` caches results."""
+    """Resolve actions for one engine. Raises the errors of `Spec.resolve`."""
     found = tuple(
         ResolvedRead(
             sites.find(read.site, read.layer_numbers, f"reads[{i}]"),
@@ -79,7 +78,7 @@ def resolve(
     twice = named & {one.name for one in told}
     if twice:
         raise SpecError(
-            f"a probe and a gate or dose are called {shown(min(twice))}; their scores share a dict."
+            f"a probe and a gate or dose are called {shown(min(twice))}; give each its own name."
         )
     summed = tuple(
         ResolvedMoments(
@@ -109,13 +108,13 @@ def _resolve_banked(
     sites: Sites,
     modules: Mapping[str, Vectors],
 ) -> tuple[tuple[ResolvedProbe, ...], tuple[ResolvedFeatures, ...]]:
-    """The resolved probes and features. Nets at one place, of one stage, share a bank."""
+    """The resolved probes and features. The nets at one `Place` and of one stage share a bank."""
     nets = [
         *(_nets_of(probe, sites, modules, f"probes[{i}]") for i, probe in enumerate(probes)),
         *(_net_of_features(one, sites, f"features[{i}]") for i, one in enumerate(features)),
     ]
     afters = [*(probe.after for probe in probes), *(None for _ in features)]
-    #: A later stage of a cascade has its own banks, which are computed only after it has begun.
+    #: A later stage has its own banks. Such banks are computed only after the stage has begun.
     at_place: dict[tuple[Place, str | None], list[Net]] = {}
     for after, some in zip(afters, nets, strict=True):
         for place, net in some:
@@ -143,10 +142,10 @@ def _resolve_banked(
 
 
 def _bank(place: Place, after: str | None, nets: Sequence[Net]) -> Bank:
-    """The bank of the nets at one place, of one stage."""
+    """The bank of the nets at one `Place` and of one stage."""
     num_values = sum(net.num_values for net in nets)
     linear = all(len(net.layers) == 1 for net in nets)
-    # At other sites a tensor-parallel rank may have only a part of each row.
+    # At other sites, a tensor-parallel rank can have only a part of each row.
     few = linear and num_values <= MOST_SCORED and kind_of(place.boundary) == STREAM
     kind = Scored if few else Bank
     return kind.of((net.digest for net in nets), num_values, place.group, after)
@@ -164,8 +163,8 @@ def _place_of(one: Features, sites: Sites, where: str) -> Place:
 
 
 def _net_of_features(one: Features, sites: Sites, where: str) -> list[tuple[Place, Net]]:
-    """Place and net of features that travel with the request. The net makes their pre-activations.
-    Empty for a HeldSae."""
+    """(Place, Net) of features whose rows the request has sent. The net computes the features'
+    pre-activations. Empty for a HeldSae."""
     place = _place_of(one, sites, where)
     if not isinstance(one.sae, EncoderRows):
         return []
@@ -178,7 +177,7 @@ def _resolved_features(one: Features, cells: tuple[Cell, ...], sites: Sites) -> 
             one.name, one.tokens, cells, None, one.indices, one.sae.threshold, one.threshold, one.to
         )
     place = _place_of(one, sites, "features")
-    # A TopK SAE has k active features. `indices` are picked from them once all k are known.
+    # A TopK SAE has k active features. `indices` are picked from all k active features.
     count = min(one.top_k or one.sae.num_features, one.sae.k or one.sae.num_features)
     bank = Strongest.of_sae(one.sae.name, count, place.group)
     return ResolvedFeatures(
@@ -188,8 +187,8 @@ def _resolved_features(one: Features, cells: tuple[Cell, ...], sites: Sites) -> 
 
 
 def _resolved_lenses(lens: tuple[LensTopK, ...], sites: Sites) -> Iterator[ResolvedFeatures]:
-    """One ResolvedFeatures for each layer of each LensTopK. Those of the same lens and place
-    share a head, which makes as many tokens as the largest top_k."""
+    """One ResolvedFeatures for each layer of each LensTopK. ResolvedFeatures of the same lens and
+    `Place` share a head. The head makes as many tokens as the largest top_k."""
     places = [
         sites.find(x.site, x.layer_numbers, f"lens[{i}]", x.embedding) for i, x in enumerate(lens)
     ]
@@ -208,7 +207,7 @@ def _resolved_lenses(lens: tuple[LensTopK, ...], sites: Sites) -> Iterator[Resol
 
 
 def _check_labels(named: tuple[ResolvedProbe | ResolvedFeatures, ...]) -> None:
-    """Raises SpecError if a lens at a layer has the same name as a probe or as features."""
+    """Raises SpecError if the label of a lens is also the name of a probe or of features."""
     labels: dict[str, bool] = {}
     for one in named:
         of_lens = isinstance(one, ResolvedFeatures) and one.lens is not None
@@ -222,7 +221,7 @@ def _check_labels(named: tuple[ResolvedProbe | ResolvedFeatures, ...]) -> None:
 def _nets_of(
     probe: Probe, sites: Sites, modules: Mapping[str, Vectors], where: str
 ) -> list[tuple[Place, Net]]:
-    """The net that a probe computes at each of its places."""
+    """The net that a probe computes at each `Place`."""
     places = sites.find(probe.site, probe.layer_numbers, where)
     if isinstance(probe.weight, Module):
         named = {p: row for p, row, _ in module_rows(probe, probe.weight, sites, modules, where)}
@@ -241,7 +240,7 @@ def _nets_of(
 def _encoding(read: Read, sites: Sites, where: str) -> Encoding | None:
     if read.codec is None:
         return None
-    from vllm_scope.codecs.packed import encoding_of  # imports torch, which a caller may lack
+    from vllm_scope.codecs.packed import encoding_of  # this import needs torch
 
     return encoding_of(read.codec, sites.row_size(read.site), sites.dtype, where)
 
@@ -254,7 +253,7 @@ def _check_encodings(reads: tuple[ResolvedRead, ...]) -> None:
             if one != read.encoding:
                 names = [e.metadata["codec"] if e else "none" for e in (one, read.encoding)]
                 raise SpecError(
-                    f"reads[{i}].codec makes {stream[0]!r} {stream[1]} come to {shown(read.to)} "
+                    f"reads[{i}].codec would send {stream[0]!r} {stream[1]} to {shown(read.to)} "
                     f"as {names[0]} and as {names[1]}; rows of one stream have one codec, and the "
                     "same options, at one destination."
                 )

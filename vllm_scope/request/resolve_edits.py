@@ -1,7 +1,7 @@
-"""Edits on one engine: their vectors, their gates, and the gate values and doses that taps tell.
+"""Resolves edits for one engine: vectors, gates, and the gate values and doses that taps write.
 
 Owns:  `resolve_edits`, `module_rows`.
-Runs:  where resolve runs. numpy, no torch.
+Runs:  in the same processes as resolve. numpy, no torch.
 From:  actions.   To: resolve.
 """
 
@@ -45,7 +45,7 @@ from vllm_scope.vectors.module import TIERS
 def resolve_edits(
     edits: Sequence[Edit], sites: Sites, modules: Mapping[str, Vectors]
 ) -> tuple[tuple[ResolvedEdit, ...], tuple[ResolvedProbe, ...]]:
-    """The resolved edits, in their order, and the scores that taps tell: gates' values and doses.
+    """The resolved edits in their order, and the scores that taps write: gates' values and doses.
 
     Raises:
         SpecError: as Spec.resolve.
@@ -71,13 +71,13 @@ def resolve_edits(
             told.add_gate(edit.gate.name, gate, found[-1].stream, edit.tokens)
         if len(found) > MAX_EDITED:
             raise SpecError(
-                f"the edits change more than {MAX_EDITED:,} places, each layer counted for each "
-                "edit; name fewer layers, or send several requests."
+                f"the edits have more than {MAX_EDITED:,} layers together; name fewer layers, or "
+                "send several requests."
             )
     return tuple(map(told.of, found)), told.scores()
 
 
-#: Selectors of edits whose gate may have a state: a state follows all generated tokens.
+#: Selectors of edits whose gate can have a state. A state needs the scores of all generated tokens.
 _FROM_FIRST = (Word("all"), Word("generated"))
 
 
@@ -87,15 +87,16 @@ def _of_dose(edit: ResolvedEdit) -> bytes:
 
 
 class _Telling:
-    """The numbers that taps tell, by place."""
+    """The numbers that taps write to the arena, by `Place`."""
 
     def __init__(self) -> None:
-        #: Name of a score -> the place where it is told, the digest of what is told, its tokens.
+        #: Name of a score -> (the `Place` where a tap writes it, digest of the number, tokens).
         self._named: dict[str, tuple[Place, bytes, Selector]] = {}
-        #: Place -> digest of each number that is told there -> the number's index.
+        #: `Place` -> digest of each number that a tap writes at the `Place` -> index of the number.
         self._banks: dict[Place, dict[bytes, int]] = {}
         self._gates: dict[bytes, ResolvedGate] = {}
-        #: Digest of a gate with a state -> the place of its first edit, where its value is told.
+        #: Digest of a gate with a state -> the `Place` of its first edit, where a tap writes the
+        #: value.
         self._firsts: dict[bytes, Place] = {}
 
     def add_gate(self, name: str, gate: ResolvedGate, edited: Place, tokens: Selector) -> None:
@@ -105,7 +106,7 @@ class _Telling:
         self.add(name, place, gate.digest, tokens)
 
     def add(self, name: str, place: Place, digest: bytes, tokens: Selector) -> None:
-        """Add a number that taps tell. Raises SpecError if another number has the name."""
+        """Add a number that taps write. Raises SpecError if another number has the same name."""
         new = place, digest, tokens
         if self._named.setdefault(name, new) != new:
             raise SpecError(
@@ -116,7 +117,7 @@ class _Telling:
         some.setdefault(digest, len(some))
 
     def _at(self, place: Place, digest: bytes) -> ToldAt | None:
-        """Where a number is told, or None. Called after all numbers have been added."""
+        """Where a tap writes a number. None if no tap writes it. Call this after the last `add`."""
         index = self._banks.get(place, {}).get(digest)
         return None if index is None else (place, self._told[place], index)
 
@@ -125,7 +126,7 @@ class _Telling:
         return {place: Told.of(some, len(some), place.group) for place, some in self._banks.items()}
 
     def of(self, edit: ResolvedEdit) -> ResolvedEdit:
-        """The edit, with the places where taps tell its gate's value and its dose."""
+        """The edit, with the `Place` of its gate's value and the `Place` of its dose."""
         if not self._named:
             return edit
         gate = edit.gate
@@ -149,7 +150,7 @@ class _Telling:
 def _resolve_gate(gate: Gate, sites: Sites, where: str) -> ResolvedGate:
     (place,) = sites.find(gate.site, gate.layers, where)
     _check_size(gate.vector, sites.hidden_size, gate.site, f"{where}.vector")
-    assert gate.threshold is not None  # a Gate sets it when it is made
+    assert gate.threshold is not None  # Gate.__post_init__ sets the threshold
     return ResolvedGate(
         place, gate.vector, gate.kind, gate.threshold, gate.sharpness, gate.bias, gate.above,
         state=gate.state,
@@ -170,7 +171,7 @@ def check_order(gate: ResolvedGate, edited: Place, where: str) -> None:
 
 
 def check_stages(asked: Resolved, num_stages: int) -> None:
-    """Raises SpecError for a gate whose value another pipeline stage would need."""
+    """Raises SpecError if another pipeline stage would need a gate's value."""
     apart = [e for e in asked.edits if e.gate is not None and e.gate.place != e.stream]
     states = [e for e in apart if e.gate is not None and e.gate.state is not None]
     if states and num_stages > 1:
@@ -187,8 +188,8 @@ def check_stages(asked: Resolved, num_stages: int) -> None:
 
 
 def _on_stream(place: Place) -> tuple[int, int]:
-    """A place's order in a forward: (boundary of the stream, group). A site inside a layer gets the
-    boundary before it, and comes after that boundary."""
+    """The order of a `Place` in a forward: (boundary of the stream, group). A site inside a layer
+    has the number of the boundary before the site, and comes after that boundary."""
     if place.site in INNER_SITES:
         late = ("mlp_in", "mlp_out", MLP_SITE, ROUTER_SITE)
         return 2 * place.layer + (place.site in late), 1
@@ -245,7 +246,7 @@ def _resolve_features(
 
 
 def _within(tokens: Selector, tier: str | None) -> Selector | None:
-    """Those of the tokens that belong to the tier; None if there can be no such token."""
+    """The selector of those tokens that belong to the tier. None if no token can be selected."""
     if tier is None:
         return tokens
     word = Word(tier)

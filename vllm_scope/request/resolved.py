@@ -1,9 +1,9 @@
-"""A spec on one engine, as data: streams, vectors, encodings.
+"""A resolved spec: streams, vectors and encodings of a spec on one engine.
 
-Owns:  Resolved, and its parts.
-Runs:  in the front-end and in EngineCore, which make a Resolved (resolve); in workers, which
-       receive it. numpy, no torch, no vLLM.
-From:  resolve.   To: program.compiler (what to do with each token), results (which rows to expect).
+Owns:  Resolved, and the classes of its parts.
+Runs:  in the front-end and in EngineCore, which make a Resolved (resolve), and in workers, which
+       receive a Resolved. numpy, no torch, no vLLM.
+From:  resolve.   To: program.compiler (makes programs), results (the rows that must arrive).
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from vllm_scope.request.selectors import ITEM_BYTES, Ids, Selector, Word, items_
 from vllm_scope.request.sites import Phase, Place
 from vllm_scope.vectors.module import VectorKey
 
-#: Measured bytes of one action at one stream, and of each further stream of a read. What is
-#: compiled and cached for the action is included.
+#: Measured bytes of one action at one stream, and of each further stream of a read. The compiled
+#: and cached data of the action is included.
 _ACTION_BYTES, _STREAM_BYTES = 1536, 128
-#: The largest number of places that the edits of one request change; each layer of each edit
-#: counts. The operations of such a request have the same limit (program.compiled).
+#: The largest number of layers of all edits of one request together. The operations of the request
+#: have the same limit (program.compiled).
 MAX_EDITED = 1 << 13
-#: Vectors of a steering module. A key (site, layer) is for every token, a key (site, layer, tier)
-#: for the tier's tokens.
+#: Vectors of a steering module. The vector of a key (site, layer) applies to every token. The
+#: vector of a key (site, layer, tier) applies to the tokens of the tier.
 Vectors = Mapping[VectorKey, Array]
 
 
 def lens_label(name: str, layer: int) -> str:
-    """The name of a lens's tokens at one layer. No probe and no features may have this name."""
+    """The name of a lens's tokens at one layer. A probe or features cannot have this name."""
     return f"{name}.{layer}"
 
 
 def _fields_alone(self: ResolvedEdit | Resolved) -> dict[str, object]:
-    """The state to pickle: without cached properties."""
+    """The state for pickle: the fields, without cached properties."""
     return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
@@ -59,7 +59,7 @@ class ResolvedRead:
     to: str = MEMORY
     #: The request's tag and name at its destination.
     called: tuple[str | None, str | None] = (None, None)
-    #: None for rows that are not encoded.
+    #: None if the rows are not encoded.
     encoding: Encoding | None = None
 
 
@@ -68,8 +68,8 @@ class Cell:
     """A probe at one layer.
 
     Attributes:
-        bank: the bank of all probes of the request at this place.
-        net: None for the value of a gate, the dose of an edit, and a Strongest.
+        bank: the bank of all probes of the request at this `Place`, in the same stage.
+        net: None for the value of a gate, for the dose of an edit, and for a Strongest.
         first: index of this probe's first number among the bank's numbers.
     """
 
@@ -81,7 +81,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class ResolvedProbe:
-    """One probe. The numbers of its cells are added, and then become its score.
+    """One probe. The numbers of its cells are added. The score is computed from the sums.
 
     Attributes:
         cells: one for each layer.
@@ -119,7 +119,7 @@ class ResolvedProbe:
 
     @property
     def num_values(self) -> int:
-        """How many numbers the score of a row is made from."""
+        """The count of numbers from which the score of a row is computed."""
         net = self.cells[0].net
         return 1 if net is None else net.num_values
 
@@ -130,14 +130,13 @@ class ResolvedFeatures:
 
     Attributes:
         cells: one cell. If the cell has no net, its bank is a Strongest (for a lens, a Likeliest).
-            If it has a net, the net makes the pre-activations of `indices`.
-        num_features: how many features the SAE has; None if that is not known.
-        indices: the wanted features; None for all that arrive.
-        thresholds: with a net, the SAE's own threshold for each of `indices`: [num_indices].
-        threshold: values below it are left out; None for no such bound.
-        lens: for tokens of a lens, the name of the LensTopK and its index in the spec; None for
-            features of an SAE.
-        top_k: for a lens, how many tokens the caller wants; the bank may make more.
+            If the cell has a net, the net computes the pre-activations of `indices`.
+        num_features: number of features of the SAE. None if the number is not known.
+        indices: the features that the caller wants. None: all features of the bank.
+        thresholds: if the cell has a net, the SAE's own thresholds, [num_indices].
+        threshold: values below this number are left out. None: no value is left out.
+        lens: (name, index in the spec) of the LensTopK. None for features of an SAE.
+        top_k: for a lens, the caller's number of tokens. The bank can make more tokens.
     """
 
     name: str
@@ -159,14 +158,14 @@ class ResolvedFeatures:
 
     @property
     def num_values(self) -> int:
-        """How many 4-byte numbers are delivered for a token."""
+        """The number of 4-byte numbers that are delivered for one token."""
         (cell,) = self.cells
         return cell.bank.row_bytes // 4 if cell.net is None else cell.net.num_values
 
     @property
     def whole_sae(self) -> str | None:
         """The name of the SAE if the strongest of all its features arrive. None if `indices` or a
-        `threshold` leaves some out; empty for a lens."""
+        `threshold` leaves features out. Empty for a lens."""
         (cell,) = self.cells
         chosen = self.indices is not None or self.threshold is not None
         return cell.bank.sae if isinstance(cell.bank, Strongest) and not chosen else None
@@ -190,8 +189,7 @@ class ResolvedGate:
 
     Attributes:
         place: where the row is read.
-        told: where taps tell the gate's value: place, bank, and index in the bank. None if the
-            value is not delivered.
+        told: (`Place`, bank, index in the bank) of the gate's value. None: not delivered.
     """
 
     place: Place
@@ -208,7 +206,7 @@ class ResolvedGate:
 
     @cached_property
     def digest(self) -> bytes:
-        """Digest of what the gate computes."""
+        """Digest of the computation of the gate."""
         told: tuple[object, ...]
         told = self.kind, self.threshold, self.sharpness, self.bias, self.above, self.place
         told += () if self.state is None else (self.state,)
@@ -225,18 +223,19 @@ class ResolvedEdit:
 
     Attributes:
         kind: add, ablate, clamp, replace, set_feature or scale_feature.
-        values: [width of a row], or [num_positions, width] for replace, or the decoder's rows,
-            [num_features, width], for set_feature and scale_feature.
-        numbers: (scale,) for add; (lo, hi, strength) for clamp, infinite for no bound; for features
-            (bias, threshold, a, d, active) of each feature, as in actions.features.
+        values: [width of a row]. For replace: [num_positions, width]. For set_feature and
+            scale_feature: the decoder's rows, [num_features, width].
+        numbers: (scale,) for add. (lo, hi, strength) for clamp, where lo or hi is infinite if there
+            is no such bound. For features: (bias, threshold, a, d, active) of each feature, as in
+            actions.features.
         reads: for features, the encoder's rows.
-        name: the name by which a policy sets the scale of an add. None: no policy can set it.
-        positions: for replace, one for each row, as given.
+        name: the name by which a policy sets the scale of an add, or None.
+        positions: for replace, one position for each row, in the caller's order.
         norm_match: for add, as in Add.
-        limit: for add, the most that `||change|| / ||x||` may be; None for no bound.
+        limit: for add, the upper bound of `||change|| / ||x||`. None: no bound.
         number: index of the edit in its spec, for error messages.
         gate: the edit's condition, or None.
-        dose: where taps tell the edit's `||change|| / ||x||`; None if it is not delivered.
+        dose: where taps write the edit's `||change|| / ||x||`. None if the dose is not delivered.
     """
 
     kind: str
@@ -257,7 +256,7 @@ class ResolvedEdit:
 
     @cached_property
     def digest(self) -> bytes:
-        """Digest of what the edit does to a row, whichever tokens it is for."""
+        """Digest of the edit's effect on a row. The edit's tokens are not in the digest."""
         gate = None if self.gate is None else self.gate.digest
         reads = None if self.reads is None else self.reads.digest
         head = repr(
@@ -267,10 +266,10 @@ class ResolvedEdit:
 
     @cached_property
     def stateless(self) -> ResolvedEdit | None:
-        """The edit as it applies to tokens of the prompt: its gate remembers nothing there. None if
+        """The edit for tokens of the prompt: the same edit with a gate that has no state. None if
         the edit is the same for all tokens."""
-        # None and not `self`: an edit that caches itself, and its vectors, would stay in memory
-        # until Python collects cycles.
+        # The result is None and not `self`. An edit that caches itself would stay in memory, with
+        # its vectors, until Python collects cycles.
         if self.gate is None or self.gate.state is None:
             return None
         return replace(self, gate=replace(self.gate, state=None))
@@ -291,18 +290,18 @@ class Resolved:
 
     @cached_property
     def shared(self) -> dict[Hashable, Any]:
-        """A cache for other modules: values that do not depend on the edits' layers, vectors and
-        numbers. Specs of one outline (request.outline) have the same dict."""
+        """A cache for other modules. The values in the cache must not depend on the edits' layers,
+        vectors and numbers. Specs of one outline (request.outline) have the same dict."""
         return {}
 
     @cached_property
     def banked(self) -> tuple[ResolvedProbe | ResolvedFeatures, ...]:
-        """The probes and features: banks make their numbers."""
+        """The probes and features. Banks compute their numbers."""
         return (*self.probes, *self.features)
 
     @cached_property
     def num_bytes(self) -> int:
-        """Estimated memory, with everything that is compiled and cached for this spec."""
+        """Estimated memory in bytes, with all compiled and cached data of this spec."""
         given = [one for edit in self.edits for one in (edit.values, edit.reads) if one is not None]
         vectors = {id(one): len(one.data) for one in given}
         gates = [edit.gate for edit in self.edits if edit.gate is not None]
@@ -317,7 +316,7 @@ class Resolved:
         num_streams = sum(len(read.streams) for read in self.reads)
         actions = (*self.taking, *self.edits)
         items = sum(map(items_of, {one.tokens for one in actions}))
-        # An edit's direction is kept twice: as given, and at length 1.
+        # An edit's direction is in memory twice: as the caller gave it, and at length 1.
         return (
             2 * sum(vectors.values())
             + sum(nets.values())
@@ -329,11 +328,11 @@ class Resolved:
     def joined(
         self, edits: tuple[ResolvedEdit, ...] = (), reads: tuple[ResolvedRead, ...] = ()
     ) -> Resolved:
-        """This spec with the server's edits before its own edits, and with the reads of global
-        sinks after its own reads.
+        """This spec, with `edits` (the server's edits) before its own edits, and `reads` (of global
+        sinks) after its own reads.
 
-        Returns the same object while the arguments are the same objects, because compiled programs
-        are cached on the result.
+        If the arguments are the same objects as in the last call, returns the same object, because
+        compiled programs are cached on the result.
         """
         if not (edits or reads):
             return self
@@ -348,7 +347,8 @@ class Resolved:
         return found
 
     def ids_of(self, prompt_ids: Sequence[int]) -> Ids:
-        """A prompt's ids for `select`: as an array, unless all selectors are uniform."""
+        """A prompt's ids for `select`. If all selectors are uniform, returns `prompt_ids` itself.
+        Otherwise returns an array."""
         return prompt_ids if self.uniform else np.asarray(prompt_ids, np.int64)
 
     @cached_property
@@ -360,7 +360,7 @@ class Resolved:
     def taking(
         self,
     ) -> tuple[ResolvedRead | ResolvedProbe | ResolvedFeatures | ResolvedMoments, ...]:
-        """The actions that need rows: those that deliver, and those that add rows to sums."""
+        """The actions that need rows: the actions that deliver, and the Moments."""
         return (*self.delivering, *self.moments)
 
     @cached_property
@@ -374,20 +374,21 @@ class Resolved:
 
     @cached_property
     def is_monitored_alone(self) -> bool:
-        """True if everything that the request delivers are scores of the operator's monitors."""
+        """True if the request delivers only scores of the operator's monitors."""
         others = self.reads or self.features
         return not others and all(is_monitor(probe.name) for probe in self.probes)
 
     @cached_property
     def _always(self) -> tuple[ResolvedProbe | ResolvedFeatures, ...]:
-        """The features, and the probes that score without another probe's verdict."""
+        """The features, and the probes without `after`."""
         return tuple(one for one in self.banked if one.after is None)
 
     @cached_property
     def scores_alone(self) -> bytes | None:
-        """A digest of the probes and features, if their numbers can be kept with KV blocks; else
-        None. Each of them must take all tokens and deliver to memory, and the request must have no
-        read and no Moments. Later stages of cascades score no prompt token and are left out."""
+        """A digest of the probes and features, if workers can store the scores with KV blocks.
+        Otherwise None. Each probe and each features action must select all tokens and deliver to
+        memory. The request must not have a read or Moments. Later stages of cascades do not score
+        prompt tokens, and are left out."""
         always = self._always
         alike = all(p.tokens == Word("all") and p.to == MEMORY for p in always)
         if self.reads or self.moments or not always or not alike:
@@ -397,32 +398,32 @@ class Resolved:
 
     @cached_property
     def score_bytes(self) -> int:
-        """Bytes of the scores of one token that gets all scores, in whole slots."""
+        """Bytes of all scores of one token, in whole slots, without later stages."""
         cells = {(c.place, c.bank.text): c.bank for p in self._always for c in p.cells}
         # A slot of the arena has 16 bytes (program.layout).
         return sum(-(-bank.row_bytes // 16) * 16 for bank in cells.values())
 
     @cached_property
     def num_states(self) -> int:
-        """How many different gates have a state."""
+        """The number of different gates that have a state."""
         gates = (edit.gate for edit in self.edits)
         return len({gate.digest for gate in gates if gate is not None and gate.state is not None})
 
     @cached_property
     def stopping(self) -> tuple[ResolvedProbe, ...]:
-        """The probes that may end the request."""
+        """The probes that can end the request."""
         return tuple(probe for probe in self.probes if probe.stops)
 
     @cached_property
     def firsts(self) -> frozenset[str]:
-        """The names of the probes whose verdicts other probes wait for."""
+        """The names of the first stages: other probes wait for the verdicts of these probes."""
         return frozenset(probe.after for probe in self.probes if probe.after is not None)
 
     @cached_property
     def watched(self) -> tuple[ResolvedProbe, ...]:
-        """The probes whose scores the worker looks at while the request runs: probes that may end
-        the request, first stages, and with a policy also probes of whole phases ("all", "prompt",
-        "generated")."""
+        """The probes whose scores the worker reads while the request runs. These are the probes
+        that can end the request, and first stages. If there is a policy, probes with tokens "all",
+        "prompt" or "generated" are watched too."""
         policy, firsts = self.policy is not None, self.firsts
         return tuple(
             one for one in self.probes
@@ -431,19 +432,19 @@ class Resolved:
 
     @cached_property
     def scaled(self) -> frozenset[str]:
-        """The names of edits whose scale the policy may set; empty without a policy."""
+        """The names of edits whose scale the policy can set. Empty if there is no policy."""
         names = (edit.name for edit in self.edits) if self.policy is not None else ()
         return frozenset(name for name in names if name is not None)
 
     def rescaled(self, scales: Mapping[str, float]) -> Resolved:
-        """This spec with other scales of named edits: name -> scale."""
+        """This spec with other scales of named edits. `scales`: name of an edit -> new scale."""
         new = ((edit, None if edit.name is None else scales.get(edit.name)) for edit in self.edits)
         edits = (edit if x is None else replace(edit, numbers=(x,)) for edit, x in new)
         return replace(self, edits=tuple(edits))
 
     @cached_property
     def banks(self) -> dict[Bank, tuple[Net, ...]]:
-        """The nets of each bank, in the order of their numbers."""
+        """Bank -> its nets, in the order in which the bank has their numbers."""
         found: dict[Bank, dict[int, Net]] = {}
         for cell in (cell for one in self.banked for cell in one.cells):
             if cell.net is not None:
@@ -451,11 +452,11 @@ class Resolved:
         return {bank: tuple(nets[at] for at in sorted(nets)) for bank, nets in found.items()}
 
     def banks_on_rows(self, here: frozenset[int] | None = None) -> dict[Bank, tuple[Net, ...]]:
-        """`banks` without those that taps compute: the banks that work on rows. Returns the same
-        object at each call.
+        """The `banks` that the worker computes from copied rows, without the banks that taps
+        compute. Calls with equal arguments return the same object.
 
         Args:
-            here: the boundaries whose banks are wanted; None for all.
+            here: the boundaries whose banks the caller wants. None: all boundaries.
         """
         known: dict[object, dict[Bank, tuple[Net, ...]]] = self.__dict__.setdefault("_banks", {})
         if here not in known:
@@ -473,8 +474,8 @@ class Resolved:
         return tuple(dict.fromkeys(x.to for x in self.delivering))
 
     def going_to(self, to: str) -> Resolved:
-        """The reads, probes and features that deliver to one destination; the same object at each
-        call."""
+        """The reads, probes and features that deliver to one destination. Calls with equal
+        arguments return the same object."""
         known: dict[str, Resolved] = self.shared.setdefault("going_to", {})
         if to not in known:
             reads = tuple(read for read in self.reads if read.to == to)

@@ -1,11 +1,12 @@
 """The JSON Schema of a spec.
 
 Owns:  `spec_schema`.
-Runs:  everywhere. No torch.
-From:  the classes, limits and words that the parser itself uses.
+Runs:  in every process. No torch.
+From:  the classes, limits and words that the parser uses.
 
-Promise: a spec that `scope(...)` writes is valid. A spec that the parser refuses for its shape is
-invalid: for a wrong type, an unknown or missing field, an unknown word, too many or too few items.
+Promise: a spec that `scope(...)` makes is valid. If the parser refuses a spec because of its form,
+the spec is invalid by the schema. The form is wrong if a value has a wrong type, a field or word is
+unknown, a field is missing, or a list has too many or too few items.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _array(least: int, most: int) -> Schema:
 
 
 def _definitions() -> Schema:
-    """The schemas that several fields share, by name."""
+    """Name -> a schema that several fields use."""
     end, codecs = _any(_whole(), _NULL), []
     for name, options in READ_CODECS.items():
         given: Schema = {option: {"type": "integer"} for option in options}
@@ -186,7 +187,7 @@ def _state(kind: str, cls: Any) -> Schema:
 
 
 def _of_probes() -> Schema:
-    """The schemas of probes' weights and aggregates, by name."""
+    """Name -> a schema for weights or aggregates of probes."""
     both = {"query": _array(1, 2), "value": _array(1, 2)}
     layers = _list(_tuple(_array(2, 2), _array(1, 1)), MAX_HIDDEN_LAYERS + 1, 2)
     decay = _OF_STATES["decay"]
@@ -208,12 +209,12 @@ def _of_probes() -> Schema:
     }
 
 
-#: Schemas of fields of states whose annotation does not say which values are allowed.
+#: Field of a state -> its schema, if the field's annotation does not define the allowed values.
 _OF_STATES: dict[str, Schema] = {
     "decay": {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
     "most_sum": _any(_NULL, _NUMBER | {"minimum": 0}),
 }
-#: Schemas of fields whose annotation does not say which values are allowed.
+#: Field of an action -> its schema, if the field's annotation does not define the allowed values.
 _FIELDS = {
     "tokens": _ref("tokens"),
     "layers": _ref("layers"),
@@ -261,7 +262,7 @@ def _action(cls: Any) -> Schema:
         required.append("kind")
     for each in fields(cls):
         name = each.name
-        if not each.init or name == "layer":  # in JSON it is `layers`
+        if not each.init or name == "layer":  # JSON has only `layers`
             continue
         if name == "site":
             sites = _sites_of(cls)
@@ -291,7 +292,7 @@ def _sites_of(cls: Any) -> tuple[str, ...]:
 
 
 def _layers_of(cls: Any) -> Schema:
-    """The schema of an action's layers, at a site that layers have."""
+    """The schema of an action's layers, for a site that has layers."""
     if cls in (Read, LensTopK, Moments):
         return {}
     if cls is Probe:
@@ -305,11 +306,9 @@ def _layers_of(cls: Any) -> Schema:
 def spec_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of a spec, the text in `extra_args["scope"]`.
 
-    The schema does not know an engine's layers, sites and modules, and does not compare one field
-    with another: numbers with a shape, rows with positions, a probe's weights with its layers, a
-    probe's destination with its kind, a probe's action with its threshold and tokens, `lo` with
-    `hi`, the names of probes. The parser checks these too, so it may refuse a spec that this schema
-    accepts.
+    The schema does not contain an engine's layers, sites and modules. The schema does not compare
+    two fields, such as `lo` with `hi`, or a probe's weights with its layers. The parser makes these
+    checks too. Therefore the parser can refuse a spec that the schema accepts.
     """
     items = {
         "reads": _ref("read"), "probes": _ref("probe"), "edits": _any(*map(_ref, EDITS)),

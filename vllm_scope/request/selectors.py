@@ -1,25 +1,27 @@
-"""Which tokens an action takes.
+"""Rules that pick tokens of a request.
 
-A selector is written as
+A selector has one of these forms:
     "all"              every token that is processed
     "prompt"           the prompt's tokens
-    "generated"        the generated tokens (the last one is sampled, but never processed)
+    "generated"        the generated tokens (the last sampled token is never processed)
     "last_prompt"      the last token of the prompt
     "last"             the last token that is processed
-    [0, 5, -1]         absolute positions; negative ones count from the prompt's end
-    slice(4, 12)       positions; negative ends count from the prompt's end, too
+    [0, 5, -1]         absolute positions; negative positions count from the prompt's end
+    slice(4, 12)       positions; a negative start or stop counts from the prompt's end
     Positions(0, 5)    the same positions as [0, 5]
     TokenIds(13)       every position that has one of these token ids
-    Union(a, b)        the tokens of a and of b; also a | b, if a or b is a selector object
-    Except(a, b)       the tokens of a that are not of b; also a - b, under the same condition
+    Union(a, b)        the tokens of a and the tokens of b
+    a | b              Union(a, b), if a or b is a selector object
+    Except(a, b)       the tokens of a without the tokens of b
+    a - b              Except(a, b), if a or b is a selector object
 
 Owns:  the selectors, their parsing and JSON, and `select`.
-Runs:  everywhere. numpy, no torch.
+Runs:  in every process. numpy, no torch.
 
-Promise: while a token is processed, the worker may not know yet whether the token is selected: the
-final length is open, and a sampled id may still be on the device. So `select` returns two masks,
-`certain` and `possible`. The worker reads the tokens that are possible. When the request has ended,
-both masks are equal, and the front-end keeps the tokens that are certain.
+Promise: `select` returns two masks, `certain` and `possible`. While the worker processes a token,
+the worker does not always know whether the token is selected. The final length is not known, and
+a sampled id can still be on the device. The worker reads the tokens that are possible. After the
+request has ended, both masks are equal, and the front-end keeps the tokens that are certain.
 """
 
 from __future__ import annotations
@@ -38,16 +40,17 @@ from vllm_scope.errors import SpecError, shown
 MAX_ITEMS = 65_536
 MAX_DEPTH = 8
 #: The largest number of parts of one selector, and of all distinct selectors of a request. In
-#: EngineCore and workers each part takes 5 us at every step, and at every KV block of a request
-#: with edits. The second number lets each of 256 edits and 32 reads have a selector of its own.
+#: EngineCore and in the workers, one part takes 5 us for each step. If a request has edits, one
+#: part also takes 5 us for each KV block. The second number is 256 + 32: each of 256 edits and 32
+#: reads can have a different selector.
 MAX_PARTS, MAX_PARTS_IN_ALL = 64, 288
 WORDS = ("all", "prompt", "generated", "last_prompt", "last")
-#: Token ids of a prompt. A list is converted to int64 [n] at each use, which takes 40 ns a token.
+#: Token ids of a prompt. Each use of a list converts it to int64 [n], in 40 ns for each token.
 Ids = Sequence[int] | NDArray[np.int64]
-#: Bytes of one position or id in a selector: as a Python int, and in the selector's arrays.
+#: Bytes of one position or id in a selector: the Python int, and the element of the array.
 ITEM_BYTES = 96
-#: Measured bytes of one part of a selector, without its items, with its share of the Union or
-#: Except.
+#: Measured bytes of one part of a selector, without the part's items. The bytes of a Union or
+#: Except are divided among its parts, and included.
 _PART_BYTES = 512
 #: Larger than any position, and exact in int64.
 FAR = 1 << 40
@@ -55,14 +58,13 @@ FAR = 1 << 40
 
 @dataclass(frozen=True)
 class Tokens:
-    """What is known about some tokens of one request.
+    """The known facts about some tokens of one request.
 
     Attributes:
-        positions: int64 [n], absolute: index into prompt + generated; ascending, distinct.
+        positions: int64 [n], ascending, distinct. Each is an index into prompt + generated tokens.
         num_prompt: length of the prompt.
-        ids: int64 [n], the token at each position, -1 if it is not known yet.
-        num_processed: how many positions the request has processed in all; None while the request
-            runs.
+        ids: int64 [n], the token id at each position. -1 if the id is not known yet.
+        num_processed: number of all processed positions. None while the request runs.
     """
 
     positions: NDArray[np.int64]
@@ -72,7 +74,7 @@ class Tokens:
 
     @staticmethod
     def running(positions: NDArray[np.int64], num_prompt: int, prompt_ids: Ids) -> Tokens:
-        """Tokens of a request that runs: the ids that it generates are not known."""
+        """Tokens of a running request. The ids of generated tokens are not known."""
         ids = np.full(positions.shape, -1, np.int64)
         in_prompt = positions < num_prompt
         ids[in_prompt] = np.asarray(prompt_ids, np.int64)[positions[in_prompt]]
@@ -81,18 +83,18 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Masks:
-    """Which tokens are selected: bool [n] each. A token that is certain is also possible."""
+    """The selected tokens as masks, bool [n] each. A token that is certain is also possible."""
 
     certain: NDArray[np.bool_]
     possible: NDArray[np.bool_]
 
 
 class Selector:
-    """Base of all selectors. They are values: frozen, comparable, hashable."""
+    """Base of all selectors. Selectors are frozen, comparable and hashable."""
 
-    #: The selectors that this one is made of.
+    #: The selectors of which this selector consists.
     parts: tuple[Selector, ...] = ()
-    #: Makes numpy leave `array | selector` and `array - selector` to the methods below.
+    #: numpy then calls the methods below for `array | selector` and `array - selector`.
     __array_ufunc__ = None
 
     def __or__(self, other: object) -> Union:
@@ -114,12 +116,11 @@ class Selector:
 
     @property
     def sees_ids(self) -> bool:
-        """True if the selection depends on token ids too, not on positions and the prompt's length
-        alone."""
+        """True if the selection depends on token ids."""
         return any(part.sees_ids for part in self.parts)
 
     def picks_phase(self, generated: bool) -> bool:
-        """True if a uniform selector selects all tokens of this phase; False if it selects none."""
+        """For a uniform selector only. True if the selector selects the tokens of this phase."""
         raise NotImplementedError
 
     def select(self, tokens: Tokens) -> Masks:
@@ -129,12 +130,12 @@ class Selector:
         raise NotImplementedError
 
     def first_position(self, num_prompt: int, prompt_ids: Ids) -> int:
-        """A lower bound of the first position that may be selected."""
+        """A lower bound of the first position that can be selected."""
         positions = np.arange(num_prompt, dtype=np.int64)
         possible = self.select(Tokens.running(positions, num_prompt, prompt_ids)).possible
         hits = np.flatnonzero(possible)
-        # A prefix-cache hit ends within the prompt, so the first generated position is as good a
-        # bound as any later one.
+        # A prefix-cache hit ends within the prompt. Therefore the first generated position is as
+        # good a bound as any later position.
         return int(hits[0]) if hits.size else num_prompt
 
     def check(self, num_prompt: int, max_position: int, where: str) -> None:
@@ -145,9 +146,11 @@ class Selector:
     def check_decided(
         self, num_prompt: int, prompt_ids: Ids, max_position: int, where: str
     ) -> None:
-        """Raise SpecError if a token may be processed before it is known whether it is selected.
+        """Raise SpecError if a token can be processed before `select` can decide whether the token
+        is selected.
 
-        An edit applies when the token is processed. A read's rows can be dropped later.
+        This check is for edits: an edit applies when the token is processed. Reads do not need the
+        check, because the front-end can drop rows later.
         """
         if self.uniform:
             return
@@ -163,7 +166,7 @@ class Selector:
 
 
 def _in(numbers: NDArray[np.int64], ascending: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which of the numbers are in `ascending`. Faster than np.isin for few numbers."""
+    """Mask of the numbers that are in `ascending`. For few numbers, this is faster than np.isin."""
     at = np.minimum(np.searchsorted(ascending, numbers), len(ascending) - 1)
     found: NDArray[np.bool_] = ascending[at] == numbers
     return found
@@ -196,7 +199,7 @@ class Word(Selector):
             case "last_prompt":
                 return _sure(p == n - 1)
         if tokens.num_processed is None:
-            # Each token from the prompt's last one on may turn out to be the last.
+            # The prompt's last token and each later token can be the last token.
             return Masks(np.zeros(p.shape, bool), p >= n - 1)
         return _sure(p == tokens.num_processed - 1)
 
@@ -211,7 +214,7 @@ class Word(Selector):
 
 @dataclass(frozen=True)
 class Positions(Selector):
-    """These absolute positions. Negative ones count from the prompt's end.
+    """A list of absolute positions. Negative positions count from the prompt's end.
 
     Attributes:
         positions: ascending, distinct.
@@ -220,7 +223,7 @@ class Positions(Selector):
     positions: tuple[int, ...]
 
     def __init__(self, *positions: object) -> None:
-        """From whole numbers, or from one list, range or array of them."""
+        """Accepts whole numbers, or one list, range or array of whole numbers."""
         one = as_numbers(positions[0]) if len(positions) == 1 else positions
         found = tuple(as_numbers(one)) if isinstance(one, list | tuple) else (one,)
         _check_ints(found, "Positions")
@@ -263,7 +266,7 @@ class Positions(Selector):
 
 @dataclass(frozen=True)
 class Span(Selector):
-    """A slice. Negative ends count from the prompt's end."""
+    """A slice of positions. A negative start or stop counts from the prompt's end."""
 
     start: int | None
     stop: int | None
@@ -312,8 +315,8 @@ class Union(Selector):
     """The tokens that at least one of the selectors selects; `a | b`.
 
     Attributes:
-        parts: no unions among them; at most one Positions and one TokenIds, which hold the
-            positions and ids of all given selectors.
+        parts: the merged selectors. No part is a Union. At most one part is a Positions, and at
+            most one is a TokenIds. These have all positions and ids.
     """
 
     parts: tuple[Selector, ...]
@@ -342,7 +345,7 @@ class Union(Selector):
 
 @dataclass(frozen=True)
 class Except(Selector):
-    """The tokens that one selector selects and another does not; `a - b`."""
+    """The tokens that `base` selects and `without` does not select; `a - b`."""
 
     base: Selector
     without: Selector
@@ -368,7 +371,7 @@ class Except(Selector):
 
 
 def _merged(parts: list[Selector]) -> tuple[Selector, ...]:
-    """The parts, joined into as few as possible: each part costs time at every step."""
+    """The parts, merged into few parts, because each part takes time at every step."""
     flat = [one for part in parts for one in (part.parts if isinstance(part, Union) else [part])]
     positions = [p for one in flat if isinstance(one, Positions) for p in one.positions]
     ids = {i for one in flat if isinstance(one, TokenIds) for i in one.ids}
@@ -402,13 +405,13 @@ def _check_parts(count: int, where: str) -> None:
 
 
 def items_of(selector: Selector) -> int:
-    """How many positions and ids a selector names."""
+    """The number of positions and ids that a selector names."""
     leaves = _leaves(selector)
     return sum(len(getattr(one, "positions", getattr(one, "ids", ()))) for one in leaves)
 
 
 def num_bytes_of(selector: Selector) -> int:
-    """Estimated memory of a selector."""
+    """Estimated memory of a selector, in bytes."""
     return _PART_BYTES * len(_leaves(selector)) + ITEM_BYTES * items_of(selector)
 
 
@@ -424,8 +427,8 @@ def check_size(selector: Selector, where: str) -> None:
 def check_sizes(selectors: Iterable[Selector]) -> None:
     """Raise SpecError if the selectors of one request have too many parts together.
 
-    Equal selectors are evaluated once, so they count once. A single word costs nearly nothing and
-    does not count.
+    Equal selectors are evaluated one time, and therefore count one time. A single word takes almost
+    no time and does not count.
     """
     distinct = [one for one in dict.fromkeys(selectors) if not isinstance(one, Word)]
     count = sum(len(_leaves(one)) for one in distinct)
@@ -437,14 +440,14 @@ def check_sizes(selectors: Iterable[Selector]) -> None:
 
 
 def _check_ints(items: tuple[Any, ...], where: str, least: int = 1 - FAR) -> None:
-    """Raise SpecError unless the items are ints, from `least` to FAR - 1."""
+    """Raise SpecError if an item is not an int from `least` to FAR - 1."""
     if not items:
         raise SpecError(f"{where} is empty; name at least one, or use 'all'.")
     if len(items) > MAX_ITEMS:
         raise SpecError(f"{where} has {len(items):,} items; at most {MAX_ITEMS:,}.")
     if set(map(type, items)) == {int} and least <= min(items) and max(items) < FAR:
         return
-    for item in items:  # to name the wrong one
+    for item in items:  # find the wrong item, for the error text
         if isinstance(item, bool) or not isinstance(item, int) or abs(item) >= FAR:
             raise SpecError(f"{where} has {shown(item)}; it holds whole numbers.")
         if item < least:
@@ -463,17 +466,17 @@ def _parse_slice(parts: object, where: str) -> Span:
 
 
 def as_numbers(value: object) -> Any:
-    """Positions or ids from a range, numpy or torch as Python ints; any other value as it is."""
+    """Convert a range, numpy or torch to Python ints. Other values are returned as they are."""
     if isinstance(value, range | tuple | list):
         return [as_numbers(item) if hasattr(item, "tolist") else item for item in value]
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def parse_selector(value: object, where: str, depth: int = 0) -> Selector:
-    """A selector from its Python or JSON form.
+    """Parse a selector from its Python or JSON form.
 
     Raises:
-        SpecError: naming `where`, what came and what is allowed.
+        SpecError: names `where`, the given value and the allowed values.
     """
     if depth > MAX_DEPTH:
         raise SpecError(f"{where[:80]} is nested more than {MAX_DEPTH} deep.")

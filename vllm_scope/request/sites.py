@@ -1,19 +1,20 @@
 """Places in a model: sites, layers, and the boundaries that carry taps.
 
-Owns:  the names of sites, `Sites` (what one engine taps), boundaries and points.
-Runs:  everywhere. No torch, no vLLM.
+Owns:  the names of sites, `Sites` (the taps of one engine), boundaries and points.
+Runs:  in every process. No torch, no vLLM.
 
-A boundary is the number of a place that can carry a tap. On the residual stream, 2k is the entry
-of layer k (and the exit of layer k - 1), and 2k + 1 lies between layer k's attention and its MLP.
+A boundary is a number: it identifies a position in the model that can carry a tap. On the residual
+stream, boundary 2k is the entry of layer k and the exit of layer k - 1. Boundary 2k + 1 is between
+the attention and the MLP of layer k.
 
-Two sites may share a boundary: `resid_post` of layer k - 1 and `resid_pre` of layer k. The edits of
-the first apply before the edits of the second. So the stream can be read at three points of a
-boundary: before all edits (level 0), between the edits of the two sites (level 1) and after all
-edits (level 2).
+Two sites can share a boundary: `resid_post` of layer k - 1 and `resid_pre` of layer k. The edits of
+`resid_post` apply before the edits of `resid_pre`. Therefore the stream can be read at three points
+of a boundary. Level 0 is before all edits, level 1 is between the edits of the two sites, and
+level 2 is after all edits.
 
-Sites inside a layer (INNER_SITES) and `ln_final` are not on the stream. Each has an index in KINDS;
-its boundary at layer k is that index in the upper bits and k in the lower 16. All sites of one kind
-have rows of one width. At such a site, level 0 is before the edits and level 1 after them.
+Sites inside a layer (INNER_SITES) and `ln_final` are not on the stream. Each site has an index in
+KINDS. The site's boundary at layer k has the index in the upper bits, and k in the lower 16 bits.
+All rows of one kind have one width. Level 0 is before the site's edits, level 1 after the edits.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from typing import Any, Literal, NamedTuple
 
 from vllm_scope.errors import SpecError, shown
 
-#: Sites on the residual stream, by TransformerLens's names. All sites can be read and probed.
+#: Sites on the residual stream, with TransformerLens's names. All sites can be read and probed.
 STREAM_SITES = ("embed", "resid_pre", "resid_mid", "resid_post")
-#: Sites whose rows the model's final norm takes. (`embed` is `resid_pre` of layer 0.)
+#: Sites whose rows can be the input of the model's final norm. (`embed` is `resid_pre` of layer 0.)
 LENS_SITES = ("resid_pre", "resid_mid", "resid_post")
 #: Sites inside the attention.
 ATTENTION_SITES = ("q", "k", "v", "z")
-#: The outputs that a layer's attention and its MLP add to the stream.
+#: The outputs of a layer's attention and MLP. The layer adds these outputs to the stream.
 BRANCH_SITES = ("attn_out", "mlp_out")
 #: Between the two projections of the MLP.
 MLP_SITE = "mlp_post"
@@ -44,13 +45,13 @@ INNER_SITES = (*ATTENTION_SITES, *BRANCH_SITES, MLP_SITE, ROUTER_SITE, *BLOCK_SI
 #: The output of the norm after the last layer.
 FINAL_SITE = "ln_final"
 SITES = (*STREAM_SITES, *INNER_SITES, FINAL_SITE)
-#: Sites that a model has once, at no layer. Their Place has layer 0.
+#: Sites that a model has one time, and not in each layer. The `Place` of such a site has layer 0.
 MODEL_SITES = ("embed", FINAL_SITE)
-#: Sites that edits take: all but ln_final.
+#: Sites that can be edited: all sites except ln_final.
 EDIT_SITES = tuple(site for site in SITES if site != FINAL_SITE)
-#: How an action names the embedding output, for errors about layers.
+#: How an action names the embedding output. Errors about layers contain this text.
 EMBEDDING = "site='embed'"
-#: Sites of other tools that are not sites here -> where to find their values.
+#: Name of a site in other tools that this package does not have -> how to get the values.
 ELSEWHERE = {
     "pattern": "patterns follow from q and k, by vllm_scope.analysis.attention.attention_pattern",
     "logits": "vLLM returns them itself: start it with logprobs_mode='raw_logits' and "
@@ -59,13 +60,12 @@ ELSEWHERE = {
 #: Name in other tools -> site.
 ALIASES = {"pre_attn": "resid_pre", "post_attn": "resid_mid", "post_block": "resid_post"}
 
-#: A place as callers write it: (site, layer). MODEL_SITES have layer 0.
+#: A `Place` as callers write it: (site, layer). For MODEL_SITES the layer is 0.
 SiteLayer = tuple[str, int]
-#: Whether a read takes its row before or after the edits of its site.
+#: When a read takes its row: before or after the edits of its site.
 Phase = Literal["before", "after"]
 
-#: The largest number of layers that one action may name, and a number larger than any layer's
-#: number.
+#: The largest number of layers of one action, and a number larger than any layer's number.
 MAX_LAYERS, MAX_LAYER = 4096, 1 << 31
 #: Number of points of one boundary.
 LEVELS = 3
@@ -87,7 +87,7 @@ def boundary_of_point(point: int) -> int:
 
 
 class Place(NamedTuple):
-    """A site at a layer: where one stream of rows comes from. Equal to the pair (site, layer)."""
+    """A site at one layer. The rows of a `Place` are a stream. Equal to the pair (site, layer)."""
 
     site: str
     layer: int
@@ -100,11 +100,11 @@ class Place(NamedTuple):
 
     @property
     def group(self) -> int:
-        """1 for `resid_pre`, whose edits apply after those of the boundary's other site; else 0."""
+        """1 for `resid_pre`, because its edits apply after `resid_post`'s. Otherwise 0."""
         return 1 if self.site == "resid_pre" else 0
 
     def point(self, phase: Phase = "after") -> int:
-        """The point at which a read or a probe of this place takes its row."""
+        """The point at which a read or a probe of this `Place` takes its row."""
         return point_of(self.boundary, self.group + (1 if phase == "after" else 0))
 
 
@@ -113,7 +113,8 @@ _ON_STREAM = {"embed": 0, "resid_pre": 0, "resid_mid": 1, "resid_post": 2}
 
 
 def place_at(boundary: int) -> Place:
-    """The Place of a boundary. If two sites share it, the site whose edits apply first is taken."""
+    """The `Place` of a boundary. Of two sites with one boundary, the site whose edits apply
+    first."""
     kind, layer = divmod(boundary, _SPAN)
     if kind != STREAM:
         return Place(KINDS[kind], layer)
@@ -133,10 +134,10 @@ def kind_of_point(point: int) -> int:
 
 
 def canonical_site(site: object, where: str) -> str:
-    """The site that a name or an alias means.
+    """The site of a name or an alias.
 
     Raises:
-        SpecError: not a string, or not the name of a site that a tap can read.
+        SpecError: `site` is not a string, or not the name of a site that a tap can read.
     """
     if not isinstance(site, str):
         raise SpecError(f"{where} is {shown(site)}; a site is a string, one of {', '.join(SITES)}.")
@@ -152,7 +153,7 @@ def canonical_site(site: object, where: str) -> str:
 
 
 def layer_of(site: object, layer: int | None) -> int:
-    """The layer of a stream that a caller takes from a result; 0 for a site without layers.
+    """The layer of a stream that a caller reads from a result. 0 for a site without layers.
 
     Raises:
         KeyError: the site has layers, and `layer` is None.
@@ -166,20 +167,20 @@ def layer_of(site: object, layer: int | None) -> int:
 
 
 def embedding_hint(way: str | None) -> str:
-    """The last sentence of an error about a layer; empty if `way` is None."""
+    """The last sentence of an error about a layer. Empty if `way` is None."""
     return "" if way is None else f" For the embedding output use {way}."
 
 
 def parse_layers(
     layers: object, site: str, where: str, embedding: str | None = EMBEDDING
 ) -> tuple[int, ...] | None:
-    """Distinct layers in the given order, or None for every tapped layer.
+    """The distinct layers in the caller's order. None means every tapped layer.
 
     Args:
-        embedding: how the caller names the embedding output; None if the caller cannot.
+        embedding: how the caller names the embedding output. None if the caller cannot name it.
 
     Raises:
-        SpecError: a wrong type, an empty list, or a negative number.
+        SpecError: a wrong type, no layer, too many layers, or a layer that is out of range.
     """
     if hasattr(layers, "tolist"):  # an array of numpy or torch
         layers = layers.tolist()
@@ -218,13 +219,13 @@ def parse_layers(
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of a model's attention, the same in all layers.
+    """The heads of a model's attention. All layers have the same heads.
 
     Attributes:
         num_heads: number of query heads.
         num_kv_heads: number of key heads, and of value heads.
-        head_size: size of a query, and of a key.
-        head_size_v: size of a value, and of one head's output.
+        head_size: number of elements of a query, and of a key.
+        head_size_v: number of elements of a value, and of one head's output.
     """
 
     num_heads: int
@@ -242,23 +243,22 @@ class Heads:
 
 @dataclass(frozen=True)
 class Sites:
-    """What an engine taps: its layers, and the boundaries that carry a tap.
+    """The taps of an engine: its layers, and the boundaries that carry a tap.
 
     Attributes:
         dtype: dtype of the stream's rows, without "torch.".
         boundaries: the boundaries that carry a tap, ascending.
         heads: None if no site inside the attention is tapped.
-        mlp_size: how many numbers a row of `mlp_post` has; None if `mlp_post` is not tapped.
-        num_experts: how many numbers a row of `router_logits` has; None if it is not tapped.
-        kernels: layer -> arguments of the attention kernel besides q, k and v (`scale`,
+        mlp_size: number of elements of a row of `mlp_post`. None if not tapped.
+        num_experts: number of elements of a row of `router_logits`. None if not tapped.
+        kernels: layer -> arguments of the attention kernel, without q, k and v (`scale`,
             `sliding_window`, ...), for the layers whose attention is tapped.
-        guard: the last boundary of the stream, if the configuration does not name it. The engine
-            taps it to check edited rows for overflow, and no action may use it. None if the
-            configuration names it, or names nothing to tap.
-        step_tokens: how many positions of a generating request one step may compute: 1 plus the
-            drafts.
-        moved: layers before which the model changes the stream: `resid_pre` of such a layer is not
-            `resid_post` of the layer before.
+        guard: the last boundary of the stream, if the configuration does not name that boundary.
+            The engine taps the guard to check edited rows for overflow. An action cannot use the
+            guard. None if the configuration names the last boundary, or names no boundary.
+        step_tokens: 1 plus the number of drafts: the most positions of a request in a decode step.
+        moved: layers before which the model changes the stream. `resid_pre` of such a layer differs
+            from `resid_post` of the layer before.
     """
 
     num_layers: int
@@ -274,12 +274,12 @@ class Sites:
     num_experts: int | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        # Without cached properties.
+        # Cached properties are left out.
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @staticmethod
     def from_body(body: Mapping[str, Any], boundaries: Iterable[int]) -> Sites:
-        """Sites from a `body` that `dataclasses.asdict` made, with other boundaries."""
+        """Make Sites from a `body` that `dataclasses.asdict` made, with other boundaries."""
         heads = body["heads"]
         given = {
             "boundaries": tuple(sorted(boundaries)),
@@ -301,13 +301,13 @@ class Sites:
         return self.heads.shape(site)
 
     def row_size(self, site: str) -> int:
-        """How many numbers one row has."""
+        """The number of elements of one row."""
         return math.prod(self.row_shape(site))
 
     @property
     def row_sizes(self) -> tuple[int, ...]:
-        """`row_size` of each kind, up to the last kind that is tapped. 0 for the attention's sites
-        if none of them is tapped; likewise for `mlp_post` and for `router_logits`."""
+        """`row_size` of each kind, up to the last kind that is tapped. 0 for sites of the
+        attention, `mlp_post` and `router_logits` if they are not tapped."""
         last = kind_of(max(self.boundaries, default=0))
         unknown = {*(ATTENTION_SITES if self.heads is None else ())}
         sizes_of_parts = {MLP_SITE: self.mlp_size, ROUTER_SITE: self.num_experts}
@@ -317,18 +317,17 @@ class Sites:
 
     @property
     def vector_size(self) -> int:
-        """How many numbers a row of the table of vectors has: as many as the widest row."""
+        """The number of elements of a row of the vector table: that of the widest row."""
         return max(self.row_sizes)
 
     @cached_property
     def readable(self) -> set[int]:
-        """The boundaries that actions may use."""
+        """The boundaries that actions can use."""
         return set(self.boundaries) - {self.guard}
 
     @cached_property
     def of_lenses(self) -> tuple[Place, ...]:
-        """The places that lenses may read: actions may use them, and the final norm takes their
-        rows."""
+        """Each `Place` that a lens can read. The final norm can be applied to its rows."""
         every = (Place(site, i) for site in LENS_SITES for i in range(self.num_layers))
         return tuple(
             place for place in every
@@ -345,13 +344,13 @@ class Sites:
         self, site: str, layers: tuple[int, ...] | None, where: str,
         embedding: str | None = EMBEDDING,
     ) -> tuple[Place, ...]:  # fmt: skip
-        """The places of a site at these layers; None means every tapped layer.
+        """Each `Place` of a site at these layers. None means every tapped layer.
 
         Args:
             embedding: as for `parse_layers`.
 
         Raises:
-            SpecError: the model does not have a layer, or the engine does not tap the site there.
+            SpecError: the model does not have a layer, or the engine does not tap it.
         """
         tapped = self.readable
         moved = self.moved if site == "resid_pre" else ()

@@ -1,12 +1,12 @@
-"""Everything that one request asks for, and its JSON.
+"""All actions of one request, and their JSON.
 
 Owns:  Spec, `scope`, Meanings (a cache of resolved specs).
 Runs:  in the caller's process, in the front-end (which parses the JSON) and in EngineCore
        (which unpacks specs). numpy, no torch, no vLLM.
-From:  actions.   To: resolve (the spec on one engine), packed (the spec as it travels).
+From:  actions.   To: resolve (the spec on one engine), packed (the spec as bytes).
 
-Promise: every `Spec` is well formed. `Spec.resolve` checks what depends on the engine: its layers,
-its hidden size, its steering modules.
+Promise: every `Spec` is well formed. `Spec.resolve` makes the checks that need the engine's layers,
+hidden size and steering modules.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from vllm_scope.request.resolved import Resolved, Vectors
 from vllm_scope.request.selectors import ITEM_BYTES, check_sizes
 from vllm_scope.request.sites import Place, Sites
 
-#: Longest JSON of a spec. A front-end takes 5 ms to parse 1 MiB. In base64, 80 vectors of 8192
-#: numbers take 3.5 MB, and 383 replaced rows of 4096 numbers take 8 MiB.
+#: Longest JSON of a spec, in characters. A front-end parses 1 MiB in 5 ms. In base64, 80 vectors of
+#: 8,192 numbers have 3.5 MB. 383 replaced rows of 4,096 numbers have 8 MiB.
 MAX_SPEC_BYTES = 8 << 20
 MAX_READS = 32
 MAX_PROBES = 1024
 MAX_EDITS = 256
 MAX_FEATURES = 128
-#: Each lens costs a product with the unembedding for each token and layer.
+#: For each lens, the device computes one product with the unembedding for each token and layer.
 MAX_LENSES = 4
 MAX_MOMENTS = 32
 MAX_STOPPING = 8
-#: The largest number of features that edits name: a name of a few bytes stands for two rows of an
-#: SAE.
+#: The largest number of features of named SAEs that a spec's edits name. One feature is a few bytes
+#: in the spec, and two rows of the SAE in memory.
 MAX_NAMED = 256
 MOST = {
     "reads": MAX_READS, "probes": MAX_PROBES, "edits": MAX_EDITS, "features": MAX_FEATURES,
@@ -67,22 +67,21 @@ ACTIONS: dict[str, type[Action]] = {
     "reads": Read, "probes": Probe, "edits": Edit, "features": Features, "lens": LensTopK,
     "moments": Moments,
 }  # fmt: skip
-#: Size of the cache of parsed specs, and the longest text in it. A lookup hashes the whole text.
+#: Limit of the cache of parsed specs, and the longest text in it. A lookup hashes the text.
 REMEMBERED_BYTES, LONGEST_REMEMBERED = 64 << 20, 1 << 20
-#: The largest resolved spec that is cached. A resolved spec that names a module may have a vector
-#: for each layer.
+#: The largest resolved spec that is cached, in bytes.
 LARGEST_REMEMBERED = 32 << 20
-#: Size of the cache of outlines.
+#: Limit of the cache of outlines, in bytes.
 OUTLINE_BYTES = 16 << 20
-#: Memory of a parsed spec besides its text.
+#: Memory of a parsed spec in bytes, without the spec's text.
 _SPEC_BYTES = 4096
-#: Actions that may name an SAE or a lens.
+#: Actions that can name an SAE or a lens.
 Named = TypeVar("Named", Edit, Features, LensTopK)
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything that one request asks for. Edits apply in their order."""
+    """All actions of one request. The edits apply in their order."""
 
     reads: tuple[Read, ...] = ()
     probes: tuple[Probe, ...] = ()
@@ -115,7 +114,7 @@ class Spec:
             )
         check_stopping([p for p in self.probes if not is_monitor(p.name)])
         names = [probe.name for probe in self.probes]
-        _check_names(names, "two probes are called {}; their scores share a dict.")
+        _check_names(names, "two probes are called {}; give each its own name.")
         names += [one.name for one in self.features]
         _check_names(names, "two of the probes and features are called {}; give each its own name.")
         _check_names([one.name for one in self.lens], "two lenses are called {}; give each a name.")
@@ -129,8 +128,8 @@ class Spec:
                 )
 
     def with_edits(self, edits: tuple[Edit, ...]) -> Spec:
-        """A Spec of the given edits alone. It is made fast if this Spec is one edit without a gate,
-        and the given edit differs from that edit in the layer and the vector alone."""
+        """A Spec with only the given edits. There is a fast path if this Spec is one edit without a
+        gate, and the given edit differs from that edit only in the layer and the vector."""
         single = len(self.actions) == len(self.edits) == len(edits) == 1 and self.policy is None
         layers = edits[0].layer_numbers if single else None
         if layers is None or not have_one_body(self.edits[0], edits[0]):
@@ -148,13 +147,13 @@ class Spec:
 
     @cached_property
     def _names_held(self) -> bool:
-        """True if the spec names SAEs or lenses that an engine holds."""
+        """True if the spec names SAEs or lenses that an engine has loaded."""
         saes = (getattr(one, "sae", None) for one in self.actions)
         return any(isinstance(sae, str) for sae in saes) or any(one.lens for one in self.lens)
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
-        """Names of the steering modules that the spec refers to."""
+        """Names of the steering modules that the spec uses."""
         found = [getattr(edit, edit.fields[0]) for edit in self.edits]
         found += [probe.weight for probe in self.probes]
         return tuple(dict.fromkeys(x.name for x in found if isinstance(x, Module)))
@@ -173,12 +172,12 @@ class Spec:
 
     @staticmethod
     def from_json(text: object) -> Spec:
-        """The spec of the text in `extra_args["scope"]`.
+        """Parse the text in `extra_args["scope"]`.
 
-        Cached, because many requests have the same text.
+        The result is cached, because many requests have the same text.
 
         Raises:
-            SpecError: not a string, too long, not JSON, or not a spec.
+            SpecError: `text` is not a string, is too long, is not JSON, or is not a spec.
         """
         if not isinstance(text, str):
             raise SpecError(
@@ -195,7 +194,8 @@ class Spec:
         found = _parsed.get(text)
         if found is None:
             found, num_items = Spec._parse(text)
-            # Three times the text: for the text, the vectors, and the packed form without vectors.
+            # The size of the text counts three times: for the text, for the vectors, and for the
+            # packed form without vectors.
             size = _SPEC_BYTES + 3 * len(text) + ITEM_BYTES * num_items
             _parsed.put(text, found, size)
         return found
@@ -210,11 +210,11 @@ class Spec:
     def of_engine(
         self, saes: Mapping[str, Any], lenses: Mapping[str, Collection[Place]] | None = None
     ) -> Spec:
-        """This spec with the rows of the SAEs and the layers of the lenses that it names. A spec
-        that names none is returned as it is.
+        """This spec, with the rows of SAEs and the layers of lenses in place of the names. If the
+        spec does not name an SAE or a lens, returns the spec itself.
 
         Args:
-            saes: name -> Sae, for the SAEs that the engine holds.
+            saes: name -> Sae, for the SAEs that the engine has loaded.
             lenses: as in LensTopK.of_engine.
 
         Raises:
@@ -222,7 +222,7 @@ class Spec:
         """
         if not self._names_held:
             return self
-        # Many requests have the same text.
+        # Cached, because many requests have the same text.
         known = _expanded.get(self.packed.digest)
         if known is not None and known[0] is saes and known[1] is lenses:
             return known[2]
@@ -246,12 +246,12 @@ class Spec:
 
     @cached_property
     def packed(self) -> Packed:
-        """The spec as it travels to EngineCore; `arrays` has its vectors."""
+        """The spec without its vectors, as it is sent. `arrays` has the vectors."""
         return self._packed[0]
 
     @property
     def arrays(self) -> dict[bytes, Array]:
-        """The spec's vectors and rows, by digest."""
+        """Digest -> Array, for the spec's vectors and rows."""
         return self._packed[1]
 
     @cached_property
@@ -260,14 +260,15 @@ class Spec:
 
     @staticmethod
     def unpack(packed: Packed, arrays: Mapping[bytes, Array]) -> Spec:
-        """The spec that a front-end packed. It was checked there and is not checked again."""
+        """Unpack a spec that a front-end has packed. The front-end has checked the spec. `unpack`
+        does not check the spec again."""
         found = object.__new__(Spec)
         found.__dict__.update(zip(_names(), unpack(packed, arrays), strict=True))
         return found
 
     @staticmethod
     def _parse(text: str) -> tuple[Spec, int]:
-        """The spec of a text, and about how many items the text has."""
+        """The spec of a text, and the approximate number of items of the text."""
         body, num_items = decode_counted(text, "extra_args['scope']")
         if not isinstance(body, dict) or not set(body) <= {*MOST, "policy"}:
             raise SpecError(
@@ -281,15 +282,15 @@ class Spec:
         return Spec(policy=policy, **actions), num_items
 
     def resolve(self, sites: Sites, modules: Mapping[str, Vectors] | None = None) -> Resolved:
-        """This spec as streams and vectors of one engine.
+        """Resolve this spec for one engine.
 
         Args:
-            sites: what the engine taps.
-            modules: the steering modules that the engine holds, by name.
+            sites: the taps of the engine.
+            modules: name -> vectors, for the steering modules of the engine.
 
         Raises:
-            SpecError: a layer that the model does not have, a site or layer that this
-                engine does not tap, a vector of another size, an unknown module.
+            SpecError: the model does not have a layer, the engine does not tap a site or layer, a
+                vector has a wrong size, or a module is unknown.
         """
         return resolve(
             self.reads, self.probes, self.edits, sites, modules or {}, self.features, self.policy,
@@ -299,28 +300,27 @@ class Spec:
 
 @cache
 def _names() -> tuple[str, ...]:
-    """The fields of a Spec, in the order in which they are packed."""
+    """The fields of a Spec, in the order in which `pack` packs the fields."""
     return tuple(each.name for each in fields(Spec))
 
 
 _parsed: Remembered[str, Spec] = Remembered(REMEMBERED_BYTES)
-#: The SAEs and the lenses that an engine holds, and a spec with the rows and layers of those that
-#: it names.
+#: (the engine's SAEs, the engine's lenses, a spec with the rows and layers in place of the names).
 _Expanded = tuple[Mapping[str, Any], Mapping[str, Collection[Place]] | None, Spec]
 #: Digest of a spec that names SAEs or lenses -> the result of its `of_engine`.
 _expanded: Remembered[bytes, _Expanded] = Remembered(REMEMBERED_BYTES)
 
 
 class Meanings:
-    """A cache of resolved specs, for one engine. Bounded in bytes.
+    """A cache of resolved specs for one engine, with a limit in bytes.
 
-    The owner of the modules calls `forget` when a name gets another module, and `forget_arrays`
-    when it drops vectors. Both free the vectors.
+    The registry calls `forget` when a name gets another module, and `forget_arrays` when vectors
+    are dropped. Both calls free the vectors.
     """
 
     def __init__(self, sites: Sites) -> None:
         self._sites = sites
-        #: (digest of a Packed, version) -> the resolved spec, and the digests of its vectors.
+        #: (digest of a Packed, version) -> (resolved spec, digests of its vectors).
         self._known: Remembered[
             tuple[bytes, tuple[Hashable, ...]], tuple[Resolved, Sequence[bytes]]
         ]
@@ -337,7 +337,7 @@ class Meanings:
         self._known.drop(lambda key, _: bool(key[1]))
 
     def forget_arrays(self, digests: Set[bytes]) -> None:
-        """Drop the specs that have one of these vectors. This frees the vectors."""
+        """Drop the specs that have at least one of these vectors. The vectors are then free."""
         self._known.drop(lambda _, known: not digests.isdisjoint(known[1]))
         self._outlines.drop(lambda _, outline: not digests.isdisjoint(outline.packed.arrays))
 
@@ -345,14 +345,12 @@ class Meanings:
         self, packed: Packed, arrays: Mapping[bytes, Array], modules: Mapping[str, Vectors],
         version: tuple[Hashable, ...] = (), spec: Spec | None = None,
     ) -> Resolved:  # fmt: skip
-        """The resolved spec: from the cache, or from the outline of an earlier spec, or from
-        Spec.resolve.
+        """The resolved spec: from the cache, from an outline, or from Spec.resolve.
 
         Args:
             arrays: the spec's vectors, by digest.
-            version: changes when a module name in the spec gets another module; empty if the spec
-                names none.
-            spec: the Spec of `packed`, if the caller has it. Otherwise `packed` is unpacked.
+            version: changes when a name gets another module. Empty if the spec names no module.
+            spec: the Spec of `packed`. None: `packed` is unpacked if the Spec is needed.
 
         Raises:
             KeyError: an Array is not among `arrays`. SpecError: as Spec.resolve.
@@ -374,7 +372,8 @@ class Meanings:
 
 
 def check_stopping(probes: Sequence[Probe]) -> None:
-    """Raises SpecError for too many probes that the output of each step waits for."""
+    """Raises SpecError if there are too many probes with 'stop' or first stages. The output of each
+    step waits for the verdicts of these probes."""
     firsts = {probe.after for probe in probes}
     count = sum(probe.action == "stop" or probe.name in firsts for probe in probes)
     if count > MAX_STOPPING:
@@ -415,19 +414,19 @@ def _parse_list(cls: type[Any], body: dict[str, object], name: str) -> list[Any]
 
 
 def scope(*actions: Action | Policy) -> dict[str, str]:
-    """A dict for `SamplingParams(extra_args=...)`, which asks for these actions.
+    """Make a dict for `SamplingParams(extra_args=...)` that requests these actions.
 
     Args:
         actions: one or more of Read, Probe, Features, LensTopK, Moments, Add, Ablate, Clamp,
             Replace, SetFeature and ScaleFeature, and at most one Policy. Edits of one site apply in
-            the order given.
+            the order of the arguments.
 
     Returns:
-        A dict with one key, "scope": the spec as a JSON string, which also goes into
-        `vllm_xargs` over HTTP. The dict may be merged with other extra_args.
+        A dict with one key, "scope". Its value is the spec as a JSON string. Over HTTP, clients
+        send the same string in `vllm_xargs`. The caller can merge the dict with other extra_args.
 
     Raises:
-        SpecError: no action, or an argument that is not an action.
+        SpecError: there is no action, or an argument is not an action.
     """
     for i, action in enumerate(actions):
         if not isinstance(action, Action | Policy):

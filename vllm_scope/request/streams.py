@@ -1,4 +1,4 @@
-"""Iteration over the streams of a result, offline and in a client.
+"""Iteration over the streams of a result, in the front-end and in a client.
 
 Owns:  OverStreams.
 Runs:  in front-ends and in clients. No torch.
@@ -12,18 +12,18 @@ from vllm_scope.request.sites import SiteLayer
 
 
 class OverStreams:
-    """Iteration, `len` and `in` over (site, layer). An object without streams is true as well, so
-    that `if output.scope` tests whether there is a result."""
+    """Iteration, `len` and `in` over (site, layer). An object without streams is also true.
+    Therefore `if output.scope` tests whether a result exists."""
 
     def keys(self) -> list[SiteLayer]:
         """(site, layer) of each stream."""
         raise NotImplementedError
 
     def _at(self, stream: object) -> object:
-        """The key or the rows of a stream. `stream` has any of the forms that `[...]` takes.
+        """The key or the rows of a stream. `stream` has any form that `[...]` accepts.
 
         Raises:
-            KeyError: the object has no such stream. TypeError: `stream` does not name a stream.
+            KeyError: the object has no such stream. TypeError: `stream` has a wrong form.
         """
         raise NotImplementedError
 

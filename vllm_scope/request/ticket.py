@@ -1,7 +1,7 @@
 """The ticket of a request, which travels from its front-end to EngineCore.
 
-Owns:  Recipient, Ticket; the form of vectors that travel without a ticket (`encode_arrays`).
-Runs:  made in the front-end, read in EngineCore; the Recipient goes on to the workers.
+Owns:  Recipient, Ticket, and the form of vectors that travel without a ticket (`encode_arrays`).
+Runs:  the front-end makes a Ticket, and EngineCore reads it and sends the Recipient to the workers.
 From:  packed, engine.frontend.requests.   To: engine.core.entry.
 """
 
@@ -16,12 +16,12 @@ from vllm_scope.request.arrays import Array
 from vllm_scope.request.packed import Packed
 from vllm_scope.request.remembered import Remembered
 
-#: An Array's digest, shape and data.
+#: An Array as it is sent: (digest, shape, data).
 _Travelling = tuple[bytes, tuple[int, ...], bytes]
-#: A ticket's content is compressed if it has more bytes than this. With many named probes, most of
-#: the content is repeated text.
+#: If a ticket's content has more bytes than this number, the content is compressed. With many named
+#: probes, most of the content is repeated text.
 _LONG = 1 << 10
-#: Bytes of each of two caches of this process: of specs as they are sent, and as they arrived.
+#: Limit of each of two caches of this process, in bytes: of sent specs, and of received specs.
 _KEPT_BYTES = 16 << 20
 
 
@@ -29,15 +29,15 @@ class Recipient(msgspec.Struct, frozen=True, array_like=True):
     """Where a request's rows and scores go.
 
     Attributes:
-        key: the request's key, unique among all front-ends. Labels of the request's rows carry it.
+        key: the request's key, unique among all front-ends. Labels of rows contain the key.
         frontend: identity of the front-end (transport.messages.Address).
         request_id: the caller's id of the request.
-        uid: the request's id at sinks, the same for all its completions.
+        uid: the request's id at sinks. All completions of the request have the same uid.
         child: index of the completion.
-        owner: digest of the API key; empty without one.
-        follows: True if the caller sees outputs before the last one.
-        awaits: False if workers send the front-end nothing about the request. The request then ends
-            with its last token.
+        owner: digest of the API key. Empty if there is no API key.
+        follows: True if the caller sees outputs before the last output.
+        awaits: False if the workers do not send anything about the request to the front-end. The
+            request then ends with its last token.
     """
 
     key: int
@@ -54,15 +54,13 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """A request that has passed its front-end's check.
 
     Attributes:
-        first_position: the first position whose row an action may need; None if no action needs
-            rows.
-        modules: the names of the steering modules that the spec refers to; EngineCore has their
-            vectors.
-        spec: what the request asks for.
-        arrays: the spec's Arrays, without those that EngineCore certainly holds (core.sent_ahead).
-        variants: if the request stands for several variants, what each of them asks for. Each
-            variant has this request's prompt and parameters. `spec` is then the first variant's,
-            and `arrays` has the Arrays of all variants.
+        first_position: a lower bound of the positions of the needed rows. None if no row is needed.
+        modules: the names of the spec's steering modules. EngineCore has their vectors.
+        spec: the actions of the request.
+        arrays: the spec's Arrays, without the Arrays that were sent ahead (core.sent_ahead).
+        variants: if the request stands for several variants, the spec of each variant. Each variant
+            has the prompt and parameters of this request. `spec` is then the spec of the first
+            variant, and `arrays` has the Arrays of all variants.
     """
 
     recipient: Recipient
@@ -101,17 +99,17 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
         ]  # fmt: skip
 
     def own_arrays(self) -> dict[bytes, Array]:
-        """The Arrays that travelled with this ticket, by digest."""
+        """Digest -> Array, for the Arrays in this ticket."""
         return _arrived(self.arrays)
 
 
 class _Wire(msgspec.Struct, frozen=True, array_like=True):
-    """A ticket as it travels. Many requests have the same `content`, which is kept encoded.
+    """A ticket as it is sent. `content` is cached, because many requests share it.
 
     Attributes:
         digest: the spec's digest.
-        num_modules: how many steering modules the spec names.
-        content: `modules` and `spec` of the ticket in msgpack; compressed by zlib if it is long.
+        num_modules: number of steering modules that the spec names.
+        content: `modules` and `spec` of the ticket in msgpack, compressed by zlib if long.
     """
 
     recipient: Recipient
@@ -127,11 +125,11 @@ _Content = tuple[tuple[str, ...], Packed]
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Wire).decode
 _decode_content = msgspec.msgpack.Decoder(_Content).decode
-#: Digest of a spec, and its number of modules -> its content as it is sent, and as it arrived. The
-#: digest covers the names of modules, which are in the spec's body.
+#: (digest of a spec, its number of modules) -> its content: as it is sent, and as it was received.
+#: The digest covers the names of modules, which are in the spec's body.
 _sent: Remembered[tuple[bytes, int], bytes] = Remembered(_KEPT_BYTES)
 _came: Remembered[tuple[bytes, int], _Content] = Remembered(_KEPT_BYTES)
-#: First byte of a compressed content, in zlib's format. No array in msgpack begins with it.
+#: First byte of a compressed content (zlib). A msgpack array never begins with this byte.
 _ZLIB = 0x78
 
 
@@ -151,7 +149,7 @@ _decode_arrays = msgspec.msgpack.Decoder(list[_Travelling]).decode
 
 
 def travelling(arrays: Iterable[Array]) -> list[_Travelling]:
-    """Arrays in the form that a ticket has."""
+    """Arrays in the form that a ticket contains."""
     return [(array.digest, array.shape, array.data) for array in arrays]
 
 
@@ -164,5 +162,5 @@ def encode_arrays(arrays: Iterable[Array]) -> bytes:
 
 
 def decode_arrays(data: bytes) -> dict[bytes, Array]:
-    """The Arrays that `encode_arrays` was given, by digest."""
+    """Digest -> Array, for the Arrays that `encode_arrays` has encoded."""
     return _arrived(_decode_arrays(data))

@@ -1,18 +1,18 @@
-"""Rows that arrive in a front-end, until the caller has them.
+"""Receives the rows of requests in a front-end, and makes the results for callers.
 
 inbox.py   all requests of this process whose rows arrive
 buffer.py  the rows of one request
-table.py   a request's values by column, in order of arrival; what a snapshot sees of them
-allocator.py  memory for values, which is used again
+table.py   a request's values by column, in order of arrival
+allocator.py  memory for values, which the allocator uses again
 copiers.py    the threads that copy values into this memory
-budget.py  how many bytes all requests, and the requests of one key, may hold
+budget.py  the limits of bytes for all requests, and for the requests of one key
 result.py  ScopeResult, which the caller reads
-snapshot.py   where the values of a snapshot are
+snapshot.py   the interface through which values of a snapshot are read
 streams.py the rows of a result's streams
 scores.py  the scores of a result's probes
 features.py  the features of a result's SAEs
 lens.py      the tokens of a result's lenses
 column.py  one stream or probe of a result, for the server
 cursor.py  the new values of a request that streams
-following.py  how far a stream or a probe of such a request was followed
+following.py  how far a stream or a probe of a streaming request was followed
 """

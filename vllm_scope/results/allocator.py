@@ -1,18 +1,18 @@
 """Memory for rows that is used again, because the first touch of new memory costs more than a copy.
 
 Owns:  CachingAllocator, and how much memory it may keep (`reuse_bytes`).
-Runs:  in the front-end: `empty` on the receiver's thread; memory comes back on any thread.
+Runs:  in the front-end. `empty` runs on the receiver's thread. Any thread may free an array.
 To:    table.
 
-glibc gives a large block back to the system when it is freed. The next block is new: the kernel
-finds and zeroes each of its pages while rows are copied into it. In this allocator a block is a
-segment: a private mapping. A segment is free when its last view is gone. A large segment has huge
-pages, and the kernel may take the pages of a free large segment at any time (madvise with
-MADV_FREE). If the kernel takes no pages, the call costs next to nothing. For small pages the call
-costs more than a copy, so small free segments keep their pages.
+If the program frees a large block, glibc gives the block back to the system. The kernel must find
+and zero each page of the next block while rows are copied. In this allocator a block is a segment,
+that is, a private mapping. A segment is free when no view of the segment exists. A large segment
+has huge pages. The kernel can take the pages of a free large segment at any time (madvise with
+MADV_FREE). If the kernel takes no pages, this madvise call is almost free. With small pages the
+call costs more than a copy. Therefore small free segments keep their pages.
 
-Promise: a segment is used again only when no array, tensor or buffer refers to it any more. Free
-segments take at most `most_bytes`; segments beyond this bound go back to the system at once.
+Promise: a segment is used again only after the last array, tensor or buffer of the segment is gone.
+Free segments take at most `most_bytes`. The allocator unmaps segments beyond this bound at once.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from vllm_scope.sinks.metrics import count_memory
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Smaller blocks come from numpy, because malloc keeps them for the next use.
+#: numpy allocates blocks below this size, because malloc keeps freed small blocks for reuse.
 LEAST_BYTES = 256 << 10
-#: Segments of this size or more are large. In a smaller segment, the unused half of a huge page
-#: would be too large a part. numpy, too, takes huge pages from this size on.
+#: Segments of this size or more are large and have huge pages. In a smaller segment, the unused
+#: part of the last huge page would waste too much memory. numpy has the same limit for huge pages.
 LARGE_BYTES = 4 << 20
-#: The sizes of small segments are multiples of the first number; those of large segments, multiples
-#: of the second. The second number is the size of a huge page.
+#: The size of a small segment is a multiple of the first number. The size of a large segment is a
+#: multiple of the second number, which is the size of a huge page.
 SMALL_STEP_BYTES, LARGE_STEP_BYTES = 64 << 10, 2 << 20
-#: Bound of small free segments, whose pages the kernel cannot take; at most a quarter of the
-#: allocator's bound.
+#: Bound of the bytes of small free segments, whose pages the kernel cannot take. The bound in use
+#: is at most a quarter of the allocator's bound.
 MOST_SMALL_BYTES = 256 << 20
-#: The environment variable with the bound of free segments, in MiB.
+#: The environment variable that sets the bound of free segments, in MiB.
 VARIABLE = "VLLM_SCOPE_REUSE_MIB"
 
 
@@ -57,10 +57,10 @@ class AllocatorStats(NamedTuple):
     """Bytes of segments.
 
     Attributes:
-        lent: in use.
-        free: kept for the next use.
-        reused: of the free segments that calls of `empty` have taken so far.
-        new: of the segments that calls of `empty` have mapped so far, as none was free.
+        lent: of the segments in use.
+        free: of the free segments.
+        reused: sum over all calls of `empty` that took a free segment.
+        new: sum over all calls of `empty` that mapped a new segment.
     """
 
     lent: int
@@ -70,18 +70,18 @@ class AllocatorStats(NamedTuple):
 
 
 class CachingAllocator:
-    """Makes arrays in memory that is used again. On any thread.
+    """Makes arrays in memory that is used again. Thread-safe.
 
     Args:
-        most_bytes: bound of the bytes of free segments; if 0, numpy allocates every array.
+        most_bytes: bound of the bytes of free segments. If 0, numpy allocates every array.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self._small, self._large = _FreeSegments(), _FreeSegments()
         self._lent = self._reused = self._new = 0
         self._told = False
-        #: Segments whose last view is gone. They are added without the lock, because the garbage
-        #: collector may end a view on a thread that holds the lock.
+        #: Segments whose last view is gone. Threads add segments without the lock, because the
+        #: garbage collector may end a view on the thread that holds the lock.
         self._returned: deque[mmap.mmap] = deque()
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -98,11 +98,11 @@ class CachingAllocator:
         self._settle()
 
     def empty(self, *shape: int) -> np.ndarray:
-        """An uninitialised uint8 array, as np.empty returns it. Its memory is used again when the
-        last view of the array is gone.
+        """An uninitialised uint8 array of this shape. When the last view of the array is gone, the
+        allocator uses the memory again.
 
         Raises:
-            MemoryError: there is no memory.
+            MemoryError: the system has no memory.
         """
         num_bytes = math.prod(shape)
         if num_bytes < LEAST_BYTES or not self.most_bytes:
@@ -114,7 +114,7 @@ class CachingAllocator:
         if segment is None:
             try:
                 segment = _mapped(size)
-            except OSError:  # no memory, or too many mappings
+            except OSError:  # the system has no memory, or this process has too many mappings
                 return np.empty(shape, np.uint8)
         with self._lock:
             self._lent += len(segment)
@@ -122,8 +122,8 @@ class CachingAllocator:
                 self._reused += len(segment)
             else:
                 self._new += len(segment)
-        # Every view of the memory, numpy's or torch's, refers to this array, because the base of
-        # this array is not an array.
+        # Every view of the memory, by numpy or by torch, keeps a reference to `whole`, because the
+        # base of `whole` is not an array.
         whole = np.frombuffer(segment, np.uint8)
         weakref.finalize(whole, self._give_back, segment).atexit = False
         self._settle()
@@ -144,15 +144,15 @@ class CachingAllocator:
         return self._small if size < LARGE_BYTES else self._large
 
     def _give_back(self, segment: mmap.mmap) -> None:
-        # A forked process takes no segment back: another thread may have held the lock when the
-        # process was forked.
+        # A forked process takes no segments back: another thread may have held the lock at the
+        # fork.
         if os.getpid() == self._pid:
             self._returned.append(segment)
             self._settle()
 
     def _settle(self) -> None:
-        """Put returned segments among the free ones. If another thread holds the lock, that thread
-        calls this method after it has released the lock."""
+        """Add returned segments to the free segments. If another thread holds the lock, the other
+        thread calls `_settle` after it has released the lock."""
         while self._returned and self._lock.acquire(blocking=False):
             try:
                 while self._returned:
@@ -167,24 +167,24 @@ class CachingAllocator:
             return
         self._told = True
         logger.warning(
-            "vllm-scope: this process keeps %d MiB of results, and at most %d MiB of memory are "
-            "used again (%s). If results are kept, rows of further ones are copied to new memory, "
-            "which is slower; drop results that are not needed.",
+            "vllm-scope: this process keeps %d MiB of results, and can reuse at most %d MiB of "
+            "memory (%s). While results are kept, further rows are copied to new memory, which is "
+            "slower; drop results that are not needed.",
             self._lent >> 20, self.most_bytes >> 20, VARIABLE,
         )  # fmt: skip
 
 
 class _FreeSegments:
-    """The small or the large free segments.
+    """The free segments of one kind: small or large.
 
     Attributes:
-        num_bytes: bytes of all these segments.
+        num_bytes: number of bytes of all free segments of this kind.
         most_bytes: bound of `num_bytes`.
     """
 
     def __init__(self) -> None:
         self.most_bytes = 0
-        #: Size -> (the number of the segment's return, the segment), in the order of return.
+        #: Size -> (`_num_returns` at the segment's return, segment), in the order of return.
         self._by_size: dict[int, deque[tuple[int, mmap.mmap]]] = {}
         self._num_returns = self.num_bytes = 0
 
@@ -193,7 +193,7 @@ class _FreeSegments:
         sizes = [known for known in self._by_size if size <= known <= 2 * size]
         if not sizes:
             return None
-        # Take the segment that was returned last: a part of it may still be in a CPU's cache.
+        # Take the segment that was returned last, because a part may still be in a CPU's cache.
         return self._removed(min(sizes), -1)
 
     def put(self, segment: mmap.mmap) -> None:
@@ -201,15 +201,14 @@ class _FreeSegments:
         self._by_size.setdefault(len(segment), deque()).append((self._num_returns, segment))
         self.num_bytes += len(segment)
         if len(segment) >= LARGE_BYTES:
-            with suppress(OSError):  # a kernel without MADV_FREE keeps the pages
+            with suppress(OSError):  # without MADV_FREE, the kernel keeps the pages
                 segment.madvise(mmap.MADV_FREE)
         self.trim()
 
     def trim(self) -> None:
-        """Give segments back to the system until the bound is kept, beginning with those that were
-        returned first."""
+        """Unmap segments, in the order of return, until `num_bytes` is within the bound."""
         while self.num_bytes > self.most_bytes:
-            # Nothing else refers to the segment, so it is unmapped now.
+            # Python unmaps the segment here, because this was the last reference.
             self._removed(min(self._by_size, key=lambda size: self._by_size[size][0][0]), 0)
 
     def _removed(self, size: int, at: int) -> mmap.mmap:
@@ -223,11 +222,11 @@ class _FreeSegments:
 
 
 def reuse_bytes(environ: Mapping[str, str] = os.environ, num_processes: int = 1) -> int:
-    """The bound of free segments in this process, in bytes: the value of VLLM_SCOPE_REUSE_MIB. If
-    this is not set: this process's equal share (one of `num_processes`) of a quarter of the memory.
+    """The bound of free segments in this process, in bytes, from VLLM_SCOPE_REUSE_MIB. If the
+    variable is not set, `num_processes` processes share a quarter of the memory equally.
 
     Raises:
-        ConfigError: the variable is not a number from 0 on.
+        ConfigError: the variable is not a number of at least 0.
     """
     text = environ.get(VARIABLE)
     if not text:
@@ -243,17 +242,17 @@ def reuse_bytes(environ: Mapping[str, str] = os.environ, num_processes: int = 1)
 
 @cache
 def memory_bytes() -> int:
-    """Memory of this machine or of this container, in bytes."""
+    """The memory of this machine, or the memory limit of this container, in bytes."""
     most: int = psutil.virtual_memory().total
     for group in ("memory.max", "memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # no such group, or "max"
+        with suppress(OSError, ValueError):  # the group is missing, or its value is "max"
             most = min(most, int((Path("/sys/fs/cgroup") / group).read_text()))
     return most
 
 
 def size_class(num_bytes: int) -> int:
-    """The bytes of a new segment: at most a quarter, or one step, more than `num_bytes`. Requests
-    of similar lengths then use the same segments."""
+    """The size of a new segment in bytes, at most a quarter, or one step, above `num_bytes`. Arrays
+    of similar sizes can then use the same segment."""
     step = SMALL_STEP_BYTES if num_bytes < LARGE_BYTES else LARGE_STEP_BYTES
     step = max(step, 1 << (num_bytes.bit_length() - 3))
     return -(-num_bytes // step) * step
@@ -262,10 +261,10 @@ def size_class(num_bytes: int) -> int:
 def _mapped(size: int) -> mmap.mmap:
     segment = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= LARGE_BYTES:
-        with suppress(OSError):  # a kernel without huge pages
+        with suppress(OSError):  # the kernel has no huge pages
             segment.madvise(mmap.MADV_HUGEPAGE)
     return segment
 
 
-#: Takes all memory from numpy.
+#: An allocator that keeps no segments: numpy allocates every array.
 PLAIN = CachingAllocator(0)

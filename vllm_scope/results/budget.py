@@ -1,14 +1,14 @@
-"""How many bytes the running requests of one process may hold, in all and per API key.
+"""Limits the bytes of the running requests of one process, in total and per API key.
 
-Owns:  Budget, Share (one request's part of it), `bytes_of_prompt`; Asker and `asking` (who
-       sends the requests of the running code).
-Runs:  in an API server: shares are taken on its event loop and grow on the receiver's threads.
-       Offline (`LLM`) there is no limit: the caller owns the memory.
-To:    inbox (which requests may enter), buffer (what may be kept), server.store (files).
+Owns:  Budget, Share (one request's part of the budget), `bytes_of_prompt`, Asker, `asking` (the
+       sender of the current request).
+Runs:  in an API server. The event loop makes shares, and the receiver's threads make shares grow.
+       Offline (`LLM`) there is no limit, because the caller owns the memory.
+To:    inbox (checks requests that enter), buffer (checks arriving rows), server.store (files).
 
-Promise: when a request enters, it takes the bytes that its prompt will deliver. It takes further
-bytes as they arrive, and gives all back when it is forgotten or collected. A key holds at most PART
-times the free bytes, so a new key always finds room.
+Promise: when a request enters, its share takes the bytes that the prompt will deliver. The share
+grows when more bytes arrive. The share gives all bytes back when the request is forgotten or
+collected. A key holds at most PART times the free bytes. Therefore a new key always finds room.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.selectors import Tokens
 from vllm_scope.request.sites import Sites, boundary_of_point, kind_of_point
 
-#: Bytes of a value's position and its arrival number.
+#: Number of bytes of one label: the position and the arrival number of a value.
 LABEL_BYTES = 16
-#: A key may hold at most PART times the free bytes. One key alone may then hold three quarters of
-#: all bytes; two keys may hold three sevenths each.
+#: A key may hold at most PART times the free bytes. One key alone can then hold three quarters of
+#: all bytes. Two keys can hold three sevenths each.
 #: Source: dynamic thresholds of shared-memory switches (Choudhury and Hahne, 1998).
 PART = 3
 FULL = (
-    "the rows of this key's running requests reached what this server holds of them "
-    "(VLLM_SCOPE_ROWS_MIB), and this request's were let go; read less of it, or send it again "
-    "when there is less to do"
+    "the running requests of this key have all rows that one key may have on this server "
+    "(VLLM_SCOPE_ROWS_MIB), and the rows of this request were dropped; read fewer layers or "
+    "tokens, or send the request again later"
 )
 
 
 @dataclass(eq=False)
 class Asker:
-    """Who sends the requests of the running code.
+    """The sender of the request that the running code handles.
 
     Attributes:
-        owner: a digest of the API key; "" without a server.
-        operator: True if the sender may see paths and all that sinks report.
-        expect: called with the bytes that a prompt delivers to this process, before its request
-            enters. Raises CapacityError if there will be no room for the answer.
+        owner: a digest of the API key. "" offline.
+        operator: True if the sender may see file paths and the whole reports of sinks.
+        expect: the inbox calls this before a request enters, with the bytes that the prompt
+            delivers to this process. Raises CapacityError if there will be no room for the answer.
     """
 
     owner: str = ""
@@ -60,12 +60,12 @@ class Asker:
     expect: Callable[[int], None] = lambda num_bytes: None
 
 
-#: Set by a server for each request; the default is the process's own caller.
+#: The server sets this for each request. The default is the caller in this process.
 asking: ContextVar[Asker] = ContextVar("vllm_scope_asking", default=Asker())  # noqa: B039
 
 
 def most_of_one(most_bytes: int) -> int:
-    """The bytes that one key may hold while no other key holds any."""
+    """The bytes that one key may hold if all other keys hold 0 bytes."""
     return most_bytes * PART // (PART + 1)
 
 
@@ -75,15 +75,16 @@ def fits(own: int, held: int, more: int, most_bytes: int) -> bool:
 
 
 class Budget:
-    """A limit of bytes for all keys, and the bytes that each key holds. On any thread."""
+    """The byte limit for all keys together, and the bytes that each key holds. Thread-safe."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
-        #: Key -> the bytes that it holds, not 0.
+        #: Key -> the number of bytes that the key holds. Keys that hold 0 bytes are not in the
+        #: dict.
         self._held: dict[str, int] = {}
         self._lock = threading.Lock()
-        #: Bytes that were given back and are not subtracted yet. `give` adds them without the lock,
-        #: because the garbage collector may call `give` during a `take`.
+        #: Bytes to subtract from `_held`. `give` adds entries without the lock, because the garbage
+        #: collector may call `give` during a `take`.
         self._given: deque[tuple[str, int]] = deque()
 
     @property
@@ -97,7 +98,7 @@ class Budget:
             return self._held.get(owner, 0)
 
     def take(self, owner: str, num_bytes: int) -> bool:
-        """Count more bytes for a key; False if there is no room for them."""
+        """Count more bytes for a key. Returns False, and counts no bytes, if there is no room."""
         with self._lock:
             held, own = self._settled(), self._held.get(owner, 0)
             if not fits(own, held, num_bytes, self.most_bytes):
@@ -118,22 +119,22 @@ class Budget:
 
 
 class Share:
-    """The bytes that one request has taken of the budget.
+    """One request's part of the budget: the number of bytes that the request may hold.
 
     Args:
-        promised: bytes that the request's prompt will deliver.
-        copies: number of requests like this one that enter together (`n`).
+        promised: number of bytes that the request's prompt will deliver.
+        copies: number of completions of the request (`n`), which enter together.
         owner: the request's key, as Asker.owner.
 
     Raises:
-        SpecError: the prompts of all copies deliver more than a key may ever hold.
-        CapacityError: the prompt delivers more than this key may hold now.
+        SpecError: all copies together deliver more bytes than a key may ever hold.
+        CapacityError: the prompt delivers more bytes than the key may take now.
     """
 
     def __init__(self, budget: Budget, promised: int, copies: int = 1, owner: str = "") -> None:
         self._budget, self._owner = budget, owner
         self._came = self._taken = 0
-        #: True once the request is gone; rows that still arrive for it are dropped.
+        #: True after the request is gone. Rows that arrive later are dropped.
         self._closed = False
         needed, most = promised * copies, most_of_one(budget.most_bytes)
         if needed > most:
@@ -147,14 +148,14 @@ class Share:
             raise CapacityError(
                 f"the prompt delivers {promised / 2**20:.1f} MiB of rows and scores, and this "
                 "key's running requests hold "
-                f"{budget.held_by(owner) / 2**20:.1f} MiB; a key may hold three times what is free "
-                f"of {budget.most_bytes / 2**20:.1f} MiB (VLLM_SCOPE_ROWS_MIB); send it again "
-                "later, or fewer prompts at once."
+                f"{budget.held_by(owner) / 2**20:.1f} MiB; a key may hold three times the free "
+                f"part of {budget.most_bytes / 2**20:.1f} MiB (VLLM_SCOPE_ROWS_MIB); send "
+                "the request again later, or send fewer prompts at once."
             )
         self._taken = promised
 
     def add(self, num_bytes: int) -> bool:
-        """Count arriving bytes; False if they may not be kept."""
+        """Count arriving bytes. Returns False if the caller must drop the bytes."""
         if self._closed:
             return False
         self._came += num_bytes
@@ -176,18 +177,17 @@ class Share:
 
 
 def bytes_of_prompt(own: Resolved, whole: Resolved, sites: Sites, prompt_ids: Sequence[int]) -> int:
-    """The bytes that a prompt delivers to this process: rows, scores, and their labels.
+    """The number of bytes of rows, scores and labels that a prompt delivers to this process.
 
     Args:
         own: the reads and probes that go to memory.
-        whole: the whole request. Its edits decide which reads share a row.
+        whole: all actions of the request. The edits decide which reads share a row.
     """
     if not own.delivering:
         return 0
     if not own.uniform:
         return _bytes_of(own, whole, sites, np.asarray(prompt_ids, np.int64))
-    # All tokens of the prompt deliver equally many bytes. Many requests share `own`, so the number
-    # is kept in `own`.
+    # All tokens deliver equally many bytes. `own` caches the number, because requests share `own`.
     known = own.__dict__.get("_bytes_of_token")
     if known is None or known[0] is not whole or known[1] is not sites:
         one = _bytes_of(own, whole, sites, np.zeros(1, np.int64))
@@ -213,7 +213,7 @@ def _bytes_of(own: Resolved, whole: Resolved, sites: Sites, ids: Ints) -> int:
         else:
             sizes[key] = slots_of_row(head.row_bytes) * SLOT_BYTES
     total = sum(int(np.count_nonzero(mask)) * sizes[key] for key, mask in masks.items())
-    # An upper bound: in a step that is drained tap by tap, every tap brings labels of its own.
+    # An upper bound of the labels: if a step is drained tap by tap, each tap sends its own labels.
     labelled: dict[int, np.ndarray] = {}
     for (_, point), mask in masks.items():
         boundary = boundary_of_point(point)

@@ -1,10 +1,10 @@
-"""One request's rows while they arrive.
+"""The arriving rows of one request.
 
-Owns:  Pending, and Piece (values of one message).
-Runs:  in the front-end; the receiver's thread writes, any thread reads.
+Owns:  Pending, Piece (values of one message).
+Runs:  in the front-end. The receiver's thread writes. Any thread reads.
 From:  inbox.   To: result (snapshots).
 
-Promise: what a snapshot has seen never changes, whatever arrives after it.
+Promise: the values in a snapshot never change.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from vllm_scope.results.table import ArrivedParts, Table, TableKey
 from vllm_scope.sinks import Manifest
 from vllm_scope.sinks.metrics import count_decision
 
-#: Positions for which a new table has room, if the request may read only some of its tokens.
+#: Number of positions that a new table has room for, if the request reads only some tokens.
 FIRST_ROOM = 64
-#: If the request reads all tokens, a new table has room for all positions, up to this many.
+#: If the request reads all tokens: largest number of positions that a new table has room for.
 MOST_ROOM = 4096
 
 LATE = (
-    "this process did not read its rows for deliver_timeout_s, and the worker went on without it; "
-    "send the request again, and see what held the process up"
+    "this process did not read its rows for deliver_timeout_s, and the worker dropped the rows; "
+    "send the request again, and find out what blocked this process"
 )
 
 
 class Piece(NamedTuple):
-    """Values of one kind that tokens of one layout delivered.
+    """Values of one kind, from tokens with the same layout.
 
     Attributes:
-        key: the key of the values' table: their kind, and the columns of the whole layout.
-        columns: the columns that `values` has: all columns of `key`, or fewer if the step was
-            drained tap by tap.
-        values: uint8 [num_tokens, num_columns, bytes of a value], in memory that is reused later.
+        key: the key of the table for the values: the kind, and the columns of the whole layout.
+        columns: the columns in `values`: all columns of `key`, or fewer if `values` is from one
+            tap.
+        values: uint8 [num_tokens, num_columns, bytes of a value], in memory that the worker reuses.
     """
 
     key: TableKey
@@ -65,8 +65,8 @@ def pieces_of(layout: Layout, local: Layout, data: np.ndarray, widths: Widths) -
     """The pieces in the data of some tokens.
 
     Args:
-        layout: what the tokens deliver in all.
-        local: the part of the layout that `data` has.
+        layout: the whole layout of the tokens.
+        local: the part of the layout whose values are in `data`.
         data: uint8 [num_tokens, bytes of a token].
         widths: bytes of a raw row, by kind.
     """
@@ -95,8 +95,8 @@ def pieces_of(layout: Layout, local: Layout, data: np.ndarray, widths: Widths) -
 
 @lru_cache(maxsize=1024)
 def _keys_of(layout: Layout) -> dict[Head, TableKey]:
-    """Head -> the key of its table. Neighbouring heads that compute the same numbers share one
-    table: for example, the banks of a probe over several layers."""
+    """Head -> the key of the table for the head's values. Neighbouring heads that compute the same
+    numbers share one table. An example is the banks of a probe over several layers."""
     found: dict[Head, TableKey] = {}
     for what, some in groupby(layout.encoded, lambda pair: _what(pair[0])):
         pairs = list(some)
@@ -110,19 +110,19 @@ def _what(head: Head) -> Head:
 
 
 class Pending:
-    """The rows and scores of one request, while they arrive.
+    """The arriving rows and scores of one request.
 
     Args:
         asked: the reads and probes that go to memory.
-        share: the request's part of the budget; None offline, where there is no limit.
+        share: the request's part of the budget. None offline.
         allocator: makes the memory for the rows.
 
     Attributes:
         key: the request's key, unique among all front-ends.
-        manifests: by sink, what became of the request at this sink.
-        decisions: what the request's policy has decided.
-        done: resolved once every stage has sent its last row, or an error.
-        num_came: changes whenever values arrive or are lost, and with each decision.
+        manifests: sink -> the request's manifest at this sink.
+        decisions: the decisions of the request's policy.
+        done: resolved when every pipeline stage has sent its last row or an error.
+        num_came: a counter that grows when values arrive or are lost, and with each decision.
     """
 
     def __init__(
@@ -148,29 +148,29 @@ class Pending:
         self.prompt_ids = prompt_ids
         self._stages_left = set(range(num_stages))
         self._tables: dict[TableKey, Table] = {}
-        #: Tables with values that are added and not committed yet.
+        #: Tables with values that were added and are not committed yet.
         self._added: list[Table] = []
         everything = all(selector.uniform for selector in asked.read_selectors)
         expected = len(prompt_ids) + max_tokens - 1
         self._room = min(expected, MOST_ROOM if everything else FIRST_ROOM)
 
     def add(self, pieces: Sequence[Piece], labels: np.ndarray, some: slice | np.ndarray) -> None:
-        """Make room for the values that some tokens of one layout delivered.
+        """Make room for values from tokens with the same layout.
 
         Args:
-            labels: int64 [2, num_tokens]: positions, and arrival numbers. A row that was computed
-                later has a larger arrival number.
-            some: which of the tokens are this request's.
+            labels: int64 [2, num_tokens]: positions, and arrival numbers. Of two rows, the row that
+                was computed later has the larger arrival number.
+            some: the indices of this request's tokens.
         """
         if not self._reading:
-            return  # this request's rows are for other sinks; the batch came for another request
+            return  # all rows of this request go to other sinks, or were lost
         own, coming = labels[:, some], 0
         mine: list[tuple[Table, tuple[int, ...], np.ndarray]] = []
         for key, columns, values in pieces:
             table = self._table(key, values.shape[2])
             here = values[some]
             if len(table.columns) < len(key.columns):
-                # The other columns are for other sinks.
+                # Values of columns that the table lacks go to other sinks.
                 at = [i for i, column in enumerate(columns) if column in table.columns]
                 if not at:
                     continue
@@ -190,7 +190,7 @@ class Pending:
 
     def copies(self) -> list[Copy]:
         """The copies that must be done before `commit`."""
-        # The usual case. A message may have values of many requests, so this must be fast.
+        # The usual case, which must be fast because a message can have values of many requests.
         if len(self._added) == 1:
             return self._added[0].copies()
         return [copy for table in dict.fromkeys(self._added) for copy in table.copies()]
@@ -200,7 +200,7 @@ class Pending:
         for table in self._added:
             table.commit()
         self._added.clear()
-        self.num_came += 1  # last: a thread that sees the new number finds the values
+        self.num_came += 1  # Last: a thread that sees the new number finds the values.
 
     def revert(self) -> None:
         """Forget the values that were added and not committed."""
@@ -209,12 +209,12 @@ class Pending:
         self._added.clear()
 
     def _table(self, key: TableKey, value_bytes: int) -> Table:
-        """The table of a key. It has those of the key's columns that were asked for, maybe none."""
+        """The table of a key, with the requested columns. There may be no such columns."""
         table = self._tables.get(key)
         if table is None:
             dtype = torch.float32 if isinstance(key.what, Bank) else torch.uint8
             dtype = dtype_of(self.sites) if key.what is None else dtype
-            # Many requests share `asked`, and a monitor may read many layers.
+            # Cached in `asked`, because many requests share `asked`, perhaps with many layers.
             known: dict[TableKey, dict[int, tuple[int, ...]]]
             known = self.asked.__dict__.setdefault("_table_names", {})
             names = known.get(key)
@@ -224,7 +224,7 @@ class Pending:
         return table
 
     def _wanted(self, what: What) -> set[int]:
-        """The points at which values of this kind were asked for."""
+        """The points at which the request asked for values of this kind."""
         return {
             each.point for each in points_of(self.asked)
             if what == (None if each.head is None else _what(each.head))
@@ -243,7 +243,7 @@ class Pending:
             self.done.set_result(None)
 
     def await_nothing(self) -> None:
-        """Count the request's delivery as done: workers will send nothing for this request."""
+        """Resolve `done` now. Used for a request about which workers send no messages."""
         self._stages_left.clear()
         self.done.set_result(None)
 
@@ -255,10 +255,10 @@ class Pending:
             count_decision(self.asked.policy.name, decided)
 
     def lose(self, why: str, over: bool = False) -> None:
-        """Drop the values that arrived and those that still arrive; the request goes on.
+        """Drop the request's values, now and in later messages. The request itself goes on.
 
         Args:
-            over: True if some stages will not report their end; `done` is then resolved now.
+            over: True if some stages will not report their end. `done` is then resolved now.
         """
         self.error = self.error or why
         self.clear()
@@ -267,8 +267,7 @@ class Pending:
             self.done.set_result(None)
 
     def clear(self) -> None:
-        """Drop the values that arrived and those that still arrive. Earlier snapshots keep their
-        rows."""
+        """Drop the values of this and later messages. Earlier snapshots keep their rows."""
         self._reading, self._tables = False, {}
         if self._share is not None:
             self._share.give_back()
@@ -277,11 +276,11 @@ class Pending:
         """The request's result, with the values that have arrived so far.
 
         Args:
-            output_ids: all generated tokens so far; the list may be extended later.
-            finish_reason: vLLM's; None while the request runs.
+            output_ids: all tokens generated so far. The caller may extend the list later.
+            finish_reason: as in vLLM. None while the request runs.
         """
         ids = Transcript(self.prompt_ids, output_ids, len(output_ids))
-        # The values first: `lose` sets the error before it drops them.
+        # Take the values before the error: `lose` sets the error, then drops the values.
         parts = ArrivedParts(self._tables)
         why = self._why()
         return ScopeResult(

@@ -22,11 +22,11 @@ class Column:
     """One stream, probe or Features of a result.
 
     Attributes:
-        label: site, layer and "before" or "after" of a stream; the name of a probe or of features.
+        label: (site, layer, "before" or "after") of a stream, or the name of a probe or features.
         source: the values: EncodedRows if the read has a codec, SparseRows for features.
         positions: int64 [n], ascending.
-        row_shape: the shape of one row; `()` for scores.
-        aggregates: float32 [n], of a probe with an aggregate; else None.
+        row_shape: the shape of one row. `()` for scores.
+        aggregates: float32 [n] if the probe has an aggregate, else None.
     """
 
     label: tuple[str, int, str] | str
@@ -37,8 +37,8 @@ class Column:
 
     @property
     def values(self) -> Tensor:
-        """[n, *row_shape] rows, or float32 [n] scores, CPU. Each access decodes encoded rows anew.
-        Not for features."""
+        """Rows [n, *row_shape], or float32 [n] scores, CPU. Each access decodes encoded rows again.
+        Must not be used for features."""
         assert not isinstance(self.source, SparseRows)
         return shaped(decoded(self.source), self.row_shape)
 
@@ -48,9 +48,10 @@ class Column:
         return math.prod(self.source.shape) * self.source.dtype.itemsize
 
     def at(self, places: np.ndarray) -> Column:
-        """The values at `places`: indices into this column, int64 [m], ascending."""
+        """The column with only the values at `places`: int64 [m] indices into this column,
+        ascending."""
         first, last = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
-        # A slice copies nothing, and wakes none of torch's threads.
+        # A slice is a view: torch copies no values and wakes no threads.
         some = slice(first, last) if last - first == len(places) else torch.from_numpy(places)
         aggregates = None if self.aggregates is None else self.aggregates[some]
         return replace(
@@ -59,5 +60,5 @@ class Column:
 
 
 def shaped(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The rows as [n, *shape]; a view."""
+    """A view of the rows as [n, *shape]."""
     return rows if rows.shape[1:] == shape else rows.view(len(rows), *shape)

@@ -1,8 +1,8 @@
-"""Copies arrays, with several threads.
+"""Copies arrays with several threads.
 
-Owns:  Copiers, and `shares_of` (how copies are shared out).
-Runs:  `run` on the receiver's thread, which also copies a share.
-From:  table (what is copied).
+Owns:  Copiers, `shares_of` (divides copies among the threads).
+Runs:  `run` on the receiver's thread, which also copies one share.
+From:  table (the arrays to copy).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
-#: (target, source), of the same shape and dtype. A copy may be cut along the first axis.
+#: (target, source): arrays of the same shape and dtype. A copy can be cut along the first axis.
 Copy = tuple[np.ndarray, np.ndarray]
-#: From this many bytes on, several threads copy.
+#: Smaller totals are copied by the calling thread alone.
 PARALLEL_BYTES = 4 << 20
 MOST_COPIERS = 6
 
@@ -24,8 +24,8 @@ class Copiers:
     """Threads that copy. numpy releases the GIL while it copies.
 
     Args:
-        count: number of threads, the caller's included; None: half of the processors, at most
-            MOST_COPIERS.
+        count: number of threads, with the calling thread. None: min(MOST_COPIERS, half of the
+            processors).
     """
 
     def __init__(self, count: int | None = None) -> None:
@@ -37,8 +37,8 @@ class Copiers:
             self._pool = ThreadPoolExecutor(self._count - 1, "vllm-scope-copy")
 
     def run(self, copies: Sequence[Copy]) -> None:
-        """Copy everything, then return. If a copy raises, the error is raised here, but only after
-        all threads have stopped copying."""
+        """Copy everything, then return. If a copy raises an error, `run` raises the error after all
+        threads have stopped copying."""
         total = sum(to.nbytes for to, _ in copies)
         if self._pool is None or total < PARALLEL_BYTES:
             copy_all(copies)
@@ -60,8 +60,8 @@ def copy_all(copies: Sequence[Copy]) -> None:
 
 
 def shares_of(copies: Sequence[Copy], count: int, total: int) -> list[list[Copy]]:
-    """The copies in `count` shares of about `total / count` bytes each. A copy that is larger than
-    the room left in a share is cut along its first axis."""
+    """The copies in `count` shares of about `total / count` bytes each. If a copy is larger than
+    the rest of a share, the copy is cut along its first axis."""
     most = -(-total // count)
     shares: list[list[Copy]] = [[]]
     left = most

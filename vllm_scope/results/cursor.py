@@ -1,12 +1,12 @@
-"""Finds the new values of a streaming request; the cost does not grow with the earlier values.
+"""Finds the new values of a streaming request, at a cost that does not grow with earlier values.
 
 Owns:  Cursor.
 Runs:  in the front-end, for one completion, on its event loop.
-From:  result (snapshots, each later than the one before).   To: server.
+From:  result (snapshots, in the order of time).   To: server.
 
-Promise: each value of a stream or probe is returned once, in position order, as soon as the values
-of all earlier positions have arrived. If a position is computed again after its value was returned
-(after a preemption), the new value is left out: it is of the same token.
+Promise: each value of a stream or probe is returned one time, in position order, as soon as the
+values of all earlier positions have arrived. After a preemption the engine computes positions
+again. If the cursor has already returned the value of such a position, the new value is left out.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class _Track:
     """A stream, or the numbers of a bank.
 
     Attributes:
-        state: None while the bank's probes wait for the verdict of their first stage.
-        new: the values for the next call of `take`.
+        state: None while the bank's probes wait for the verdict of the first stage.
+        new: the values that the next call of `take` returns.
         sent: for a stream, the positions that `take` has returned.
     """
 
@@ -50,11 +50,11 @@ class _Track:
 
 @dataclass
 class _ProbeTrack:
-    """A probe or features, with one track for the numbers of each cell.
+    """A probe or a `Features`, with one track for the numbers of each cell.
 
     Attributes:
-        readout: the probe's Readout; None for features.
-        waiting: for each cell, its numbers at positions that another cell does not have yet.
+        readout: the probe's Readout. None for features.
+        waiting: for each cell, the numbers at positions that are still missing in another cell.
     """
 
     probe: ResolvedProbe | ResolvedFeatures
@@ -64,7 +64,7 @@ class _ProbeTrack:
     sent: list[Ints] = field(default_factory=list)
 
     def take(self, came: dict[int, Column]) -> Column | None:
-        """The new values; None without any. `came`: id of a track -> the track's new values."""
+        """The new values, or None. `came`: id of a track -> the track's new values."""
         parts: list[Column] = []
         for i, track in enumerate(self.cells):
             some = [column for column in (self.waiting[i], came.get(id(track))) if column]
@@ -90,10 +90,10 @@ class _ProbeTrack:
 
 
 class Cursor:
-    """One completion's streams, probes and features, followed from snapshot to snapshot.
+    """Follows the streams, probes and features of one completion from snapshot to snapshot.
 
     Args:
-        rows: True to follow streams too.
+        rows: True: follow streams too. False: only probes and features.
     """
 
     def __init__(self, rows: bool) -> None:
@@ -104,9 +104,9 @@ class Cursor:
         self._own: list[_Track] = []
 
     def look(self, result: ScopeResult) -> None:
-        """Take in a later snapshot of the request."""
+        """Add the new values of a later snapshot."""
         self._num_prompt = result.num_prompt
-        #: Streams of one table share their positions, so they share the result of `follow`.
+        #: Streams of one table have the same positions, therefore they share one call of `follow`.
         known: dict[tuple[int, ...], tuple[State, Ints, Places]] = {}
         for track in self._of(result):
             if track.state is None:
@@ -124,7 +124,7 @@ class Cursor:
                 track.new.append(_column(track.source, parts, positions, places))
 
     def late(self, last: int) -> bool:
-        """True if a value of a position up to `last` is missing."""
+        """True if the value of a wanted position up to `last` is missing."""
         return any(
             track.state is not None and len(track.state.due) and track.state.due[0] <= last
             for track in self._tracks or ()
@@ -132,20 +132,20 @@ class Cursor:
 
     @property
     def settled(self) -> int:
-        """The position below which all scores were returned, or are not wanted. The scores of an
-        operator's monitors are not considered."""
+        """The first position whose scores may still arrive. All wanted scores below this position
+        were returned. The scores of an operator's monitors are not considered."""
         found = []
         for track in self._own:
             state = track.state
             first = self._begins(track.source.after) if state is None else state.settled
-            # A probe that still waits will begin after all positions that its first stage has
-            # scored so far, so it does not lower the result.
+            # A probe that waits for a verdict begins after all positions that its first stage has
+            # scored so far. Therefore this probe does not lower the result.
             found += [] if first is None else [first]
         return min(found, default=0)
 
     def take(self) -> list[Column]:
-        """The values that are new since the last call: a column for each stream, probe or features
-        with new values."""
+        """The values that are new since the last call, as one column for each stream, probe or
+        `Features`. Columns without new values are left out."""
         found, came = [], {}
         for track in self._tracks or ():
             if track.new:
@@ -160,20 +160,20 @@ class Cursor:
         return [*found, *(column for column in scores if column is not None)]
 
     def verdicts(self) -> dict[str, Verdict]:
-        """Name of a probe -> its verdict, by the values taken so far. Probes without a verdict are
-        left out."""
+        """Name of each probe with a verdict -> the verdict, from the values that `take` has
+        returned."""
         found = ((t.probe.name, t.readout.verdict) for t in self._probes if t.readout)
         return {name: verdict for name, verdict in found if verdict is not None}
 
     def begun(self) -> dict[str, int]:
-        """As ScopeResult.begun, by the verdicts in the values taken so far."""
+        """Like ScopeResult.begun, but only with the values that `take` has returned so far."""
         later = [track.probe for track in self._probes if track.probe.after is not None]
         known = {probe.name: self._begins(probe.after) for probe in later}
         return {name: first for name, first in known.items() if first is not None}
 
     def _begins(self, after: str | None) -> int | None:
-        """The first position of probes with this `after`; None if the probe `after` has no verdict
-        in the values taken so far."""
+        """The first position of probes with this `after`. None if the probe named `after` has no
+        verdict in the values taken so far."""
         first = next((track for track in self._probes if track.probe.name == after), None)
         if first is None or first.readout is None or first.readout.verdict is None:
             return None
@@ -181,8 +181,8 @@ class Cursor:
         return first.probe.begins(first.readout.verdict.position, self._num_prompt)
 
     def rest(self, result: ScopeResult) -> list[Column]:
-        """The values of the request's last snapshot that were not taken. Some selectors (`last`)
-        select positions only when the request has ended."""
+        """The values of the request's last snapshot that `take` did not return. Some selectors
+        (`last`) select positions only when the request has ended."""
         sent: dict[tuple[str, int, str] | str, list[Ints]] = {
             t.source.label: t.sent for t in self._of(result) if t.source.label is not None
         }
@@ -218,7 +218,7 @@ def _column(source: Source, parts: Sequence[Part], positions: Ints, places: Plac
         in_order = stop - start == len(at) and bool((np.diff(at) == 1).all())
         values = rows[start:stop] if in_order else rows[torch.from_numpy(at)]
     else:
-        # Join the runs: neighbouring values of one part.
+        # Join the runs. A run is a range of neighbouring values of one part.
         breaks = np.flatnonzero((np.diff(which) != 0) | (np.diff(at) != 1)) + 1
         starts, stops = [0, *breaks.tolist()], [*breaks.tolist(), len(at)]
         runs = ((which[a], at[a], at[b - 1] + 1) for a, b in zip(starts, stops, strict=True))
@@ -235,7 +235,7 @@ def _joined(columns: Sequence[Column]) -> Column:
     if len(columns) == 1:
         return columns[0]
     sources = [column.source for column in columns]
-    # Features become SparseRows only when they are taken.
+    # `s` is never SparseRows here: `take` converts features later.
     data = joined_rows([s.data if isinstance(s, EncodedRows) else s for s in sources])  # type: ignore
     first = sources[0]
     source = EncodedRows(first.codec, data) if isinstance(first, EncodedRows) else data

@@ -1,11 +1,10 @@
 """The features of a result, by action.
 
-Owns:  SparseFeatures (as callers read them), Features (by name).
-Runs:  in the front-end, and in every process that a result is pickled to.
+Owns:  SparseFeatures (of one action), Features (of all actions, by name).
+Runs:  in the front-end, and in every process that unpickles a result.
 From:  batch.sparse, scores.   To: result; server.encode.
 
-Promise: a position whose features are all inactive is among `tokens`; a position whose features did
-not arrive is not.
+Promise: `tokens` has each position whose features arrived, even if no feature is active.
 """
 
 from __future__ import annotations
@@ -29,23 +28,21 @@ class SparseFeatures:
     """The features of one SAE at the positions of one completion, as a sparse matrix.
 
     Attributes:
-        positions, indices, values: int64, int64 and float32 [num_values], CPU: the absolute
-            position of a token, a feature's number, and its value there. They are in the order of
-            positions; at each position, the strongest comes first.
-        tokens: int64 [num_tokens], ascending: the positions that were encoded, with those that have
-            no active feature.
-        num_features: how many features the SAE has. None for a read with `indices` of an SAE that
-            is not TopK.
-        asked: the features that the read named (`indices`); None if it named none (`top_k`).
+        positions: int64 [num_values], CPU, ascending: the absolute position of each value.
+        indices: int64 [num_values], CPU: the feature number of each value.
+        values: float32 [num_values], CPU. At each position, the largest value comes first.
+        tokens: int64 [num_tokens], ascending: all positions that the SAE encoded. Positions without
+            an active feature are in `tokens` too.
+        num_features: the SAE's number of features. None for `indices` of an SAE that is not TopK.
+        asked: the read's `indices`. None if the read has `top_k` instead.
 
-    `num_features` and `asked` are None if they come from a file that an earlier version wrote.
+    `num_features` and `asked` are None if an earlier version wrote the file.
     """
 
     def __init__(self, rows: SparseRows, tokens: Tensor) -> None:
         self.tokens = tokens
         self.num_features, self.asked = rows.read.num_features, rows.read.asked
-        # numpy works on this thread. torch would wake a thread for each core, for a request's few
-        # rows.
+        # numpy works on this thread alone. torch would wake a thread for each core.
         values, numbers = rows.values.numpy(), rows.indices.numpy()
         order = np.argsort(-values, axis=1, kind="stable")
         found, numbers = (np.take_along_axis(one, order, axis=1) for one in (values, numbers))
@@ -55,10 +52,10 @@ class SparseFeatures:
         self.values = torch.from_numpy(found[kept])
 
     def dense(self, index: int) -> Tensor:
-        """float32 [num_tokens]: one feature at each of `tokens`; 0 if it was not delivered.
+        """float32 [num_tokens]: the value of one feature at each of `tokens`. 0: no value.
 
-        If the read has `top_k`, a feature beyond the `top_k` strongest of a token is 0 here, like
-        a feature that is not active. So is a value below the read's `threshold`.
+        A value is 0 in three cases: the feature is not active, the value is below the read's
+        `threshold`, or `top_k` other features of the token are stronger.
 
         Raises:
             KeyError: the read named other features, or the SAE has no such feature.
@@ -70,7 +67,7 @@ class SparseFeatures:
         return found
 
     def top(self, position: int) -> list[tuple[int, float]]:
-        """(index, value) of the features at a position, the strongest first.
+        """(index, value) of each feature at a position, the strongest feature first.
 
         Raises:
             KeyError: the position was not encoded.
@@ -83,8 +80,8 @@ class SparseFeatures:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a file. If the path ends in `.safetensors`, the file has the tensors `positions`,
-        `indices`, `values` and `tokens`. If it ends in `.parquet`, the file has a table with a row
-        for each value (`files.features`). Both have `metadata` as their metadata.
+        `indices`, `values` and `tokens`. If the path ends in `.parquet`, the file has a table with
+        a row for each value (`files.features`). `metadata` is the file's metadata.
 
         Raises:
             FileError: the path has another ending.
@@ -103,8 +100,8 @@ class SparseFeatures:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """`num_features` and `asked` as JSON, each left out if it is None. A reader needs them to
-        tell a feature that was not active from a feature that was not read."""
+        """`num_features` and `asked` as JSON. A field that is None is left out. With these fields a
+        reader can distinguish a feature that was not active from a feature that was not read."""
         found = {"num_features": self.num_features, "asked": self.asked}
         return {name: json.dumps(value) for name, value in found.items() if value is not None}
 
@@ -127,7 +124,7 @@ class SparseFeatures:
 
 
 class Features(Named[SparseFeatures]):
-    """Name of the action -> its features."""
+    """Name of a `Features` action -> the SparseFeatures of the action."""
 
     def __init__(self, table: ScoreTable, of: Snapshot) -> None:
         names = [name for name, one in table.features.items() if one.lens is None]

@@ -1,10 +1,9 @@
-"""How far a stream or a probe of a streaming request was followed, by position.
+"""Finds, by position, the values of a streaming request that can be returned.
 
-Owns:  State, and `follow`, which finds the values of a later snapshot that can be returned.
+Owns:  State, `follow` (finds the new values of a later snapshot that can be returned).
 To:    cursor.
 
-Promise: a value that arrives out of order waits for the earlier positions; a position is returned
-once.
+Promise: positions are returned in order, one time. Early values wait for earlier positions.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from vllm_scope.request.selectors import Selector
 from vllm_scope.results.result import ScopeResult
 
 NONE: Ints = np.zeros(0, np.int64)
-#: Where values are, int64 [n] each: the index of a value's part, and the value's index in the part.
+#: Two int64 [n] arrays: for each value, the index of its part, and the value's index in this part.
 Places = tuple[Ints, Ints]
 
 
 @dataclass(frozen=True)
 class State:
-    """How far one stream or probe was followed. Streams whose rows arrive together share one State.
+    """How far one stream or probe was followed. Streams whose rows arrive together share a State.
 
     Attributes:
-        seen: each position below `seen` was returned, is due, or is not wanted.
-        due: wanted positions that were not returned yet, ascending.
-        taken: for each part, the number of values that were looked at.
-        early: positions that arrived while an earlier position was missing, and where their values
-            are.
+        seen: `follow` has looked at the positions below `seen`. Each of these positions was
+            returned, is due, or is not wanted.
+        due: wanted positions below `seen` that were not returned yet, ascending.
+        taken: for each part, the number of values that `follow` has looked at.
+        early: positions that arrived before an earlier position, and the `Places` of the values.
     """
 
     seen: int
@@ -42,7 +41,7 @@ class State:
 
     @property
     def settled(self) -> int:
-        """The position below which each position was returned, or is not wanted."""
+        """The first position that may still be returned."""
         return int(self.due[0]) if len(self.due) else self.seen
 
 
@@ -52,10 +51,10 @@ START = State(0, NONE, (), (NONE, (NONE, NONE)))
 def follow(
     state: State, selectors: Sequence[Selector], result: ScopeResult, arrived: Sequence[Ints]
 ) -> tuple[State, Ints, Places]:
-    """(The state after a later snapshot, the positions that can be returned, their places).
+    """(State after a later snapshot, the positions that can be returned, the places of the values).
 
     Args:
-        arrived: for each part, the positions that arrived.
+        arrived: for each part, all positions that have arrived.
     """
     new = result.wanted(selectors, state.seen)
     due = new if not len(state.due) else np.concatenate([state.due, new])
@@ -66,7 +65,7 @@ def follow(
         taken=tuple(map(len, arrived)) or taken,
     )  # fmt: skip
     if len(fresh) == 1 and not len(state.early[0]):
-        # The usual case: the positions that arrived are the next ones that are due, in order.
+        # The usual case: the new positions are the next due positions, in order.
         came = arrived[fresh[0]][taken[fresh[0]] :]
         if np.array_equal(came, due[: len(came)]):
             places = np.arange(taken[fresh[0]], len(arrived[fresh[0]]))
@@ -86,7 +85,7 @@ def _in_order(
     came = np.concatenate([waiting, *(arrived[i][taken[i] :] for i in fresh)])
     parts = np.concatenate([parts, *(np.full(len(arrived[i]) - taken[i], i) for i in fresh)])
     places = np.concatenate([places, *(np.arange(taken[i], len(arrived[i])) for i in fresh)])
-    # The value that was computed last stays; positions that are known to be unwanted are dropped.
+    # Of each position, keep the value that was computed last. Drop positions that are not wanted.
     came, at = last_of_each(came)
     keep = (came >= state.seen) | np.isin(came, state.due)
     came, at = came[keep], at[keep]

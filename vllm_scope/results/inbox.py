@@ -1,11 +1,11 @@
-"""All requests of this process whose rows arrive, and the receiver that brings them.
+"""All requests of this process whose rows arrive, and the receiver of the rows.
 
-Owns:  Inbox, and `inbox`, which returns the only Inbox of this process.
-Runs:  in the front-end. Messages are handled on the receiver's thread; `open` and `forget` are
-       called on any thread.
+Owns:  Inbox, `inbox` (returns the only Inbox of this process).
+Runs:  in the front-end. The receiver's thread handles messages. Any thread may call `open` and
+       `forget`.
 From:  transport.receiver (RowsMessage, FinishHeader).   To: buffer.
 
-Promise: rows of a request whose Pending was collected are ignored, and cost nothing.
+Promise: the inbox ignores rows of a request whose Pending was garbage-collected.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 
 class _Tap(NamedTuple):
-    """Fields of the last message, as in RowsMessage, if the message was of one tap."""
+    """Fields of the last RowsMessage, if the message had the rows of one tap."""
 
     boundary: int
     keys: np.ndarray
@@ -49,28 +49,29 @@ class _Tap(NamedTuple):
 
 
 class Inbox:
-    """All pending requests of this process, and the receiver that fills them.
+    """All pending requests of this process, and the receiver of their rows.
 
     Args:
-        num_copiers: number of threads that copy large messages; as `count` of Copiers.
+        num_copiers: number of threads that copy large messages, as `count` of Copiers.
         allocator: makes the memory for rows.
 
     Attributes:
-        allocator: as given.
+        allocator: the argument.
         budget: None offline, where there is no limit.
-        on_counters: called with the totals of a worker's sinks.
-        generation: changes if a worker may have dropped this process; engines then connect again.
+        on_counters: the receiver calls this with the totals of a worker's sinks.
+        generation: grows if a worker may have dropped this process. Engines then connect again.
     """
 
     def __init__(self, num_copiers: int | None = None, allocator: CachingAllocator = PLAIN) -> None:
-        # Weak: when vLLM drops a request (aborted, client gone), its rows go too.
+        # Weak references: when vLLM drops a request, Python frees the request's rows too.
         self._pending: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
-        #: Requests whose askers are not the operator (Asker.operator): they see less of manifests.
+        #: Requests whose senders are not the operator (Asker.operator). These senders get shorter
+        #: manifests.
         self._outsiders: weakref.WeakSet[Pending] = weakref.WeakSet()
-        # Unique over all front-ends of an engine, because their keys meet in the engine's workers.
+        # Keys must be unique over all front-ends, because all front-ends share the workers.
         self._keys = itertools.count(secrets.randbits(30) << 32)
-        #: Number of tokens that arrived so far, in all messages. Arrival numbers come from it: they
-        #: decide which row of a position is the last.
+        #: Number of tokens that have arrived so far, in all messages. Arrival numbers are made from
+        #: this number. Arrival numbers decide which row of a position is the last.
         self._num_arrived = 0
         self._last_tap: _Tap | None = None
         self._copiers, self.allocator = Copiers(num_copiers), allocator
@@ -99,21 +100,22 @@ class Inbox:
         promised: int = 0,
         copies: int = 1,
     ) -> Pending:
-        """Make the buffer of a request that enters.
+        """Make the Pending of a new request.
 
         Args:
             asked: the reads and probes that go to memory.
-            promised: bytes that the prompt delivers to this process (budget.bytes_of_prompt).
-            copies: number of such requests that enter together (`n`).
+            promised: number of bytes that the prompt delivers to this process
+                (budget.bytes_of_prompt).
+            copies: number of completions of the request (`n`), which enter together.
 
         Raises:
-            SpecError: the prompts alone deliver more than one key may hold.
-            CapacityError: the prompt delivers more than the key may hold now, here or in files.
+            SpecError: all copies together deliver more bytes than a key may ever hold.
+            CapacityError: the key has no room now, in memory or in files.
         """
         share, asker = None, asking.get()
         if self.budget is not None:
             share = Share(self.budget, promised, copies, asker.owner)
-            asker.expect(promised)  # if it raises, the share gives back what it took
+            asker.expect(promised)  # if `expect` raises, the share gives its bytes back
         pending = Pending(
             next(self._keys), asked, sites, prompt_ids, max_tokens, num_stages, share,
             self.allocator,
@@ -124,23 +126,23 @@ class Inbox:
         return pending
 
     def hold(self, num_bytes: int) -> Share | None:
-        """Count rows that are kept after their request has ended, as bytes of the running code's
-        asker. The rows count until the returned Share is collected. Returns None offline. Raises
-        SpecError and CapacityError as `open` does."""
+        """Count rows that are kept after the end of their request in the budget of the current
+        sender. The rows count until the returned Share is garbage-collected. Returns None offline.
+        Raises SpecError and CapacityError as `open` does."""
         return None if self.budget is None else Share(self.budget, num_bytes, 1, asking.get().owner)
 
     def forget(self, pending: Pending) -> None:
-        """Drop a request's rows now; rows that still arrive for it are ignored."""
+        """Drop a request's rows now, and ignore rows of this request that arrive later."""
         self._pending.pop(pending.key, None)
         pending.clear()
 
     def renew(self) -> None:
-        """Have engines connect again. Called if due rows do not arrive: a worker may then have
-        dropped this process."""
+        """Make engines connect again. Callers use this if due rows do not arrive, because a worker
+        may have dropped this process."""
         self.generation += 1
 
     def listen(self, host: str) -> None:
-        """Let workers reach this process over TCP too; see Receiver.listen."""
+        """Allow workers to connect to this process over TCP too. See Receiver.listen."""
         self._receiver.listen(host)
 
     def close(self) -> None:
@@ -161,7 +163,7 @@ class Inbox:
                     arrived[key] = pending
         whole = False
         try:
-            # The worker may reuse the memory once `_on_rows` has returned.
+            # Copy now: the worker may reuse the memory after `_on_rows` has returned.
             self._copiers.run([copy for one in arrived.values() for copy in one.copies()])
             whole = message.valid()
         finally:
@@ -171,10 +173,10 @@ class Inbox:
     def _first_number(self, message: RowsMessage) -> int:
         """The arrival number of a message's first token.
 
-        The taps of a step that is drained tap by tap come in ascending order. Their messages have
-        the same numbers, so that a request's columns may share labels. If the tap of a message does
-        not come after the tap of the message before, the message begins the next step and has
-        larger numbers.
+        If a step is drained tap by tap, one message arrives for each tap, in ascending order of
+        taps. The messages of one step have the same arrival numbers. The columns of a request can
+        then share their labels. If a message's tap is not later than the previous message's tap,
+        the message begins a new step and has larger numbers.
         """
         last = self._last_tap
         if (
@@ -220,7 +222,7 @@ def _added(
     try:
         pending.add(pieces, labels, some)
     except Exception:
-        # This request reports the rows as dropped; the other requests go on.
+        # The result of this request counts the rows as dropped. The other requests go on.
         logger.exception("vllm-scope: rows of a request could not be kept")
         pending.revert()
         return False
@@ -233,18 +235,17 @@ _inbox_lock = threading.Lock()
 
 
 def num_pending() -> int:
-    """The number of requests whose rows this process holds or waits for."""
+    """The number of requests that have a Pending in this process."""
     return 0 if _inbox is None else len(_inbox)
 
 
 def num_bytes_held() -> int:
-    """Bytes of rows and scores of this process's running requests; 0 offline, where they are not
-    counted."""
+    """Number of bytes of rows and scores of this process's running requests. Returns 0 offline."""
     return 0 if _budget is None else _budget.num_bytes
 
 
 def inbox() -> Inbox:
-    """This process's inbox, opened at its first use."""
+    """This process's inbox. The first call makes the inbox."""
     global _inbox
     with _inbox_lock:
         if _inbox is None:
@@ -254,12 +255,12 @@ def inbox() -> Inbox:
 
 
 def share_memory(num_processes: int) -> None:
-    """Bound the memory that this process keeps for reuse, as one of `num_processes` processes."""
+    """Bound the memory that this process keeps for reuse. All `num_processes` have equal bounds."""
     inbox().allocator.bound(reuse_bytes(num_processes=num_processes))
 
 
 def limit(most_bytes: int) -> None:
-    """Bound the bytes that this process's inbox holds, in a server."""
+    """Set the limit of bytes of this process's inbox. Only a server calls this."""
     global _budget
     with _inbox_lock:
         if _budget is None:

@@ -1,7 +1,7 @@
-"""The tokens of a lens in a result: by layer, the likeliest at each position.
+"""The tokens of a lens in a result: for each layer and position, the likeliest tokens.
 
 Owns:  TopTokens (of one layer), LensTokens (of all layers of one LensTopK), Lenses (by name).
-Runs:  in the front-end, and in every process that a result is pickled to.
+Runs:  in the front-end, and in every process that unpickles a result.
 From:  batch.sparse, scores.   To: result; server.encode; analysis.lens.
 """
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class TopTokens:
-    """The likeliest next tokens at each position, by the rows of one layer. Tensors on the CPU.
+    """The likeliest next tokens at each position, from the rows of one layer. CPU tensors.
 
     Attributes:
-        positions: int64 [num_positions], ascending, absolute; the tokens at position p are
+        positions: int64 [num_positions], ascending, absolute. The tokens at position p are
             predictions for position p + 1.
-        token_ids: int64 [num_positions, k], the likeliest first.
+        token_ids: int64 [num_positions, k], the likeliest token first.
         log_probs: float32 [num_positions, k], natural logarithms.
     """
 
@@ -40,12 +40,12 @@ class TopTokens:
 
     @staticmethod
     def of_rows(rows: SparseRows, positions: Tensor) -> TopTokens:
-        """The tokens that a worker delivered; k is at most the size of the vocabulary."""
+        """The tokens that a worker delivered. k is at most the size of the vocabulary."""
         k = int(rows.counts.max()) if len(rows) else rows.shape[1]
         return TopTokens(positions, rows.indices[:, :k].long(), rows.values[:, :k])
 
     def top(self, position: int) -> list[tuple[int, float]]:
-        """(token id, log-probability) at a position, the likeliest first.
+        """(token id, log-probability) of each token at a position, the likeliest token first.
 
         Raises:
             KeyError: the lens was not applied at this position.
@@ -64,14 +64,14 @@ class LensTokens(Mapping[int, TopTokens]):
     """Layer -> the tokens of one LensTopK, layers ascending.
 
     Args:
-        tokenizer: decodes a list of token ids, for the table in a notebook; None shows ids.
+        tokenizer: decodes token ids for the table in a notebook. None: the table shows ids.
     """
 
     def __init__(self, layers: Mapping[int, TopTokens], tokenizer: Any = None) -> None:
         self._layers, self._tokenizer = dict(sorted(layers.items())), tokenizer
 
     def decoded(self, tokenizer: Any) -> LensTokens:
-        """The same tokens, which a notebook shows with their texts.
+        """The same tokens with a tokenizer. A notebook then shows the texts of the tokens.
 
         Args:
             tokenizer: an object with `decode`, such as `llm.get_tokenizer()`.
@@ -95,10 +95,10 @@ class LensTokens(Mapping[int, TopTokens]):
         return f"LensTokens(layers {', '.join(map(str, self))}; {count} positions)"
 
     def picture(self, tokens: Sequence[str] | None = None) -> Picture:
-        """A picture of the likeliest token of each position and layer (`views.lens_grid`).
+        """A picture that shows the likeliest token for each position and layer (`views.lens_grid`).
 
         Args:
-            tokens: the text of each token of prompt and answer, from position 0.
+            tokens: the text of each token of the prompt and the answer, from position 0 on.
         """
         from vllm_scope.views.sparse import lens_grid
 
@@ -109,7 +109,7 @@ class LensTokens(Mapping[int, TopTokens]):
 
 
 class Lenses(Named[LensTokens]):
-    """Name of a LensTopK -> its tokens."""
+    """Name of a LensTopK -> the tokens of this LensTopK."""
 
     def __init__(self, table: ScoreTable, of: Snapshot) -> None:
         self._layers: dict[str, list[int]] = {}

@@ -1,12 +1,12 @@
 """The rows and scores of one completion, as the caller reads them.
 
 Owns:  ScopeResult (a snapshot).
-Runs:  in the front-end, on any thread, and in every process that a result is pickled to.
-From:  buffer.   To: streams and scores, as their Snapshot.
+Runs:  in the front-end, on any thread, and in every process that unpickles a result.
+From:  buffer.   To: streams and scores, as a Snapshot.
 
-Promise: for all positions that were asked for and processed, a result has one row per (site, layer,
-position): the row that was computed last. The counts say whether any row is missing. Messages of
-stages and steps may arrive in any order.
+Promise: a result has one row for each (site, layer, position) that was requested and processed. If
+a row was computed several times, the result has the last one of these rows. The counts tell whether
+a row is missing. Messages of stages and steps may arrive in any order.
 """
 
 from __future__ import annotations
@@ -46,39 +46,37 @@ Status = Literal["streaming", "complete", "incomplete", "aborted", "failed"]
 class ScopeResult(OverStreams):
     """The rows and scores of one completion.
 
-    `result["resid_post", 5]` is a tensor [num_positions, hidden_size], model dtype,
-    CPU, in position order; `result["q", 5]` and other sites inside the attention
-    [num_positions, heads, numbers of a head]. `result.positions("resid_post", 5)` are
-    the absolute positions (index into prompt + generated). Row p is the state while
-    token p is processed, so the token sampled last has none. If a stream was read
-    before and after the edits of its site, the key takes a third word:
-    `result["resid_post", 5, "before"]`. Rows of a read with a codec are decoded;
-    `result.encoded("resid_post", 5)` returns them encoded.
+    `result["resid_post", 5]` is a tensor [num_positions, hidden_size], model dtype, CPU, in
+    position order. At sites inside the attention, `result["q", 5]` is [num_positions, heads,
+    numbers of a head]. `result.positions("resid_post", 5)` are the absolute positions (index into
+    prompt + generated). Row p is the state while token p is processed. The token sampled last has
+    no row. If a stream was read before and after the edits of its site, the key takes a third word:
+    `result["resid_post", 5, "before"]`. Rows of a read with a codec are decoded.
+    `result.encoded("resid_post", 5)` returns the encoded rows.
 
     Attributes:
-        scores: by the probes' names, float32 [num_positions]; `scores.positions(name)` are their
-            positions.
-        features: by the names of `Features`: SparseFeatures, with positions, indices and values.
-        lens: by the names of `LensTopK`: LensTokens, by layer the likeliest tokens.
-        aggregates: as `scores`, for probes with an aggregate: at each position, the aggregate of
-            all scores up to that position.
-        verdicts: by the names of probes with a threshold, the first position where the probe's
-            value was above the threshold, and this value.
-        begun: by the names of probes with `after`, the first position that they score. Probes whose
-            first stage has no verdict are left out.
-        decisions: what the request's policy has decided, in the order of positions. The last
-            decision has an `error` if the policy does not control the request any more.
-        status: "streaming" while the request runs, "complete" if everything that
-            was asked for has arrived, "incomplete" if not, "aborted" if the request
-            was aborted, "failed" if its reads or edits failed (see `error`).
-        error: the reason, if status is "failed".
-        manifests: by sink, what became of the reads that went to sinks other than memory;
-            complete once the request has ended. A failed manifest makes the status
-            "failed", a partial one "incomplete"; rows in memory are not affected.
-        expected: number of rows and scores that the caller asked for, of the tokens processed so
-            far. Scores of an operator's monitors are not counted, and `status` ignores them, too.
-        delivered: how many of the expected rows and scores have arrived.
-        dropped: expected - delivered, once the request has ended; 0 before.
+        scores: name of a probe -> float32 [num_positions], at `scores.positions(name)`.
+        features: name of a `Features` -> SparseFeatures, with positions, indices and values.
+        lens: name of a `LensTopK` -> LensTokens, the likeliest tokens by layer.
+        aggregates: name of a probe with an aggregate -> float32 [num_positions]. The value at a
+            position is the aggregate of all scores up to this position.
+        verdicts: name of a probe with a threshold -> the first position at which the probe's value
+            was above the threshold, and the value at this position.
+        begun: name of a probe with `after` -> the first position that the probe scores. Probes
+            whose first stage has no verdict are left out.
+        decisions: the decisions of the request's policy, in the order of positions. If the policy
+            has stopped controlling the request, the last decision has an `error`.
+        status: "streaming" while the request runs. "failed" if reads or edits failed (see `error`).
+            After the end: "complete" if all requested values have arrived, "incomplete" if values
+            are missing, "aborted" if the request was aborted.
+        error: the reason if `status` is "failed", else None.
+        manifests: sink -> the request's manifest at this sink, for all sinks except memory. If a
+            manifest has the status "error", the result has the status "failed". If a manifest is
+            "partial", the result is "incomplete". Rows in memory are not affected.
+        expected: number of rows and scores that the caller requested for the tokens processed so
+            far. `expected` and `status` ignore scores of an operator's monitors.
+        delivered: number of expected rows and scores that have arrived.
+        dropped: 0 while `status` is "streaming", else expected - delivered.
     """
 
     def __init__(
@@ -100,8 +98,8 @@ class ScopeResult(OverStreams):
         self._status, self.error = status, error
         self._wanted_by: dict[tuple[Selector, ...], np.ndarray] = {}
 
-    # Both tables are made at first use: a request that streams has a result for each token, and
-    # most of these results are never read.
+    # `_stream_table` and `_score_table` are made at first use. A streaming request makes a result
+    # for each token, and most of these results are never read.
 
     @cached_property
     def _stream_table(self) -> StreamTable:
@@ -113,12 +111,12 @@ class ScopeResult(OverStreams):
 
     @property
     def num_processed(self) -> int:
-        """Number of positions processed so far: all tokens but the one sampled last."""
+        """Number of positions processed so far: all tokens except the token sampled last."""
         return num_processed(len(self._token_ids), self._num_prompt)
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and generated tokens so far; `token_ids[p]` is the token at position p."""
+        """Prompt and generated tokens so far. `token_ids[p]` is the token at position p."""
         return list(self._token_ids)
 
     @property
@@ -153,22 +151,22 @@ class ScopeResult(OverStreams):
 
     @property
     def verdicts(self) -> dict[str, Verdict]:
-        """Name of the probe -> position and value of its verdict, for the probes that have one."""
+        """Name of each probe that has a verdict -> position and value of the verdict."""
         return self._score_table.verdicts(self)
 
     @property
     def begun(self) -> dict[str, int]:
-        """Name of a probe with `after` -> the first position that it scores."""
+        """Name of a probe with `after` -> the first position that the probe scores."""
         return self._score_table.begun(self)
 
     @property
     def probes(self) -> tuple[ResolvedProbe, ...]:
-        """The probes as they were asked for, with those of an operator's monitors."""
+        """The request's own probes and the probes of an operator's monitors."""
         return self._asked.probes
 
     @property
     def own_probes(self) -> list[str]:
-        """The names of the probes that the caller asked for, without an operator's monitors."""
+        """The names of the probes that the caller requested, without an operator's monitors."""
         return self._score_table.own_probes
 
     @property
@@ -177,11 +175,11 @@ class ScopeResult(OverStreams):
 
     @property
     def edited(self) -> frozenset[SiteLayer]:
-        """The streams that the request itself edited."""
+        """The streams that the request's own edits change."""
         return frozenset(edit.stream for edit in self._asked.edits)
 
     def keys(self) -> list[SiteLayer]:
-        """The streams that were asked for."""
+        """The streams that the request reads."""
         streams = self._stream_table.names()
         return list(dict.fromkeys((site, layer) for site, layer, _ in streams))
 
@@ -194,7 +192,7 @@ class ScopeResult(OverStreams):
     def encoded(
         self, site: str, layer: int | None = None, when: Phase | None = None
     ) -> EncodedRows | None:
-        """The encoded rows, with their `codec` and `parts`; None if the read has no codec."""
+        """The encoded rows, with `codec` and `parts`. None if the read has no codec."""
         rows = self._rows_of(site, layer, when)[0]
         return rows if isinstance(rows, EncodedRows) else None
 
@@ -225,7 +223,7 @@ class ScopeResult(OverStreams):
         )
 
     def num_lost(self, probe: str) -> int:
-        """The number of scores of a probe, or of an operator's monitor, that have not arrived."""
+        """The number of missing scores of a probe or of an operator's monitor."""
         return self._score_table.num_lost(probe, self)
 
     @property
@@ -239,7 +237,7 @@ class ScopeResult(OverStreams):
         return self._status
 
     def columns(self) -> list[Column]:
-        """Every stream, then every probe, then all features, in the request's order."""
+        """Columns of all streams, then probes, then features, each in the request's order."""
         streams, table = self._stream_table, self._score_table
         rows = (streams.column(stream, self) for stream in streams.names())
         sparse = (Column(name, *table.sparse(name, self)) for name in table.features)
@@ -251,10 +249,10 @@ class ScopeResult(OverStreams):
         return Column(probe, found.scores, found.positions, aggregates=found.aggregates)
 
     def sources(self, rows: bool = True) -> list[Source]:
-        """The sources of streams, then those of the numbers that scores and features are made of.
+        """The sources of streams, then of the numbers that scores and features are computed from.
 
         Args:
-            rows: False leaves the streams out.
+            rows: False: leave out the sources of streams.
         """
         streams = self._stream_table
         of_rows = map(streams.source, streams.names()) if rows else ()
@@ -266,22 +264,22 @@ class ScopeResult(OverStreams):
         return [*of_rows, *banks]
 
     def parts_of(self, source: Source) -> list[Part]:
-        """The values of a source that arrived so far, in order of arrival. A later snapshot has the
-        same values, and maybe more."""
+        """The values of a source that have arrived so far, in order of arrival. A later snapshot
+        has the same values first, and may have more values."""
         return self.arrived(source.what, source.place)
 
     def wanted(self, selectors: Sequence[Selector], first: int = 0) -> np.ndarray:
-        """int64, ascending: the processed positions from `first` on that any selector selects."""
+        """int64, ascending: the processed positions, from `first` on, that a selector selects."""
         return wanted_positions(
             selectors, self._token_ids, self._num_prompt, self._status != "streaming", first
         )
 
     def as_cache(self) -> ActivationCache:
-        """The rows under TransformerLens's names: [1, num_positions, hidden_size] each, or for
-        sites inside the attention [1, num_positions, heads, numbers of a head].
+        """The rows under TransformerLens's names, [1, num_positions, hidden_size]. At sites inside
+        the attention the shape is [1, num_positions, heads, numbers of a head].
 
         Raises:
-            SpecError: not every position from 0 on was read, or rows are missing.
+            SpecError: a position from 0 on was not read, or rows are missing.
         """
         from vllm_scope.analysis.cache import ActivationCache
 
@@ -296,10 +294,10 @@ class ScopeResult(OverStreams):
         )
 
     def picture(self, tokenizer: Any = None) -> Picture:
-        """A picture of the status, the counts, the values that arrived, and each token's scores.
+        """A picture of the status, the counts, the arrived values, and each token's scores.
 
         Args:
-            tokenizer: an object with `decode`, such as `llm.get_tokenizer()`; None shows token ids.
+            tokenizer: an object with `decode`, such as `llm.get_tokenizer()`. None: token ids.
         """
         from vllm_scope.views.result import result_picture
 
@@ -309,8 +307,8 @@ class ScopeResult(OverStreams):
         return self.picture()._repr_html_()
 
     def monitored(self) -> ScopeResult:
-        """A result with the scores of an operator's monitors alone. Whatever the caller does with
-        its own result, these scores do not change. The new result holds no memory of rows."""
+        """A result with only the scores of an operator's monitors. Changes that the caller makes to
+        its own result do not change these scores. The new result refers to no memory of rows."""
         found = ScopeResult.__new__(ScopeResult)  # `copy.copy` would call __getstate__
         found.__dict__.update(self.__dict__)
         found._score_table, banks = self._score_table.monitors()
@@ -324,7 +322,7 @@ class ScopeResult(OverStreams):
         return state | {"_stream_table": streams, "_score_table": scores}
 
     def wanted_by(self, selectors: Sequence[Selector]) -> np.ndarray:
-        """The processed positions that any selector selects."""
+        """The processed positions that a selector selects."""
         key = tuple(selectors)
         if key not in self._wanted_by:
             self._wanted_by[key] = self.wanted(selectors)

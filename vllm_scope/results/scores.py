@@ -1,8 +1,8 @@
 """The scores and features of a result.
 
 Owns:  Scored (one probe's values), Asked (the probes and features of a spec), ScoreTable (the
-       values of all probes, and all features), Named (values by name, as callers see them), Scores
-       (the scores of probes by name).
+       values of all probes and features), Named (base class), Scores (the scores of probes by
+       name).
 Runs:  in the front-end.
 From:  table (the numbers of each bank), batch.readout.   To: result.
 """
@@ -28,9 +28,9 @@ from vllm_scope.request.selectors import Selector
 from vllm_scope.results.snapshot import Snapshot
 
 T = TypeVar("T")
-#: A bank at a point, and the tokens whose numbers are wanted.
+#: A bank, its point, and the selector of the tokens whose numbers are wanted.
 CellKey = tuple[Bank, int, Selector]
-#: (point -> its column, positions and arrivals as a Part, float32 [n, num_columns, numbers of the
+#: (point -> column, positions and arrivals as a Part, float32 [n, num_columns, numbers of the
 #: bank]).
 _Table = tuple[dict[int, int], Part, np.ndarray]
 
@@ -41,8 +41,8 @@ class Scored(NamedTuple):
     Attributes:
         scores: float32 [n], CPU.
         positions: int64 [n], ascending.
-        aggregates: float32 [n]; None without an aggregate.
-        verdict: the probe's verdict; None if it has none so far.
+        aggregates: float32 [n]. None if the probe has no aggregate.
+        verdict: None if the probe has no verdict so far.
     """
 
     scores: Tensor
@@ -51,16 +51,16 @@ class Scored(NamedTuple):
     verdict: Verdict | None = None
 
     def copied(self) -> Scored:
-        """A copy in memory of its own."""
+        """A copy of all values in new memory."""
         aggregates = None if self.aggregates is None else self.aggregates.clone()
         return self._replace(scores=self.scores.clone(), aggregates=aggregates)
 
 
 def cells_of(one: ResolvedProbe | ResolvedFeatures) -> list[CellKey]:
-    """The keys of the cells of a probe or of features: where the cells' numbers are. Cells with the
-    same bank, point and tokens have the same key."""
+    """The keys of the cells of a probe or of a `Features`. Cells with the same bank, point and
+    tokens have the same key."""
     known: list[CellKey] | None = one.__dict__.get("_cell_keys")
-    if known is None:  # kept on `one`, because many requests share a monitor's probe
+    if known is None:  # cached in `one`, because many requests share a monitor's probe
         banks: dict[Bank, Bank] = {}
         named = ((cell.bank.nameless, cell.place.point()) for cell in one.cells)
         found = [(banks.setdefault(bank, bank), point, one.tokens) for bank, point in named]
@@ -69,10 +69,10 @@ def cells_of(one: ResolvedProbe | ResolvedFeatures) -> list[CellKey]:
 
 
 def summed(one: ResolvedProbe | ResolvedFeatures, numbers: Sequence[Tensor]) -> Tensor:
-    """float32 [n, num_values]: the sum over the cells of a probe or of features.
+    """float32 [n, num_values]: the sum over the cells of a probe or of a `Features`.
 
     Args:
-        numbers: for each cell, the numbers of its bank: [n, numbers of the bank].
+        numbers: for each cell, the numbers of the cell's bank, [n, numbers of the bank].
     """
     count = one.num_values
     parts = [
@@ -83,15 +83,15 @@ def summed(one: ResolvedProbe | ResolvedFeatures, numbers: Sequence[Tensor]) -> 
 
 
 class Asked:
-    """The probes and features of a spec, grouped as results need them.
+    """The probes and features of a spec, in the groups that results use.
 
     Attributes:
         probes, features: by name.
-        own: the names of the probes and features that the caller asked for: all but an operator's
-            monitors. Only these are in counts, and in `tokens` of an answer.
+        own: the names of all probes and features that do not belong to an operator's monitors. Only
+            own probes and features are in counts and in `tokens` of an answer.
         aggregated: the probes with an aggregate.
-        judging: the names of probes that have verdicts.
-        later: the probes with a first stage.
+        judging: the names of the probes that can have verdicts.
+        later: the probes that wait for the verdict of another probe (`after`).
     """
 
     def __init__(
@@ -106,20 +106,20 @@ class Asked:
 
     @cached_property
     def monitors(self) -> Asked:
-        """The probes of an operator's monitors alone."""
+        """An Asked with only the probes of an operator's monitors."""
         return Asked([one for one in self.probes.values() if is_monitor(one.name)], ())
 
     @cached_property
     def banks(self) -> frozenset[Bank]:
-        """The kinds of numbers that the probes and features are made of."""
+        """The kinds of numbers from which the probes and features are computed."""
         every: Iterable[ResolvedProbe | ResolvedFeatures]
         every = chain(self.probes.values(), self.features.values())
         return frozenset(bank for one in every for bank, _, _ in cells_of(one))
 
     @cached_property
     def alike(self) -> list[tuple[tuple[CellKey, ...], ResolvedProbe | ResolvedFeatures, int]]:
-        """The probes and features of `own`, in groups that are made of the same cells: (the cells,
-        the group's first probe or features, the size of the group)."""
+        """The probes and features of `own`, in groups with the same cells. A group is (the cells,
+        the group's first probe or `Features`, the size of the group)."""
         found: dict[tuple[CellKey, ...], list[ResolvedProbe | ResolvedFeatures]] = {}
         every: Iterable[ResolvedProbe | ResolvedFeatures]
         every = chain(self.probes.values(), self.features.values())
@@ -129,10 +129,10 @@ class Asked:
 
 
 class ScoreTable:
-    """All probes' scores and all features in one snapshot, computed when they are asked for.
+    """The scores of all probes and all features in one snapshot, computed at first use.
 
-    The snapshot holds the table. The table does not hold the snapshot, so that memory is freed
-    without the garbage collector.
+    The snapshot refers to the table. The table does not refer to the snapshot. Therefore Python
+    frees the memory without the garbage collector.
     """
 
     def __init__(self, asked: Asked) -> None:
@@ -141,8 +141,8 @@ class ScoreTable:
         self._sparse: dict[str, tuple[SparseRows, Ints]] = {}
         self._numbers: dict[CellKey, tuple[Tensor, Ints]] = {}
         self._tables: dict[Bank, _Table | None] = {}
-        #: (ids of the parts' position arrays, tokens, first stage) -> (the values chosen from the
-        #: parts, the parts). The parts are kept so that no other array gets these ids.
+        #: (ids of the parts' position arrays, tokens, first stage) -> (the chosen values, the
+        #: parts). The parts are kept because a new array could get the id of a freed array.
         self._chosen: dict[
             tuple[tuple[int, ...], Selector, str | None], tuple[Chosen, Sequence[Part]]
         ] = {}
@@ -150,14 +150,14 @@ class ScoreTable:
     @staticmethod
     def of(asked: Resolved) -> ScoreTable:
         """An empty table for a request. Requests with the same spec share `asked`, which may have a
-        thousand probes, so its Asked is made once."""
+        thousand probes. Therefore the Asked is cached in `asked`."""
         known = asked.__dict__.get("_scored")
         if known is None:
             known = asked.__dict__["_scored"] = Asked(asked.probes, asked.features)
         return ScoreTable(known)
 
     def monitors(self) -> tuple[ScoreTable, frozenset[Bank]]:
-        """A new table of an operator's monitors alone, and the kinds of numbers that it needs."""
+        """(A new table with only an operator's monitors, the kinds of numbers in this table)."""
         return ScoreTable(self._asked.monitors), self._asked.monitors.banks
 
     @property
@@ -170,7 +170,7 @@ class ScoreTable:
 
     @property
     def own_probes(self) -> list[str]:
-        """The names of the probes that the caller asked for."""
+        """The names of the probes that the caller requested."""
         return [name for name in self.probes if name in self._asked.own]
 
     @property
@@ -188,7 +188,7 @@ class ScoreTable:
         return self._found[name]
 
     def sparse(self, name: str, of: Snapshot) -> tuple[SparseRows, Ints]:
-        """(The features of the action with this name, their positions)."""
+        """(The features of the action with this name, the positions of the features)."""
         if name not in self._sparse:
             asked = self.features[name]
             words, positions = self._summed(asked, of)
@@ -203,7 +203,7 @@ class ScoreTable:
         positions = cells[0][1]
         numbers = [values for values, _ in cells]
         if not all(at is positions or np.array_equal(positions, at) for _, at in cells):
-            # Numbers of a stage or of a tap are missing.
+            # The numbers of a pipeline stage or of a tap are missing.
             positions = reduce(np.intersect1d, (at for _, at in cells))
             numbers = [values[torch.from_numpy(at.searchsorted(positions))] for values, at in cells]
         return summed(one, numbers), positions
@@ -211,8 +211,9 @@ class ScoreTable:
     def _together(
         self, one: ResolvedProbe | ResolvedFeatures, of: Snapshot
     ) -> tuple[Tensor, Ints] | None:
-        """The result of `_summed` without a copy, if the cells' numbers came together and in order,
-        each once; else None. Every request with a monitor calls it, so it must be fast."""
+        """The result of `_summed` without a copy, or None. The result is None unless one table has
+        the cells' numbers, in order, without repeated positions. Every request with a monitor calls
+        `_together`, therefore `_together` must be fast."""
         keys = cells_of(one)
         bank = keys[0][0]
         if any(key[0] is not bank for key in keys):
@@ -236,7 +237,7 @@ class ScoreTable:
         ]
         total = parts[0]
         if len(parts) > 1:
-            # Add as `summed` does. numpy takes a third of torch's time for so few numbers.
+            # Add in the order of `summed`. numpy takes a third of torch's time for few numbers.
             with np.errstate(over="ignore", invalid="ignore"):
                 total = parts[0] + parts[1]
                 for more in parts[2:]:
@@ -244,7 +245,7 @@ class ScoreTable:
         return torch.from_numpy(total), chosen.positions
 
     def _table_of(self, bank: Bank, of: Snapshot) -> _Table | None:
-        """A bank's numbers, if all are in one table whose columns have the same positions."""
+        """A bank's numbers, or None if not all columns are in one table with equal positions."""
         if bank not in self._tables:
             table = of.only_table(bank)
             found = None if table is None else table.together()
@@ -256,20 +257,20 @@ class ScoreTable:
         return self._tables[bank]
 
     def begins(self, one: ResolvedProbe | ResolvedFeatures, of: Snapshot) -> int | None:
-        """The first position that a probe may score; None while it waits for a verdict."""
+        """The first position that a probe may score. None while the probe waits for a verdict."""
         if isinstance(one, ResolvedFeatures) or one.after is None:
             return 0
         verdict = self.score(one.after, of).verdict
         return None if verdict is None else one.begins(verdict.position, of.num_prompt)
 
     def verdicts(self, of: Snapshot) -> dict[str, Verdict]:
-        """Name of a probe -> its verdict, of the probes that have one."""
+        """Name of a probe -> the probe's verdict. Probes without a verdict are left out."""
         found = {name: self.score(name, of).verdict for name in self._asked.judging}
         return {name: verdict for name, verdict in found.items() if verdict is not None}
 
     def begun(self, of: Snapshot) -> dict[str, int]:
-        """Name of a probe with `after` -> the first position that it scores. Probes whose first
-        stage has no verdict are left out."""
+        """Name of a probe with `after` -> the first position that the probe scores. Probes whose
+        first stage has no verdict are left out."""
         found = {probe.name: self.begins(probe, of) for probe in self._asked.later}
         return {name: first for name, first in found.items() if first is not None}
 
@@ -282,8 +283,8 @@ class ScoreTable:
     def _of(
         self, key: CellKey, one: ResolvedProbe | ResolvedFeatures, of: Snapshot
     ) -> tuple[Tensor, Ints]:
-        """(The numbers of a cell, their positions). All probes of the cell's bank begin at the same
-        position."""
+        """(The numbers of a cell, the positions of the numbers). All probes of the cell's bank
+        begin at the same position."""
         known = self._numbers.get(key)
         if known is None:
             bank, point, _ = key
@@ -299,8 +300,8 @@ class ScoreTable:
     def _choose(
         self, parts: Sequence[Part], one: ResolvedProbe | ResolvedFeatures, of: Snapshot
     ) -> Chosen:
-        """The values to use, out of some parts. Layers that are computed together share the arrays
-        of their positions, so the choice is made once for all of them."""
+        """The values to use from some parts. Layers that are computed together share their position
+        arrays. Therefore the choice for these layers is made one time."""
         key = tuple(id(part.positions) for part in parts), one.tokens, one.after
         known = self._chosen.get(key)
         if known is None:
@@ -308,14 +309,13 @@ class ScoreTable:
         return known[0]
 
     def accounts(self, of: Snapshot) -> Iterator[tuple[Ints, Ints, int]]:
-        """(positions that are wanted, those that arrived, number of probes or features), without an
-        operator's monitors."""
+        """(wanted positions, positions that arrived, number of probes), without monitors."""
         for keys, first, count in self._asked.alike:
             yield self._wanted(first, of), self._arrived(keys, first.name, of), count
 
     def num_lost(self, name: str, of: Snapshot) -> int:
-        """The number of scores of a probe, or of an operator's monitor, that have not arrived. All
-        scores that have arrived are at wanted positions."""
+        """The number of missing scores of a probe or of an operator's monitor. All scores that have
+        arrived are at wanted positions."""
         return len(self._wanted(self.probes[name], of)) - len(self.score(name, of).positions)
 
     def _arrived(self, keys: Sequence[CellKey], name: str, of: Snapshot) -> Ints:
@@ -332,7 +332,7 @@ class ScoreTable:
         return reduce(np.intersect1d, (positions_of(of.arrived(*key[:2])) for key in keys))
 
     def own(self, of: Snapshot) -> ScoreTable:
-        """A copy with every score and feature, in memory of its own."""
+        """A copy with all scores and features in new memory."""
         found = ScoreTable(self._asked)
         found._found = {name: self.score(name, of).copied() for name in self.probes}
         found._sparse = {name: self.sparse(name, of) for name in self.features}
@@ -340,20 +340,20 @@ class ScoreTable:
 
 
 def positions_of(parts: Sequence[Part]) -> Ints:
-    """The positions that arrived, in the order of their arrival."""
+    """The positions that arrived, in order of arrival."""
     if len(parts) == 1:
         return parts[0].positions
     return np.concatenate([p.positions for p in parts]) if parts else np.zeros(0, np.int64)
 
 
 class Named(Mapping[str, T]):
-    """Values of a result by the names that the request gave; each is made when it is asked for."""
+    """Values of a result, by the names in the request. A value is made at each access."""
 
     def __init__(self, names: Collection[str], table: ScoreTable, of: Snapshot) -> None:
         self._names, self._table, self._of = names, table, of
 
     def _check(self, name: str, whose: str, there: str) -> None:
-        """Raises KeyError if the request gave no such name."""
+        """Raise KeyError if the request has no such name."""
         if name not in self._names:
             asked = ", ".join(self._names) or "none"
             raise KeyError(f"no {whose} called {name!r}; {there}: {asked}.")
@@ -370,11 +370,10 @@ class Named(Mapping[str, T]):
 
 
 class Scores(Named[Tensor]):
-    """Name of the probe -> its scores: float32 [num_positions], CPU, in position order.
+    """Name of a probe -> the probe's scores, float32 [num_positions], CPU, in position order.
 
     Args:
-        aggregates: True if the values are aggregates instead of scores. The mapping then has only
-            the probes with an aggregate.
+        aggregates: True: aggregates instead of scores, only for probes with an aggregate.
     """
 
     def __init__(self, table: ScoreTable, of: Snapshot, aggregates: bool = False) -> None:

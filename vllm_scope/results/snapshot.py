@@ -1,7 +1,7 @@
-"""Where the values of one snapshot of a request are.
+"""The interface through which the values of one snapshot of a request are read.
 
-Owns:  Snapshot, Source; What and Parts (what arrived, by kind of values).
-To:    streams and scores (which read a snapshot), result (which is one), cursor.
+Owns:  Snapshot, Source, What (a kind of values), Parts (the arrived values, by kind).
+To:    streams and scores (read a snapshot), result (is a snapshot), cursor.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from vllm_scope.request.sites import Phase
 if TYPE_CHECKING:
     from vllm_scope.results.table import FrozenTable
 
-#: A stream on one side of the edits of its site: site, layer, phase.
+#: A stream before or after the edits of its site: (site, layer, phase).
 StreamKey = tuple[str, int, Phase]
 #: The kind of values: raw rows (None), encoded rows, or numbers of a bank of probes.
 What = Head | None
-#: Kind of values -> point -> what arrived.
+#: Kind of values -> point -> the parts that arrived.
 Parts = Mapping[What, Mapping[int, list[Part]]]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the values of a stream, or the numbers of a bank, are.
+    """Identifies the values of a stream, or the numbers of a bank, in a snapshot.
 
     Attributes:
-        label: as in Column; None for the numbers of a bank.
+        label: as in Column. None for the numbers of a bank.
         place: the point.
         row_shape: as in Column.
         after: for a bank, as in Probe.
@@ -49,16 +49,16 @@ class Snapshot(Protocol):
     """The values of a request that have arrived. ScopeResult is a Snapshot."""
 
     def arrived(self, what: What, place: int) -> list[Part]:
-        """The parts of a kind of values at a point."""
+        """The parts with values of the kind `what`, at the point `place`."""
 
     def arrived_of(self, what: What) -> Mapping[int, list[Part]]:
-        """Point -> the parts of a kind of values at this point."""
+        """Point -> the parts with values of the kind `what` at this point."""
 
     def only_table(self, what: What) -> FrozenTable | None:
-        """The table that has all values of a kind; None if there is no such table."""
+        """The table that has all values of a kind. None if there is no such table."""
 
     def wanted_by(self, selectors: Sequence[Selector]) -> Ints:
-        """The processed positions that any selector selects."""
+        """The processed positions that a selector selects."""
 
     @property
     def num_prompt(self) -> int: ...

@@ -2,7 +2,7 @@
 
 Owns:  StreamTable.
 Runs:  in the front-end.
-From:  table (the rows that arrived), by way of a Snapshot.   To: result.
+From:  table (the rows that arrived), through a Snapshot.   To: result.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from vllm_scope.results.column import Column, shaped
 from vllm_scope.results.scores import positions_of
 from vllm_scope.results.snapshot import Snapshot, Source, StreamKey
 
-#: Rows [n, ...], maybe encoded, and their positions, int64 [n].
+#: (rows or encoded rows [n, ...], positions of the rows, int64 [n]).
 Rows = tuple[Tensor | EncodedRows, Ints]
 
 
 class StreamTable:
-    """The rows of all streams in one snapshot. A stream's parts are joined when its rows are
-    asked for.
+    """The rows of all streams in one snapshot. A stream's parts are joined at its first use.
 
-    The snapshot holds the table. The table does not hold the snapshot, so that memory is freed
-    without the garbage collector.
+    The snapshot refers to the table. The table does not refer to the snapshot. Therefore Python
+    frees the memory without the garbage collector.
     """
 
     def __init__(self, sources: Mapping[StreamKey, Source], sites: Sites) -> None:
@@ -42,24 +41,25 @@ class StreamTable:
 
     @staticmethod
     def of(asked: Resolved, sites: Sites) -> StreamTable:
-        """An empty table for a request. Requests with the same spec share `asked`, so its sources
-        are made once."""
+        """An empty table for a request. The sources are cached in `asked`, because requests with
+        the same spec share `asked`."""
         known = asked.__dict__.get("_stream_sources")
         if known is None or known[0] is not sites:
             known = asked.__dict__["_stream_sources"] = sites, _sources_of(asked, sites)
         return StreamTable(known[1], sites)
 
     def names(self) -> list[StreamKey]:
-        """The streams that were asked for."""
+        """The streams that the request reads."""
         return list(self._sources)
 
     def find(self, key: SiteLayer | StreamKey | str) -> StreamKey:
-        """The stream of a key, whose site may be an alias. Raises KeyError if there is none."""
+        """The stream of a key, whose site may be an alias. Raises KeyError if there is no
+        stream."""
         words = tuple(key) if isinstance(key, tuple | list) else (key, layer_of(key, None))
         site = ALIASES.get(str(words[0]), words[0])
         asked = self.names()
         for stream in asked:
-            # If the stream was read before and after the edits, a key without a phase means after.
+            # If the stream was read in both phases, a key without a phase means "after".
             if stream == (site, *words[1:]) or (
                 len(words) == 2
                 and stream[:2] == (site, words[1])
@@ -90,7 +90,7 @@ class StreamTable:
         return self._rows[stream]
 
     def tensor(self, stream: StreamKey, of: Snapshot) -> Tensor:
-        """The rows, in the shape of the site's rows. Encoded rows are decoded once."""
+        """The rows, in the shape of the site's rows. The first call decodes encoded rows."""
         rows, _ = self.rows(stream, of)
         if isinstance(rows, EncodedRows):
             if stream not in self._decoded:
@@ -105,7 +105,7 @@ class StreamTable:
         return self._sources[stream]
 
     def accounts(self, of: Snapshot) -> Iterator[tuple[Ints, Ints, int]]:
-        """(positions that are wanted, those that arrived, number of streams).
+        """(wanted positions, positions that arrived, number of streams).
 
         Streams with identical position arrays are counted together.
         """
@@ -114,13 +114,13 @@ class StreamTable:
             known = self._rows.get(stream)
             arrived = positions_of(self._arrived(stream, of)) if known is None else known[1]
             wanted = of.wanted_by(self._sources[stream].selectors)
-            key = id(wanted), id(arrived)  # `found` keeps both, so no other array gets these ids
+            key = id(wanted), id(arrived)  # unique, because `found` keeps both arrays
             found[key] = (wanted, arrived, found[key][2] + 1 if key in found else 1)
         yield from found.values()
 
     def own(self, of: Snapshot) -> StreamTable:
-        """A copy with all rows, in memory of its own. Without the copy, pickling a view would
-        pickle its whole table."""
+        """A copy with all rows in new memory. If a view were pickled, pickle would store its whole
+        table."""
         found = StreamTable(self._sources, self._sites)
         for stream in self.names():
             rows, positions = self.rows(stream, of)
@@ -134,7 +134,7 @@ class StreamTable:
 
 
 def _sources_of(asked: Resolved, sites: Sites) -> dict[StreamKey, Source]:
-    """Stream -> its source, in the request's order."""
+    """Stream -> the stream's source, in the request's order."""
     found: dict[StreamKey, Source] = {}
     for read in asked.reads:
         for site, layer in read.streams:

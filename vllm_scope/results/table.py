@@ -1,10 +1,10 @@
 """Values of one request by column, in the order of their arrival.
 
-Owns:  Table, FrozenTable (what a snapshot sees of a table), ArrivedParts (all tables' parts).
-Runs:  in the front-end; the receiver's thread makes room, copiers fill it, any thread reads.
-From:  buffer.   To: copiers (what they copy), result.
+Owns:  Table, FrozenTable (a table's contents in one snapshot), ArrivedParts (all tables' parts).
+Runs:  in the front-end. The receiver's thread makes room. Copiers write values. Any thread reads.
+From:  buffer.   To: copiers (the copies to make), result.
 
-Promise: memory that a snapshot shares is never written again.
+Promise: no thread writes to memory that a snapshot shares.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from vllm_scope.results.allocator import PLAIN, CachingAllocator
 from vllm_scope.results.copiers import Copy
 from vllm_scope.results.snapshot import What
 
-#: Values of at most this many bytes are copied at once. To hand the copies to threads would take
-#: longer.
+#: `write` itself copies up to this number of bytes, because threads would need longer for small
+#: copies.
 SMALL_BYTES = 4096
 
 
 class TableKey(NamedTuple):
-    """Identifies a table of one request.
+    """The key of a table of one request.
 
     Attributes:
         what: the kind of the table's values.
-        columns: all points of the layout that have values of this kind.
+        columns: all points of the layout with values of this kind.
         also: as in Layout.
     """
 
@@ -41,8 +41,7 @@ class TableKey(NamedTuple):
     also: tuple[tuple[int, int], ...] = ()
 
     def names(self, wanted: Set[int]) -> dict[int, tuple[int, ...]]:
-        """Column -> the wanted points whose values the column has. Columns without such points are
-        left out."""
+        """Each column with wanted points -> the wanted points whose values are in the column."""
         called = {column: [column] for column in self.columns}
         for name, column in self.also:
             if column in called:
@@ -52,9 +51,9 @@ class TableKey(NamedTuple):
 
 
 class Table:
-    """Values of some columns of one request, in the order of their arrival.
+    """The values of some columns of one request, in order of arrival.
 
-    A column is a point. The table is append-only, so snapshots share its memory.
+    A column is a point. Snapshots share the table's memory, because the table is append-only.
 
     Args:
         names: as TableKey.names returns them.
@@ -73,32 +72,32 @@ class Table:
     ) -> None:
         self.columns, self._names = tuple(names), tuple(names.values())
         self._dtype, self._allocator = dtype, allocator
-        # The values are bytes, because numpy has no bf16.
+        # The dtype is uint8, because numpy has no bf16.
         self._values = np.empty((0, len(names), value_bytes), np.uint8)
-        #: int64 [2, num_sets, room]: positions, and arrival numbers among all of the request's
-        #: values. Columns share one set until one of them gets values alone.
+        #: int64 [2, num_sets, room]: positions, and arrival numbers. All columns share one set of
+        #: labels until a single column gets values.
         self._labels = np.empty((2, 1, 0), np.int64)
         #: The number of values in each column, or one number if all columns have the same labels.
-        #: `_counts` counts the values that snapshots see; `_placed` also counts the values that are
-        #: added and not committed.
+        #: `_counts` counts only committed values, which snapshots see. `_placed` also counts added
+        #: values that are not committed.
         self._counts, self._placed = [0], [0]
-        #: How many values at the beginning have the same labels in all columns; None if the labels
-        #: of later values are known to differ.
+        #: Number of values at the beginning whose labels are the same in all columns. None if the
+        #: columns can no longer share labels.
         self._num_alike: int | None = 0
-        #: The values that are added and not copied: (their place in `_values`, the values).
+        #: The added values that are not copied yet: (index into `_values`, the values).
         self._coming: list[tuple[slice | tuple[slice, int], np.ndarray]] = []
 
     def write(self, labels: np.ndarray, values: np.ndarray, room: int) -> None:
-        """Make room for tokens with a value in every column.
+        """Add tokens with a value in every column. `copies` returns the copies to make.
 
         Args:
             labels: int64 [2, num_tokens], positions and arrivals.
             values: uint8 [num_tokens, num_columns, bytes].
-            room: tokens to make room for, if the table must grow.
+            room: number of tokens to make room for, if the table must grow.
         """
         first = self._placed[0]
         if len(self._placed) > 1 and self._placed.count(first) != len(self._placed):
-            # A column lost a message, so the columns end at different places.
+            # A column lost a message, therefore the columns have different lengths.
             for at, column in enumerate(self.columns):
                 self.write_one(column, labels, values[:, at], room)
             return
@@ -112,9 +111,10 @@ class Table:
         self._placed = [last] * len(self._placed)
 
     def write_one(self, column: int, labels: np.ndarray, values: np.ndarray, room: int) -> None:
-        """As `write`, for tokens with a value in one column. values: uint8 [num_tokens, bytes]."""
+        """Add tokens with a value in one column. values: uint8 [num_tokens, bytes]."""
         if len(self._counts) < len(self.columns):
-            # Set the counts last: a snapshot on another thread then finds labels for each count.
+            # Set the counts after the labels: a snapshot on another thread needs labels for each
+            # count.
             if self._labels.shape[1] == 1:
                 self._labels = self._labels.repeat(len(self.columns), axis=1)
             if self._num_alike is not None:
@@ -130,7 +130,7 @@ class Table:
         self._placed = [*self._placed[:at], last, *self._placed[at + 1 :]]
 
     def copies(self) -> list[Copy]:
-        """The copies that must be done before `commit`. Small values are copied already."""
+        """The copies that the caller must make before `commit`, without small values."""
         return [(self._values[where], values) for where, values in self._coming]
 
     def commit(self) -> None:
@@ -141,8 +141,7 @@ class Table:
             self._rejoin(self._num_alike)
 
     def _rejoin(self, num_alike: int) -> None:
-        """Let columns share their labels again, if all taps of a step that comes tap by tap have
-        arrived."""
+        """If all taps of a step drained tap by tap have arrived, let columns share labels again."""
         count = self._counts[0]
         if self._counts.count(count) < len(self._counts):
             return
@@ -168,19 +167,19 @@ class Table:
         self._values, self._labels = values, labels
 
     def freeze(self) -> FrozenTable:
-        """The values so far."""
-        # Read the counts first: another thread may replace the arrays by larger ones meanwhile.
+        """The contents of the table now."""
+        # Read the counts before the arrays: another thread may replace the arrays by larger arrays.
         counts = tuple(self._counts)
         return FrozenTable(self._names, counts, self._labels, self._values, self._dtype)
 
 
-@dataclass(eq=False)  # not frozen, which would double the time to make one
+@dataclass(eq=False)  # not frozen: a frozen object takes twice the time to make
 class FrozenTable:
-    """The contents of a table at one time. Nothing changes them.
+    """The contents of a table at one time. The contents never change.
 
     Attributes:
-        names: for each column, the points whose values it has.
-        counts: how many values each column has; one number if all columns have the same labels.
+        names: for each column, the points whose values the column has.
+        counts: number of values of each column, or one number if all columns have the same labels.
     """
 
     names: tuple[tuple[int, ...], ...]
@@ -191,7 +190,7 @@ class FrozenTable:
 
     def together(self) -> tuple[Part, np.ndarray] | None:
         """(All columns as one Part of uint8 rows, the same bytes as [n, num_columns, bytes]). None
-        if the table is empty, or if its columns have different positions."""
+        if the table is empty, or if the columns have different positions."""
         if not self.values.size or len(self.counts) != 1:
             return None
         values = self.values[: self.counts[0]]
@@ -199,19 +198,20 @@ class FrozenTable:
 
     @cached_property
     def _shared(self) -> tuple[np.ndarray, np.ndarray]:
-        """The positions and arrivals of all columns; only for columns that share them. Each access
-        returns the same objects."""
+        """The positions and arrivals of all columns. Must be used only if the columns share their
+        labels. Each access returns the same objects."""
         positions, arrivals = self.labels[:, 0, : self.counts[0]]
         return positions, arrivals
 
     def parts(self) -> dict[int, Part]:
-        """Point -> its values, as views."""
+        """Point -> views of the point's values."""
         if not self.values.size:
             return {}
         labels, counts = self.labels, self.counts
         values = torch.from_numpy(self.values).view(self.dtype)
         if len(counts) == 1:
-            # A shared view, so that ScopeResult counts each table once.
+            # All columns share these arrays: ScopeResult counts columns with identical arrays
+            # together.
             positions, arrivals = self._shared
             return {
                 name: Part(positions, arrivals, rows)
@@ -226,8 +226,8 @@ class FrozenTable:
 
 
 class ArrivedParts(Mapping[What, Mapping[int, list[Part]]]):
-    """A result's parts, made at first use, because the snapshots of a streaming request are seldom
-    read."""
+    """The parts of a result. Parts are made at first use, because the snapshots of a streaming
+    request are seldom read."""
 
     def __init__(self, tables: Mapping[TableKey, Table]) -> None:
         self._tables = [(key.what, table.freeze()) for key, table in list(tables.items())]
@@ -245,12 +245,12 @@ class ArrivedParts(Mapping[What, Mapping[int, list[Part]]]):
         return found
 
     def only_table(self, what: What) -> FrozenTable | None:
-        """The table of a kind of values; None if there are several, or none."""
+        """The table of a kind of values. None if the kind does not have exactly one table."""
         found = [table for kind, table in self._tables if kind == what]
         return found[0] if len(found) == 1 else None
 
     def only(self, kinds: Set[What]) -> ArrivedParts:
-        """The parts of some kinds of values. The new object holds no memory of other kinds."""
+        """The parts of some kinds of values. The new object refers to no memory of other kinds."""
         found = ArrivedParts({})
         found._tables = [(what, table) for what, table in self._tables if what in kinds]
         return found

@@ -1,11 +1,10 @@
-"""Tensors of a file, mapped but not read, and the JSON beside them.
+"""Maps the tensors of a file, and reads the JSON files of SAEs.
 
 Owns:  the readers of safetensors and npz files, and of configurations; `Given`.
 To:    the loaders of all formats.
 
-Promise: a tensor is a view of the mapped file, so only the numbers that are used are read. A tensor
-lies within its file: a header cannot claim memory that the file does not fill. No code in a file is
-run.
+Promise: a tensor is a view of the mapped file. Therefore only the used numbers are read. A tensor
+lies within its file: a header cannot claim more memory. Code in a file is never run.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class Given:
-    """Facts that the caller gives of an SAE. A field that is None comes from the SAE's files."""
+    """Properties of an SAE from the caller. If a field is None, the SAE's files give the value."""
 
     name: str
     place: Place | None = None
@@ -43,7 +42,7 @@ class Given:
 
 
 def read_config(path: Path, kind: type[Config], what: str = "an SAE") -> Config:
-    """The configuration in a JSON file, as a `kind`, which has the fields that are used.
+    """Read the configuration in a JSON file as an object of type `kind`. Other fields are ignored.
 
     Raises:
         SpecError: the file is too large or not JSON, or a field has the wrong type.
@@ -56,8 +55,8 @@ def read_config(path: Path, kind: type[Config], what: str = "an SAE") -> Config:
 
 
 def map_safetensors(path: Path) -> Tensors:
-    """The tensors of a safetensors file, by name. Raises SpecError if the file is malformed,
-    OSError if it cannot be read."""
+    """The tensors of a safetensors file, by name. Raises SpecError if the file is malformed. Raises
+    OSError if the file cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}
@@ -67,11 +66,11 @@ def map_safetensors(path: Path) -> Tensors:
 
 def map_npz(path: Path) -> Tensors:
     """The tensors of an .npz file, by name. Raises SpecError if the file is malformed or
-    compressed, OSError if it cannot be read."""
+    compressed. Raises OSError if the file cannot be read."""
     tensors: Tensors = {}
     try:
         with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
-            # Copy on write: a caller that writes to a tensor does not change the file.
+            # Copy on write. If a caller writes to a tensor, the file does not change.
             view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             for info in archive.infolist():
                 if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
@@ -86,13 +85,13 @@ def map_npz(path: Path) -> Tensors:
                 tensors[name] = torch.from_numpy(array.reshape(shape))
     except OSError:
         raise
-    except Exception as error:  # zipfile and numpy's parser raise a dozen kinds
+    except Exception as error:  # zipfile and numpy's parser raise many types
         raise SpecError(f"{path} is not an .npz that can be read: {error}.") from None
     return tensors
 
 
 def _data_start(view: mmap.mmap, info: zipfile.ZipInfo) -> int:
-    """The offset of a member's bytes in the file: after its local header, name and extra field."""
+    """The offset of a member's bytes in the file, after local header, name and extra field."""
     of_name, of_extra = struct.unpack_from("<HH", view, info.header_offset + 26)
     return info.header_offset + 30 + int(of_name) + int(of_extra)
 
@@ -100,8 +99,8 @@ def _data_start(view: mmap.mmap, info: zipfile.ZipInfo) -> int:
 def only(
     tensors: Tensors, needed: Collection[str], path: Path, optional: Collection[str] = ()
 ) -> Tensors:
-    """Check the tensors, and return them. Raises SpecError if a needed tensor is missing, if a
-    tensor is neither needed nor optional, or if a needed weight is not a matrix."""
+    """Check the tensors, and return them. Raises SpecError if a needed tensor is missing, if there
+    are other tensors than needed and optional ones, or if a needed weight is not a matrix."""
     for name in needed:
         if name not in tensors:
             raise SpecError(

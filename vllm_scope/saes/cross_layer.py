@@ -2,11 +2,11 @@
 all later layers.
 
 Owns:  CrossLayerTranscoder, EncoderOfClt, `load_clt`, `load_encoders`, `load_encoder`.
-Runs:  anywhere with torch. On the CPU.
+Runs:  on the CPU, anywhere with torch.
 From:  the folder that circuit-tracer writes.   To: load (the encoders), analysis (the decoders).
 
-Promise: matrices are views of mapped files. The encoder of a layer is an Sae, which a worker may
-hold like any other Sae. No worker holds a decoder.
+Promise: matrices are views of mapped files. A layer's encoder is an Sae: a worker can hold the
+encoder like any other Sae. No worker holds a decoder.
 
 | file                   | tensors                                                             |
 |------------------------|---------------------------------------------------------------------|
@@ -15,7 +15,7 @@ hold like any other Sae. No worker holds a decoder.
 | `W_dec_{i}.safetensors`| `W_dec_{i}` [d_sae, number of layers - i, d_out]                     |
 | `config.yaml`          | maybe: `feature_input_hook`, `feature_output_hook`                   |
 
-With f_i as the features that the encoder of layer i makes of the row x_i:
+f_i are the features that the encoder of layer i computes from the row x_i. Then:
 
     y_l = sum_{i <= l} f_i . W_dec_i[:, l - i] + b_dec_l + x_l . W_skip_l
 
@@ -47,7 +47,7 @@ _ENCODERS = re.compile(r"W_enc_([0-9]{1,5})\.safetensors")
 
 @dataclass(frozen=True, eq=False)
 class EncoderOfClt(Sae):
-    """The encoder of one layer. `decoder` has the vectors that features add to their own layer."""
+    """The encoder of one layer. `decoder` has the vectors for the output of the same layer."""
 
     def decode(self, features: Tensor, x: Tensor | None = None) -> Tensor:
         raise self._wrong(
@@ -61,8 +61,8 @@ class CrossLayerTranscoder:
     """All layers of a CLT.
 
     Attributes:
-        name: the name in messages.
-        encoders: one for each layer, from layer 0.
+        name: the CLT's name in messages.
+        encoders: the encoder of each layer, from layer 0.
         decoders: for each layer i a tensor [d_sae, number of layers - i, d_out], CPU.
 
     Raises:
@@ -85,21 +85,19 @@ class CrossLayerTranscoder:
 
     @torch.no_grad()
     def decode(self, features: Sequence[Tensor], layer: int, x: Tensor | None = None) -> Tensor:
-        """The rows that the CLT makes at the output of a layer.
+        """The rows that the CLT computes for the output of a layer.
 
         Args:
-            features: for each layer from 0 to `layer` its features, [..., d_sae], any float dtype,
-                CPU.
-            x: [..., d_model], the rows that this layer's encoder took; only if the layer has a
-                skip.
+            features: the features of layers 0 to `layer`, [..., d_sae] each, any float dtype, CPU.
+            x: [..., d_model], the input rows of this layer's encoder. Only if the layer has a skip.
 
         Returns:
             [..., d_out], float32.
 
         Raises:
-            SpecError: the CLT does not have the layer, features have a wrong number of layers or a
-                wrong shape, weights are not finite, or `x` is missing for a layer with a skip, or
-                given for one without.
+            SpecError: the CLT does not have the layer, `features` has a wrong number of layers or a
+                wrong shape, weights are not finite, `x` is missing although the layer has a skip,
+                or `x` is given although the layer has no skip.
         """
         self._check_layer(layer)
         encoder = self.encoders[layer]
@@ -127,13 +125,13 @@ class CrossLayerTranscoder:
     def decoder_of(self, layer: int, index: int) -> Tensor:
         """The vectors that one feature adds to the outputs of its layer and of all later layers.
 
-        Only this feature's numbers are read from the file.
+        Reads only this feature's numbers from the file.
 
         Returns:
             [number of layers - layer, d_out], float32.
 
         Raises:
-            SpecError: no such layer or feature, or numbers that are not finite.
+            SpecError: the layer or the feature does not exist, or a number is not finite.
         """
         self._check_layer(layer)
         if type(index) is not int or not 0 <= index < self.encoders[layer].d_sae:
@@ -163,7 +161,7 @@ def is_clt(path: Path) -> bool:
 
 
 def layer_in(path: Path) -> int | None:
-    """The layer of an encoder's file; None for another file."""
+    """The layer of an encoder's file. None for any other file."""
     match = _ENCODERS.fullmatch(path.name)
     return None if match is None else int(match[1])
 
@@ -173,10 +171,10 @@ def load_clt(path: str | Path, *, name: str | None = None) -> CrossLayerTranscod
 
     Args:
         path: the folder.
-        name: the name in messages; None: the path.
+        name: the CLT's name in messages. None: the path.
 
     Raises:
-        SpecError: another format, a malformed file, or missing layers.
+        SpecError: the format is another one, a file is malformed, or layers are missing.
         OSError: a file cannot be read.
     """
     folder = Path(path)
@@ -187,7 +185,7 @@ def load_clt(path: str | Path, *, name: str | None = None) -> CrossLayerTranscod
 
 
 def load_encoders(folder: Path, name: str) -> tuple[EncoderOfClt, ...]:
-    """The encoders of all layers; layer i's encoder is called NAME.i. Raises as `load_clt`."""
+    """The encoders of all layers. The encoder of layer i is called NAME.i. Raises as `load_clt`."""
     layers = sorted(layer for file in folder.iterdir() if (layer := layer_in(file)) is not None)
     if not layers or layers != list(range(len(layers))):
         raise SpecError(
@@ -202,7 +200,7 @@ def load_encoder(path: Path, name: str) -> EncoderOfClt:
     i = layer_in(path)
     assert i is not None
     names = {key: f"{key}_{i}" for key in ("W_enc", "b_enc", "b_dec", "threshold", "W_skip")}
-    # `only` checks that tensors are matrices if their names begin with W_.
+    # `only` checks that each tensor with a name that begins with W_ is a matrix.
     tensors = only(map_safetensors(path), list(names.values())[:3], path, list(names.values())[3:])
     own: Tensors = {key: tensors[named] for key, named in names.items() if named in tensors}
     config = _config(path.parent / CONFIG)

@@ -2,9 +2,9 @@
 
 Owns:  load_npz, load_safetensors.
 
-Both have `W_enc` [d_model, d_sae], `W_dec` [d_sae, d_model], `b_enc`, `b_dec` and `threshold`; in
-version 2 the matrices are called `w_enc` and `w_dec`. The encoder does not subtract `b_dec` from
-the row. The site and the layer are in the names of the folders, as in
+Both versions have `W_enc` [d_model, d_sae], `W_dec` [d_sae, d_model], `b_enc`, `b_dec` and
+`threshold`. In version 2 the matrices are called `w_enc` and `w_dec`. The encoder does not subtract
+`b_dec` from the row. The names of the folders contain the site and the layer, as in
 `gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71` and
 `gemma-scope-2-4b-pt/resid_post/layer_12_width_16k_l0_medium`.
 
@@ -58,7 +58,7 @@ def load_safetensors(folder: Path, given: Given) -> Sae:
                 "Scope's is 'jump_relu'."
             )
         if config.hf_hook_point_out not in (None, config.hf_hook_point_in):
-            raise SpecError(f"{folder / CONFIG} is of a transcoder; autoencoders are read.")
+            raise SpecError(f"{folder / CONFIG} is for a transcoder; only SAEs can be read.")
         if config.hf_hook_point_in is not None:
             place = place or place_of(config.hf_hook_point_in, f"{folder / CONFIG}")
     return _sae(map_safetensors(path), path, place or _place_in(path), given)
@@ -83,7 +83,7 @@ def _sae(tensors: Tensors, path: Path, place: Place, given: Given) -> Sae:
 def _place_in(path: Path) -> Place:
     folders = path.absolute().parent.parts
     if any(re.fullmatch(_TRANSCODER, folder) for folder in folders):
-        raise SpecError(f"{path} is of a transcoder; autoencoders are read.")
+        raise SpecError(f"{path} belongs to a transcoder; only autoencoders can be read.")
     sites = {
         site for name, site in _SITES.items() if any(re.fullmatch(name, each) for each in folders)
     }

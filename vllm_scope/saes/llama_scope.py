@@ -3,10 +3,10 @@
 Owns:  `load`.
 
 The tensors are `encoder.weight` [d_sae, d_model], `encoder.bias`, `decoder.weight`
-[d_model, d_sae] and `decoder.bias`. They were trained on rows scaled to a mean norm of
-sqrt(d_model). The publisher's code divides the biases by the factor of this scaling. Then the
-weights, and the one threshold of all features, are for raw rows. With
-`sparsity_include_decoder_norm` the threshold is in units in which each decoder row has norm 1.
+[d_model, d_sae] and `decoder.bias`. The training scaled rows to a mean norm of sqrt(d_model). The
+publisher's code divides the biases by the factor of this scaling. After that, the weights and the
+threshold (the same for all features) apply to raw rows. If `sparsity_include_decoder_norm` is set,
+the threshold is in units in which each decoder row has norm 1.
 
 Source: OpenMOSS/Language-Model-SAEs, src/lm_saes: standardize_parameters_of_dataset_norm,
 transform_to_unit_decoder_norm, and the Initializer that calls them in this order
@@ -47,11 +47,11 @@ class _Config(msgspec.Struct):
 
 
 def load(folder: Path, given: Given) -> Sae:
-    """The SAE of a folder. Raises SpecError and OSError."""
+    """Load the SAE of a folder. Raises SpecError and OSError."""
     path = folder / CONFIG
     config = read_config(path, _Config)
     if config.hook_point_out not in (None, config.hook_point_in):
-        raise SpecError(f"{path} is of a transcoder; autoencoders are read.")
+        raise SpecError(f"{path} belongs to a transcoder; only autoencoders can be read.")
     if config.act_fn.lower() != "jumprelu" or config.use_glu_encoder:
         raise SpecError(f"{path} has the activation {shown(config.act_fn)}; jumprelu is read.")
     tensors = only(map_safetensors(folder / WEIGHTS), _NAMES, folder / WEIGHTS)
@@ -72,7 +72,7 @@ def load(folder: Path, given: Given) -> Sae:
 
 
 def _scale(config: _Config, d_model: int, path: Path) -> float:
-    """The factor by which raw rows were multiplied in training. Raises SpecError."""
+    """The factor by which the training multiplied raw rows. Raises SpecError."""
     if config.norm_activation == "inference":
         return 1.0
     norm = config.dataset_average_activation_norm

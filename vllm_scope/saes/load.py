@@ -1,7 +1,7 @@
-"""Loads SAEs from paths. The names of the files tell the format.
+"""Loads SAEs from paths. The names of the files determine the format.
 
 Owns:  load_sae, load_saes, and the table of formats.
-From:  the loaders, one file for each family of formats.   To: Sae.
+From:  the loaders; one module for each family of formats. To: Sae.
 """
 
 from __future__ import annotations
@@ -46,18 +46,17 @@ def load_sae(
 
     Args:
         path: a folder of SAELens, sparsify, Gemma Scope or Llama Scope; a file `layer{n}.sae.pt` of
-            Qwen-Scope; or a file `W_enc_{n}.safetensors` of a cross-layer transcoder, which is the
-            encoder of layer n.
-        name: the name in messages; None: the path.
+            Qwen-Scope; or a file `W_enc_{n}.safetensors`, one encoder of a cross-layer transcoder.
+        name: the SAE's name in messages. None: the path.
         place: (site, layer), or the name of a hook such as `blocks.12.hook_resid_post`. None: the
-            place that the files, or the names of their folders, give.
-        k: the k of a TopK SAE, if its files and folders do not tell it.
-        norm_scaling_factor: the factor by which rows are multiplied first, for SAELens's
-            `expected_average_only_in`.
+            place comes from the files or the names of the folders.
+        k: the k of a TopK SAE, if the files and the names of the folders do not contain k.
+        norm_scaling_factor: the factor by which rows are multiplied before the encoder, for
+            SAELens's `expected_average_only_in`.
 
     Raises:
-        SpecError: an unknown format, a malformed file, or a kind of SAE that is not supported; the
-            message names the file.
+        SpecError: the format is unknown, a file is malformed, or the kind of SAE is not supported.
+            The message names the file.
         OSError: a file cannot be read.
     """
     path = Path(path)
@@ -76,12 +75,11 @@ def load_sae(
 
 
 def load_saes(paths: Mapping[str, str | Path]) -> dict[str, Sae]:
-    """Load SAEs from {name: path}; returns them by name. The folder of a cross-layer transcoder
-    stands for the encoders of all its layers: NAME.0, NAME.1 and so on.
+    """Load SAEs from {name: path}, and return {name: SAE}. The folder of a cross-layer transcoder
+    gives the encoders of all layers: NAME.0, NAME.1 and so on.
 
     Raises:
-        SpecError: two SAEs have the same name, or an SAE cannot be loaded; the message has its
-            name.
+        SpecError: two SAEs have the same name, or an SAE cannot be loaded.
     """
     found: list[Sae] = []
     for name, path in paths.items():
@@ -112,7 +110,7 @@ def _load(path: Path, given: Given) -> Sae:
         return encoder if given.place is None else replace(encoder, place=given.place)
     if cross_layer.is_clt(path):
         raise SpecError(
-            f"{path} is of a cross-layer transcoder; name the file of a layer, such as "
+            f"{path} belongs to a cross-layer transcoder; give the file of a layer, such as "
             f"{cross_layer.ENCODER.format(0)}, or use vllm_scope.saes.cross_layer.load_clt."
         )
     if path.is_file() and any(path.name == files[-1] for files in _FORMATS):

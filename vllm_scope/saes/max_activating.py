@@ -1,14 +1,13 @@
 """The strongest tokens of each feature of an SAE, with their context.
 
-Owns:  MaxActivating (the table), Strong (one token of it).
-Runs:  on a sink's thread, or anywhere with numpy. Needs no torch, no engine.
-From:  sinks.max_activating, or a caller's own loop.   To: max_activating_files, neuronpedia,
-       views.feature_page.
+Owns:  MaxActivating (the table), Strong (one token of the table).
+Runs:  on a sink's thread, or anywhere with numpy. Does not need torch or an engine.
+From:  sinks.max_activating, or a caller. To: max_activating_files, neuronpedia, views.feature_page.
 
-Promise: the table depends on the tokens that were added, and not on their order. Entries of equal
-value are in the order of their labels, then of their positions, then of their contexts' token ids.
-The table's memory is fixed when the table is made. A call of `add` also takes about four times
-BLOCK_BYTES, and 20 bytes for each place of its document.
+Promise: the order in which tokens are added does not change the table. Entries of equal value are
+sorted by label, then by position, then by the token ids of the context. The table allocates all its
+memory in the constructor. A call of `add` also takes about four times BLOCK_BYTES, and 20 bytes for
+each element of `indices`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from vllm_scope.saes.strongest import (
     widened,
 )
 
-#: Features of a document are processed in blocks, each with about this many bytes of entries.
+#: The features of a document are processed in blocks. A block has about this many bytes of entries.
 BLOCK_BYTES: Final = 1 << 24
 #: Entries are written in parts of about this many bytes.
 _PART_BYTES: Final = 1 << 21
@@ -51,11 +50,11 @@ class Strong:
 
     Attributes:
         value: the feature's value at this token.
-        label: the label of the token's document; in a sink's tables the request's id.
+        label: the label of the token's document. In a sink's tables, the label is the request's id.
         position: the token's position in its document.
         at: the token's index in `tokens`.
-        tokens: int32 [n], the token ids of the context, which does not go beyond the document.
-        values: float32 [n], the feature's value at each of `tokens`; NaN: it was not computed.
+        tokens: int32 [n], the token ids of the context. The context ends at the document's ends.
+        values: float32 [n], the feature's value at each of `tokens`. NaN if it was not computed.
     """
 
     value: float
@@ -73,25 +72,25 @@ def table_bytes(num_features: int, k: int, before: int, after: int) -> int:
 
 
 class MaxActivating:
-    """For each feature of an SAE its k strongest tokens, how often it is active, and a histogram.
+    """For each feature of an SAE: the k strongest tokens, a histogram, and a count of tokens.
 
     Args:
         num_features: number of the SAE's features.
-        k: number of tokens that are kept for each feature.
+        k: number of tokens to keep for each feature.
         before, after: number of context tokens before and after the token.
-        sae: the SAE's name, for files.
+        sae: the SAE's name; stored in files.
 
     Attributes:
-        num_documents, num_tokens: number of documents and tokens that were added.
-        num_full: number of tokens whose places all had a feature. Unless the SAE is a TopK SAE,
-            more features may have been active at these tokens.
+        num_documents, num_tokens: number of added documents, and of added tokens.
+        num_full: number of tokens with a feature in each place. If the SAE is not a TopK SAE, these
+            tokens can have more active features than places.
         num_active: int64 [num_features]: number of tokens at which each feature is active.
-        entries: the strongest tokens, in no order. `value` (0 in an empty entry), `position` and
-            `label` are [num_features, k]. `tokens` and `values` are [num_features, k,
-            before + 1 + after], with -1 and NaN outside of the document.
-        bars: int64 [num_features, NUM_BARS]: for each feature the number of active tokens by value,
-            in equal steps from 0 to 2 ** (the feature's exponent).
-        exponents: int16 [num_features]: for each feature the exponent that `bars` uses.
+        entries: the strongest tokens, not sorted. `value` (0 in an empty entry), `position` and
+            `label` are [num_features, k]. `tokens` and `values` are [num_features, k, before + 1 +
+            after]. Outside the document, `tokens` has -1 and `values` has NaN.
+        bars: int64 [num_features, NUM_BARS]: the histogram of each feature's values at active
+            tokens. The bars are equal steps from 0 to 2 ** (the feature's exponent).
+        exponents: int16 [num_features]: the exponent of each feature's histogram.
 
     Raises:
         ConfigError: a size is not a whole number in its range.
@@ -119,13 +118,13 @@ class MaxActivating:
         self.exponents = np.zeros(num_features, np.int16)
 
     def set_least(self) -> None:
-        """Compute the least value of each feature's entries. Call this after a change of `entries`
-        from outside."""
+        """Compute the least value of each feature's entries. Code outside this class must call this
+        after it changes `entries`."""
         self._least[:] = self.entries["value"].min(1)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the table: features x (k x context), and the histograms."""
+        """Bytes of the table's entries and histograms."""
         return table_bytes(self.num_features, self.k, self.before, self.after)
 
     @property
@@ -139,7 +138,7 @@ class MaxActivating:
         return np.linspace(0, top, NUM_BARS + 1), self.bars[index]
 
     def top(self, index: int) -> list[Strong]:
-        """The strongest tokens of a feature, the strongest first."""
+        """The strongest tokens of a feature, sorted by value, strongest first."""
         every = {name: array[index] for name, array in self.entries.items()}
         order = order_of(every, np.zeros(self.k, np.int64))
         return [self._strong(every, i) for i in order if every["value"][i] > 0]
@@ -160,17 +159,17 @@ class MaxActivating:
         indices: NDArray[np.int32],
         values: Floats,
     ) -> None:
-        """Add the features of one document. Values that are not finite or not above 0 are left out.
+        """Add the features of one document. Only finite values above 0 are added.
 
         Args:
             token_ids: all tokens of the document.
-            positions: int64 [n], ascending: the tokens that were encoded.
-            indices: [n, places]: features, each at most once for a token; -1 in an empty place.
+            positions: int64 [n], ascending: the positions of the encoded tokens.
+            indices: [n, places]: the features of each token, without repeats. -1 in an empty place.
             values: [n, places].
 
         Raises:
             ConfigError: shapes do not fit, a position is not in the document, or a feature is not
-                in the table. The table is then unchanged.
+                in the table. After the error, the table is unchanged.
         """
         positions, document = np.asarray(positions, np.int64), np.asarray(token_ids, np.int64)
         self._check(len(document), positions, indices, values)
@@ -184,8 +183,7 @@ class MaxActivating:
         counts = np.bincount(feature[used.ravel()], minlength=self.num_features)
         for first, last in self._blocks(counts):
             at = np.flatnonzero((feature >= first) & (feature < last))
-            # Stable, so that the positions of a feature keep their order. numpy sorts numbers of 16
-            # bits in linear time.
+            # A stable sort keeps the order of positions. numpy sorts 16-bit numbers in linear time.
             at = at[np.argsort((feature[at] - first).astype(np.uint16), kind="stable")]
             found = Found(
                 feature[at].astype(np.int64), positions[at // indices.shape[1]],
@@ -218,10 +216,10 @@ class MaxActivating:
             )
 
     def _blocks(self, counts: Ints) -> Iterator[tuple[int, int]]:
-        """Yield (first feature, last feature + 1) of each block of at most 2**16 features.
+        """Yield (first feature, last feature + 1) of blocks of at most 2**16 features.
 
         Args:
-            counts: [num_features], how often each feature occurs.
+            counts: [num_features], the number of occurrences of each feature.
         """
         size = table_bytes(1, self.k, self.before, self.after)
         ends = np.cumsum(np.where(counts > 0, size + 64 * counts, 0)) // BLOCK_BYTES
@@ -268,18 +266,17 @@ class MaxActivating:
         new = np.where(bars.any(1), np.maximum(old, needed), needed)
         bars = widened(bars, new.astype(np.int64) - old)
         where = np.repeat(np.arange(len(features)), counts)
-        # NUM_BARS is a power of two, so the product is exact.
+        # NUM_BARS is a power of two. Therefore the product is exact.
         scaled = np.ldexp(found.value.astype(np.float64), -new[where].astype(np.int32)) * NUM_BARS
         bar = where * NUM_BARS + scaled.astype(np.int64)
         bars += np.bincount(bar, minlength=bars.size).reshape(bars.shape)
         self.bars[features], self.exponents[features] = bars, new
 
     def _candidates(self, found: Found) -> Ints:
-        """Indices into `found` of tokens that may be among a feature's k strongest, sorted by
-        feature."""
+        """Indices into `found`, by feature, of tokens that can be among a feature's k strongest."""
         some = np.flatnonzero(found.value >= self._least[found.feature])
         feature = found.feature[some]
-        order = np.lexsort((-found.value[some], feature))  # stable: equal values stay by position
+        order = np.lexsort((-found.value[some], feature))  # stable: keeps position order
         best: Ints = some[order[ranks(feature) < self.k]]
         return best
 
@@ -299,8 +296,8 @@ class MaxActivating:
         encoded = np.zeros(len(token_ids), bool)
         encoded[positions] = True
         made["values"][:] = np.where(inside & encoded[where], 0, np.nan)
-        # `found` is sorted by feature, then by position, without repeats. So the context's values
-        # lie at most `before` places before the entry and `after` places behind it.
+        # `found` is sorted by feature, then by position, without repeats. Therefore the context's
+        # values lie at most `before` places before the entry, and `after` places after it.
         near = np.clip(at[:, None] + context, 0, len(found.feature) - 1)
         column = found.position[near] - position + self.before
         there = (found.feature[near] == feature) & (column >= 0) & (column < len(context))
@@ -308,7 +305,7 @@ class MaxActivating:
         return made
 
     def _merge(self, feature: Ints, value: Floats, made: Callable[[Ints], Entries]) -> None:
-        """For each feature keep the first k, in the table's order, of its old and new entries.
+        """For each feature keep the first k of the old and new entries, in the table's order.
 
         Args:
             feature: the feature of each new entry, ascending.
@@ -324,8 +321,8 @@ class MaxActivating:
         order = np.lexsort((-value, owner))
         by = owner[order]
         rank = ranks(by)
-        # If the last value that is kept equals the first one that is left out, the other keys
-        # decide which entries of this value are kept.
+        # If the last kept value equals the first value that is left out, other sort keys decide.
+        # The code then sorts the entries with this value by all keys.
         last, out = value[order[rank == self.k - 1]], np.zeros(len(features), np.float32)
         out[by[rank == self.k]] = value[order[rank == self.k]]
         tied = np.flatnonzero((value[order] == out[by]) & (last == out)[by] & (out > 0)[by])
@@ -333,7 +330,7 @@ class MaxActivating:
             order[tied] = self._settled(order[tied], owner, features, made)
         kept = np.zeros(len(owner), bool)
         kept[order[rank < self.k]] = True
-        # Each feature has as many free entries as new ones.
+        # For each feature, the number of free entries equals the number of new entries.
         free, new = np.flatnonzero(~kept[: len(held)]), np.flatnonzero(kept[len(held) :])
         step = max(1, _PART_BYTES // table_bytes(1, 1, self.before, self.after))
         for i in range(0, len(new), step):
@@ -348,8 +345,8 @@ class MaxActivating:
         """Sort entries of equal value in the table's order.
 
         Args:
-            tied: indices of the entries. An index below len(features) * k means an entry of the
-                table, any other index a new entry.
+            tied: indices of the entries. An index below len(features) * k is an entry of the table.
+                Any other index is a new entry.
             owner: each entry's index into `features`.
             made: as for `_merge`.
         """

@@ -1,9 +1,9 @@
 """Tables of strongest tokens as safetensors files.
 
 Owns:  `encode_table`, `load_max_activating`.
-From:  max_activating.   To: sinks.max_activating; callers that read a table.
+From:  max_activating. To: sinks.max_activating; callers.
 
-Promise: a table takes no more memory than its file, whatever sizes the file claims.
+Promise: a table never takes more memory than its file, even if the file claims large sizes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from vllm_scope.saes.max_activating import COUNTS, SIZES, MaxActivating
 from vllm_scope.saes.strongest import LABEL_BYTES, NUM_BARS
 
 _FORMAT = "vllm_scope.max_activating.1"
-#: The table's arrays besides its entries.
+#: The table's arrays that are not entries.
 _ARRAYS = ("num_active", "bars", "exponents")
 
 
 def encode_table(table: MaxActivating) -> bytes:
-    """A table as a safetensors file. The file's tensors are the table's arrays; `label` is uint8
-    [num_features, k, LABEL_BYTES]."""
+    """A table as the bytes of a safetensors file. The file's tensors are the table's arrays.
+    `label` is uint8 [num_features, k, LABEL_BYTES]."""
     shape = (table.num_features, table.k, LABEL_BYTES)
     tensors = table.entries | {name: getattr(table, name) for name in _ARRAYS}
     tensors["label"] = table.entries["label"].view(np.uint8).reshape(shape)
@@ -35,13 +35,13 @@ def encode_table(table: MaxActivating) -> bytes:
 
 
 def load_max_activating(path: str | Path, sae: str | None = None) -> MaxActivating:
-    """The table in a file; or the merged tables of one SAE in the files of a folder.
+    """Load the table of a file, or merge the tables of one SAE from the files of a folder.
 
     Args:
-        sae: the SAE's name. None: the only SAE in the folder.
+        sae: the SAE's name. If None, the folder must have tables of only one SAE.
 
     Raises:
-        FileError: there is no such file, a file is damaged, there is no table of the SAE, or `sae`
+        FileError: the path does not exist, a file is damaged, no table of the SAE exists, or `sae`
             is None and the folder has tables of several SAEs.
         ConfigError: the files' tables differ in num_features, k, before or after.
     """

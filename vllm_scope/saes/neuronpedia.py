@@ -1,7 +1,7 @@
 """Converts a table of strongest tokens to Neuronpedia's JSON of features.
 
 Owns:  `neuronpedia_features`.
-From:  max_activating.   To: a file in JSON; views.feature_page shows the same facts.
+From:  max_activating. To: a JSON file of the caller.
 
 Source: Neuronpedia's answer to /api/feature, and SAEDashboard's converter, 2026.
 """
@@ -33,18 +33,18 @@ def neuronpedia_features(
 
     Args:
         decode: returns the text of a token id.
-        model, source: Neuronpedia's names of the model and of the SAE (`modelId`, `layer`).
-        features: numbers of the wanted features; None: all features that are active at some token.
-        labels: explanations of features, by number.
+        model, source: Neuronpedia's name of the model (`modelId`), and of the SAE (`layer`).
+        features: numbers of the wanted features. None: all features that are active at some token.
+        labels: number of a feature -> its explanation.
 
     Yields:
-        `modelId`, `layer`; `index`, a string; `maxActApprox`, the largest value; `frac_nonzero`,
-        the share of tokens at which the feature is active; `freq_hist_data_bar_values` and
-        `freq_hist_data_bar_heights`, of equal length: the middles of the histogram's bars and how
-        many tokens each has; `explanations`, a list of `{"description"}`; and `activations`, the
-        strongest tokens: for each one the `tokens` and `values` of its context (0 where the feature
-        was not computed), `maxValue`, `maxValueTokenIndex` and `minValue` of these values, and
-        `qualifyingTokenIndex`, the index of the token for which the context was kept.
+        One dict for each feature. `modelId`, `layer`; `index`, a string; `maxActApprox`, the
+        largest value; `frac_nonzero`, the share of tokens at which the feature is active.
+        `freq_hist_data_bar_values`: the middles of the histogram's bars.
+        `freq_hist_data_bar_heights`: the number of tokens of each bar. `explanations`: a list of
+        `{"description"}`. `activations`: the strongest tokens. Each has the `tokens` and `values`
+        of its context (0 where the feature was not computed); `maxValue`, `maxValueTokenIndex` and
+        `minValue` of the values; and `qualifyingTokenIndex`, the index of the strong token.
     """
     if features is None:
         features = np.flatnonzero(found.num_active).tolist()

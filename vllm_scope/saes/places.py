@@ -1,4 +1,4 @@
-"""The name of a hook, or the path of a file, as a site and a layer.
+"""Converts the name of a hook, or the path of a file, to a site and a layer.
 
 Owns:  place_of, number_in.
 From:  analysis.hook_names (TransformerLens's names of hooks).   To: the loaders.
@@ -14,7 +14,7 @@ from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import MAX_LAYER, Place, canonical_site
 
 #: A Hugging Face module's name after the layer's number -> site. `post_attention` and other norms
-#: are not listed: in some models their output is a row of the stream, in others it is not.
+#: are not listed: only in some models is their output a row of the stream.
 _MODULES = {
     "": "resid_post",
     ".output": "resid_post",
@@ -25,18 +25,19 @@ _MODULES = {
     ".self_attn.input": "attn_in",
     ".post_feedforward_layernorm.output": "mlp_out",
 }
-#: `hook_mlp_in` is the stream before the MLP's norm. `hook_normalized` is inside a norm.
+#: `hook_mlp_in` is the stream before the MLP's norm. `hook_normalized` is a row inside a norm.
 _BEFORE_NORM = re.compile(r"blocks\.([0-9]{1,5})\.hook_mlp_in")
 _INSIDE_NORM = re.compile(r"blocks\.[0-9]+\.ln[12]\.hook_normalized")
 _MODULE = re.compile(r"(?:[a-z_]+\.)*(?:layers|h)\.([0-9]{1,5})([a-z_.]*)")
 
 
 def place_of(hook: object, where: str) -> Place:
-    """The place that a name means: TransformerLens's `blocks.12.hook_resid_post`, Hugging Face's
-    `model.layers.12`, or a pair (site, layer).
+    """The place that a hook means. A hook is a name of TransformerLens
+    (`blocks.12.hook_resid_post`), a name of Hugging Face (`model.layers.12`), or a pair (site,
+    layer).
 
     Raises:
-        SpecError: the name means no site that can be read.
+        SpecError: the name does not mean a site that a tap can read.
     """
     if isinstance(hook, tuple | list) and len(hook) == 2:
         site, layer = canonical_site(hook[0], f"{where}[0]"), hook[1]
@@ -52,9 +53,9 @@ def place_of(hook: object, where: str) -> Place:
             return Place("resid_mid", int(match[1]))
         if _INSIDE_NORM.fullmatch(hook):
             raise SpecError(
-                f"{where} is {shown(hook)}, the row inside a norm, before its weight, which no tap "
-                "reads; the MLP's input, with that weight, is 'blocks.3.mlp.hook_in', and the "
-                "stream before the norm 'blocks.3.hook_resid_mid'."
+                f"{where} is {shown(hook)}, the row inside a norm, before the norm's weight; taps "
+                "cannot read it. The MLP's input, with the weight, is 'blocks.3.mlp.hook_in'. The "
+                "stream before the norm is 'blocks.3.hook_resid_mid'."
             )
     raise SpecError(
         f"{where} is {shown(hook)}, which names no site; give place=('resid_post', 12), or where "
@@ -63,8 +64,8 @@ def place_of(hook: object, where: str) -> Place:
 
 
 def number_in(path: Path, pattern: str) -> int | None:
-    """The number in a path: the only group of `pattern`, in the last part of the path in which the
-    pattern is found. None if no part has the pattern."""
+    """The number in a path, from the last part of the path that matches `pattern`. The only group
+    of `pattern` gives the number. None if no part matches."""
     for part in reversed(path.absolute().parts):
         if match := re.search(pattern, part):
             return int(match[1])

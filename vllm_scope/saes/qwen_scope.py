@@ -2,9 +2,9 @@
 
 Owns:  `load`.
 
-The file has `W_enc` [d_sae, d_model], `W_dec` [d_model, d_sae], `b_enc` and `b_dec` of a TopK SAE
-of layer n's `resid_post`. The encoder does not subtract `b_dec` from the row. k is in the folder's
-name, as in `SAE-Res-Qwen3-8B-Base-W64K-L0_50`.
+The file has `W_enc` [d_sae, d_model], `W_dec` [d_model, d_sae], `b_enc` and `b_dec`. The SAE is a
+TopK SAE of `resid_post` of layer n. The encoder does not subtract `b_dec` from the row. The
+folder's name ends in k, as in `SAE-Res-Qwen3-8B-Base-W64K-L0_50`.
 
 Source: sae_lens 6.54, loading/pretrained_sae_loaders.py; the model cards of Qwen/SAE-Res-*
 """
@@ -55,19 +55,19 @@ def load(path: Path, given: Given) -> Sae:
 
 
 def _map_pt(path: Path) -> Tensors:
-    """The tensors, by name, of a file that torch.save wrote.
+    """The tensors by name, from a file that torch.save wrote.
 
     Raises:
-        SpecError: the file is malformed, or has anything but plain tensors.
+        SpecError: the file is malformed, or has other objects than plain tensors.
         OSError: the file cannot be read.
     """
     try:
-        # With weights_only torch builds tensors and nothing else.
+        # With weights_only, torch builds only tensors.
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError:
         raise
-    except Exception as error:  # of the unpickler, the zip reader and torch: a dozen kinds
-        # torch's own message is left out, because it says how to run the code in a file.
+    except Exception as error:  # the unpickler, the zip reader and torch raise many types
+        # torch's own message is left out, because the message says how to run the code in a file.
         raise SpecError(
             f"{path} is not a .pt file of tensors alone, in the zip form that torch.save writes "
             f"({type(error).__name__})."
@@ -80,7 +80,7 @@ def _map_pt(path: Path) -> Tensors:
             or type(tensor) is not Tensor
             or tensor.layout != torch.strided
             or tensor.device.type != "cpu"
-            # Strides that overlap make a large tensor out of a few bytes.
+            # With overlapping strides, a few bytes could become a large tensor.
             or tensor.nbytes > tensor.untyped_storage().nbytes()
         ):
             raise SpecError(f"{path}: {shown(name)} is not a plain tensor.")

@@ -1,26 +1,26 @@
-"""A sparse autoencoder: its weights, what it computes, and its single features.
+"""A sparse autoencoder: its weights, its computation, and its single features.
 
 Owns:  Sae, Feature, Folded.
-Runs:  anywhere with torch. On the CPU, in float32.
-From:  load.py.   To: probes, edits and heads that need features of a row.
+Runs:  on the CPU, in float32, anywhere with torch.
+From:  load.py. To: probes, edits and heads.
 
-Promise: `encoder` and `decoder` may be views of a mapped file. Only the rows of these matrices that
-a call needs are read from the file, and they are checked when they are read.
+Promise: `encoder` and `decoder` can be views of a mapped file. A call reads only the matrix rows
+that it needs, and checks these rows.
 
-The features of a row x, and the decoded row. W_j is row j of the matrix `encoder`, D_j is row j of
-the matrix `decoder`:
+The formulas for the features of a row x, and for the decoded row. W_j is row j of the matrix
+`encoder`. D_j is row j of the matrix `decoder`:
 
     pre_j     = (input_scale x - b_dec) . W_j + b_j      without b_dec if not apply_b_dec_to_input
     standard    relu(pre_j)
     jumprelu    pre_j if pre_j > threshold_j and pre_j > 0; else 0
-    batchtopk   as jumprelu: after training, a threshold takes the place of the choice in a batch
+    batchtopk   as jumprelu: after training, a threshold replaces the choice in a batch
     topk        relu(pre_j) if pre_j is among the k largest of the row; else 0
     gated       relu(exp(gain_j) (pre_j - b_j) + b_j) if pre_j - b_j + gate_bias_j > 0; else 0
     decoded x = (sum_j feature_j D_j + b_dec) / input_scale
 
-With `unit_decoder`, pre_j is multiplied by the norm of D_j, and D_j divided by it.
+If `unit_decoder` is True, pre_j is multiplied by the norm of D_j, and D_j is divided by its norm.
 
-A transcoder encodes the row of one place and decodes to the row y of another:
+A transcoder encodes the row x of one place, and decodes to the row y of another place:
 
     y         = sum_j feature_j D_j + b_dec + skip x      without the last term if there is no skip
 """
@@ -38,12 +38,12 @@ from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import Place
 
 Architecture = Literal["standard", "jumprelu", "topk", "batchtopk", "gated"]
-#: How a feature follows from its pre-activation s. "relu": max(s, 0). "jumprelu": s if s is above
-#: the threshold, else 0. "topk": max(s, 0) if s is among the row's k largest, else 0; this needs
-#: the pre-activations of all features.
+#: The function from a pre-activation s to the feature. "relu": max(s, 0). "jumprelu": s if s is
+#: above the threshold, else 0. "topk": max(s, 0) if s is among the row's k largest, else 0. "topk"
+#: needs the pre-activations of all features.
 Kind = Literal["relu", "jumprelu", "topk"]
 
-#: The fields that an architecture needs. An SAE must not have those of other architectures.
+#: The fields that an architecture needs. An SAE must not have fields of other architectures.
 _NEEDS: Final[dict[str, set[str]]] = {
     "standard": set(),
     "jumprelu": {"threshold"},
@@ -51,9 +51,9 @@ _NEEDS: Final[dict[str, set[str]]] = {
     "topk": {"k"},
     "gated": {"gate_bias", "gain"},
 }
-#: The largest count of numbers of a matrix that are in memory as float32 at a time.
+#: The largest number of matrix elements that are in memory as float32 at the same time.
 _NUMBERS_AT_ONCE: Final = 1 << 24
-#: Smaller norms of decoder rows, such as the norm of a zero row, count as this one, as in SAELens.
+#: The least norm of a decoder row, as in SAELens. Smaller norms (a zero row) count as this number.
 _LEAST_NORM: Final = 1e-8
 
 _CPU: Final = torch.device("cpu")
@@ -65,12 +65,12 @@ Pick = slice | Tensor
 class Feature:
     """One feature, as a function of the row x: s = x . encoder + encoder_bias, then `kind`.
 
-    To set the feature from `old` to `new` and keep the rest of the row, add (new - old) * decoder.
+    To change only the feature from `old` to `new`, add (new - old) * decoder to the row.
 
     Attributes:
         encoder, decoder: float32 [d_model], CPU.
-        encoder_bias: the bias with all constants folded in, also `b_dec`.
-        threshold: at least 0 if `kind` is "jumprelu"; else None.
+        encoder_bias: the bias of s. `b_dec` and all other constants are folded into it.
+        threshold: a number of at least 0 if `kind` is "jumprelu"; else None.
     """
 
     encoder: Tensor
@@ -81,12 +81,12 @@ class Feature:
 
 
 class Folded(NamedTuple):
-    """Some features in the form of Feature, with s = x . encoder + bias. All tensors are float64.
+    """Several features in the form of Feature: s = x . encoder + bias. All tensors are float64.
 
     Attributes:
         encoder: [n, d_model].
         bias: [n].
-        threshold: [n]; None if the kind is not "jumprelu".
+        threshold: [n]. None if the kind is not "jumprelu".
     """
 
     encoder: Tensor
@@ -99,27 +99,27 @@ class Sae:
     """A sparse autoencoder of the rows of one place.
 
     Attributes:
-        name: the name in messages.
-        place: the place whose rows the SAE encodes. Rows of `z` are flattened: d_model is the
-            number of heads times the size of a head.
-        encoder: [d_sae, d_model] of a float dtype, CPU; it may be a view of a mapped file.
-        decoder: [d_sae, d_out], likewise; d_out is d_model, unless the SAE is a transcoder.
-        encoder_bias: [d_sae]; in a gated SAE the bias of the magnitude.
+        name: the SAE's name in messages.
+        place: the place whose rows the SAE encodes. Rows of `z` are flattened. For `z`, d_model is
+            the number of heads times the size of a head.
+        encoder: [d_sae, d_model] of a float dtype, CPU. It can be a view of a mapped file.
+        decoder: [d_sae, d_out], like `encoder`. d_out can differ from d_model only in a transcoder.
+        encoder_bias: [d_sae]. In a gated SAE this is the bias of the magnitude.
         decoder_bias: [d_out], `b_dec`.
-        apply_b_dec_to_input: True: `b_dec` is subtracted from the row before the encoder.
+        apply_b_dec_to_input: True if `b_dec` is subtracted from the row before the encoder.
         threshold: [d_sae], for jumprelu and batchtopk.
         k: for topk, the number of features of a row that are kept.
-        gate_bias, gain: [d_sae], for gated; the magnitude's weights are exp(gain) times the gate's.
-        input_scale: the factor by which rows are multiplied first; SAELens's norm scaling factor.
-        unit_decoder: True: pre-activations are in units in which each decoder row has norm 1.
-        output: the place of the rows to which a transcoder decodes; None for other SAEs.
-        skip: [d_out, d_model], the matrix of a transcoder with a skip; else None.
+        gate_bias, gain: [d_sae], for gated. The magnitude's weights are exp(gain) times the gate's.
+        input_scale: SAELens's norm scaling factor. Rows are multiplied by it before the encoder.
+        unit_decoder: True if pre-activations are in units in which each decoder row has norm 1.
+        output: the place of the rows to which a transcoder decodes. None for other SAEs.
+        skip: [d_out, d_model], the skip matrix of a transcoder. None if there is no skip.
 
     All tensors but `encoder`, `decoder` and `skip` are kept as float32.
 
     Raises:
-        SpecError: shapes disagree, a vector has a number that is not finite, or the fields are not
-            those of the architecture.
+        SpecError: shapes disagree, a vector is not finite, or the fields do not fit the
+            architecture.
     """
 
     name: str
@@ -160,7 +160,7 @@ class Sae:
         if self.k is not None and (type(self.k) is not int or not 1 <= self.k <= self.d_sae):
             raise self._wrong(f"k is {shown(self.k)}; it must be a number from 1 to {self.d_sae:,}")
         if self.architecture == "gated" and self.unit_decoder:
-            raise self._wrong("a gated SAE has no pre-activations in units of its decoder")
+            raise self._wrong("unit_decoder must be False for a gated SAE")
         scale = self.input_scale
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < 1e30:
             raise self._wrong(f"input_scale is {shown(scale)}; it must be a finite number above 0")
@@ -181,8 +181,8 @@ class Sae:
 
         Args:
             x: [..., d_model], any float dtype, CPU.
-            indices: the wanted features, in this order; None: all. A topk SAE computes all
-                features in both cases, because its choice needs them.
+            indices: the wanted features, in this order. None: all features. A topk SAE always
+                computes all features, because the choice of the k largest needs them.
 
         Returns:
             [..., d_sae] or [..., len(indices)], float32.
@@ -210,14 +210,14 @@ class Sae:
 
         Args:
             features: [..., d_sae], any float dtype, CPU.
-            x: [..., d_model], the rows that were encoded; only for a transcoder with `skip`.
+            x: [..., d_model], the rows that were encoded. Only for a transcoder with `skip`.
 
         Returns:
             [..., d_out], float32.
 
         Raises:
-            SpecError: a shape is wrong, weights are not finite, or `x` is missing for a skip or
-                given without one.
+            SpecError: a shape is wrong, weights are not finite, `x` is missing although there is a
+                skip, or `x` is given although there is no skip.
         """
         features = self._checked(features, self.d_sae, "features")
         if (x is None) != (self.skip is None):
@@ -237,7 +237,7 @@ class Sae:
 
     @torch.no_grad()
     def feature(self, index: int) -> Feature:
-        """The feature with this index. Only one row of each matrix is read.
+        """The feature with this index. Reads only one row of each matrix.
 
         Raises:
             SpecError: the index is out of range, weights are not finite, or the SAE is a
@@ -245,8 +245,8 @@ class Sae:
         """
         if self.output is not None:
             raise self._wrong(
-                f"it is a transcoder from {tuple(self.place)} to {tuple(self.output)}, so that its "
-                "features cannot be set or scaled in a row that it reads; Features delivers them"
+                f"it is a transcoder from {tuple(self.place)} to {tuple(self.output)}, and its "
+                "features cannot be set or scaled in the input row; use Features to read them"
             )
         pick = self._indices([index])
         folded = self._folded(pick)
@@ -263,7 +263,7 @@ class Sae:
 
     @torch.no_grad()
     def folded(self, device: torch.device = _CPU) -> Iterator[Folded]:
-        """Yield all features in their order, in parts that fit in memory.
+        """Yield all features in order, in parts that fit in memory.
 
         Raises:
             SpecError: weights are not finite.
@@ -272,7 +272,7 @@ class Sae:
 
     @torch.no_grad()
     def fold(self, indices: Sequence[int]) -> Folded:
-        """The features with these indices. Only their rows of the matrices are read.
+        """The features with these indices. Reads only the matrix rows of these features.
 
         Raises:
             SpecError: an index is out of range, or weights are not finite.
@@ -283,25 +283,26 @@ class Sae:
         def exact(vector: Tensor) -> Tensor:
             return vector[pick].to(device).double()
 
-        # In float64, so that the rounding of the result is the only error of folding.
+        # In float64: then the rounding of the result is the only error of folding.
         encoder, bias = self._read("encoder", pick, device).double(), exact(self.encoder_bias)
         threshold = None if self.threshold is None else exact(self.threshold)
         factor = torch.ones_like(bias)
         if self.gate_bias is not None and self.gain is not None:
             factor = exact(self.gain).exp()
-            # pre - b + gate_bias > 0 as a bound on the magnitude exp(gain) (pre - b) + b.
+            # The condition pre - b + gate_bias > 0, as a bound on the magnitude exp(gain) (pre - b)
+            # + b.
             threshold = bias - factor * exact(self.gate_bias)
         elif self.unit_decoder:
             factor = _norms(self._read("decoder", pick, device).double())
             bias = factor * bias
         if self.apply_b_dec_to_input:
             bias = bias - factor * (encoder @ self.decoder_bias.to(device).double())
-        # A feature is never negative.
+        # Features are never negative.
         threshold = None if threshold is None else threshold.clamp(min=0)
         return Folded(encoder * (factor * self.input_scale)[:, None], bias, threshold)
 
     def _active(self, x: Tensor, pick: Pick) -> Tensor:
-        """The features `pick`, in all architectures but topk. `x` is the encoder's input."""
+        """The features `pick`, for all architectures except topk. `x` is the encoder's input."""
         pre = self._pre(x, pick)
         if self.gate_bias is not None and self.gain is not None:
             magnitude = pre * self.gain[pick].exp() + self.encoder_bias[pick]
@@ -310,7 +311,7 @@ class Sae:
         return active if self.threshold is None else active * (pre > self.threshold[pick])
 
     def _pre(self, x: Tensor, pick: Pick) -> Tensor:
-        """Pre-activations of the features `pick`; those of a gated SAE have no bias."""
+        """Pre-activations of the features `pick`. In a gated SAE, they have no bias."""
         pre = x @ self._read("encoder", pick).T
         if self.architecture == "gated":
             return pre
@@ -320,7 +321,7 @@ class Sae:
     def _read(
         self, which: Literal["encoder", "decoder", "skip"], pick: Pick, device: torch.device = _CPU
     ) -> Tensor:
-        """Rows of a matrix, float32."""
+        """The rows `pick` of a matrix, float32."""
         matrix: Tensor = getattr(self, which)
         rows = matrix[pick].to(device).float()
         if not rows.isfinite().all():
@@ -392,7 +393,7 @@ class Sae:
             raise self._wrong(
                 f"its {name} is {vector.dtype} {list(vector.shape)}; it must be of floats, [{size}]"
             )
-        # A copy, because the file may be closed later.
+        # A copy, because the file can be closed later.
         vector = vector.to(torch.float32, copy=True)
         if not vector.isfinite().all():
             raise self._wrong(f"its {name} has a number that is not finite in float32")

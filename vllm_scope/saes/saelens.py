@@ -1,6 +1,6 @@
 """SAELens: cfg.json and sae_weights.safetensors.
 
-Owns:  `load`, and the configuration of all versions of SAELens.
+Owns:  `load`, for the configurations of all versions of SAELens.
 
 | tensor                    | shape                     | of                      |
 |---------------------------|---------------------------|-------------------------|
@@ -14,10 +14,10 @@ Owns:  `load`, and the configuration of all versions of SAELens.
 | `scaling_factor`          | [d_sae], all ones         | some before version 6   |
 | `W_skip`                  | [d_out, d_in]             | skip transcoders        |
 
-A transcoder's W_dec is [d_sae, d_out] and its b_dec [d_out]; `hook_name_out` names its output, in
-`metadata` or, in older files, at the top level. Its b_dec is never subtracted from its input.
+A transcoder has W_dec [d_sae, d_out] and b_dec [d_out]. `hook_name_out` names the output: in
+`metadata`, or at the top level in older files. b_dec is never subtracted from the input.
 
-In files before version 6 the fields of `metadata` are at the top level, `architecture` may be
+In files before version 6 the fields of `metadata` are at the top level. `architecture` can be
 missing, and topk is an activation function.
 
 Source: sae_lens 6.54, loading/pretrained_sae_loaders.py, saes/sae.py, saes/transcoder.py
@@ -38,8 +38,7 @@ from vllm_scope.saes.places import place_of
 from vllm_scope.saes.sae import Sae
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
-#: For each architecture: SAELens's name of a tensor -> the field of Sae, besides W_enc, W_dec and
-#: b_dec.
+#: Architecture -> SAELens's name of a tensor -> the field of Sae (without W_enc, W_dec, b_dec).
 _VECTORS = {
     "standard": {"b_enc": "encoder_bias"},
     "topk": {"b_enc": "encoder_bias"},
@@ -47,7 +46,7 @@ _VECTORS = {
     "batchtopk": {"b_enc": "encoder_bias", "threshold": "threshold"},
     "gated": {"b_mag": "encoder_bias", "b_gate": "gate_bias", "r_mag": "gain"},
 }
-#: Transcoders -> the architecture of their features, and whether they have W_skip.
+#: Kind of transcoder -> the architecture of the features, and True if W_skip exists.
 _TRANSCODERS = {
     "transcoder": ("standard", False), "skip_transcoder": ("standard", True),
     "jumprelu_transcoder": ("jumprelu", False), "jumprelu_skip_transcoder": ("jumprelu", True),
@@ -81,7 +80,7 @@ class _Config(msgspec.Struct):
 
 
 def load(folder: Path, given: Given) -> Sae:
-    """The SAE of a folder. Raises SpecError and OSError."""
+    """Load the SAE of a folder. Raises SpecError and OSError."""
     path = folder / CONFIG
     config = read_config(path, _Config)
     transcodes = _TRANSCODERS.get(config.architecture)
@@ -126,7 +125,7 @@ def load(folder: Path, given: Given) -> Sae:
 
 
 def _architecture(config: _Config, path: Path) -> tuple[str, int | None]:
-    """The architecture, and the k of a topk SAE (None for others). Raises SpecError."""
+    """The architecture, and k (None if not topk). Raises SpecError."""
     function = config.activation_fn or config.activation_fn_str or "relu"
     architecture, k = config.architecture, config.k
     if function == "topk" and architecture in ("standard", "topk"):
@@ -141,7 +140,7 @@ def _architecture(config: _Config, path: Path) -> tuple[str, int | None]:
     if architecture != "topk":
         return architecture, None
     if isinstance(k, bool) or not isinstance(k, int | float) or not float(k).is_integer():
-        raise SpecError(f"{path} has k {shown(k)}; a topk SAE has a whole number.")
+        raise SpecError(f"{path} has k {shown(k)}; k of a topk SAE must be a whole number.")
     return architecture, int(k)
 
 
@@ -169,8 +168,8 @@ def _input_scale(config: _Config, path: Path, given: Given) -> float:
         return 1.0
     if config.normalize_activations not in (True, "expected_average_only_in"):
         raise SpecError(
-            f"{path} has normalize_activations {shown(config.normalize_activations)}, which is no "
-            "constant factor; only 'none' and 'expected_average_only_in' are read."
+            f"{path} has normalize_activations {shown(config.normalize_activations)}, which is "
+            "not a constant factor; only 'none' and 'expected_average_only_in' are read."
         )
     if factor is None:
         raise SpecError(

@@ -1,10 +1,10 @@
-"""EleutherAI's sparsify: cfg.json and sae.safetensors, in a folder named after the encoded module.
+"""EleutherAI's sparsify: cfg.json and sae.safetensors, in a folder named after a module.
 
 Owns:  `load`.
 
-The tensors are `encoder.weight` [d_sae, d_in], `encoder.bias`, `W_dec` [d_sae, d_in] and `b_dec`
-of a TopK SAE, which subtracts `b_dec` from the row first. The folder `layers.5` has the SAE of the
-output of layer 5.
+The tensors are `encoder.weight` [d_sae, d_in], `encoder.bias`, `W_dec` [d_sae, d_in] and `b_dec`.
+The SAE is a TopK SAE. It subtracts `b_dec` from the row before the encoder. The folder `layers.5`
+has the SAE of the output of layer 5.
 
 Source: eai-sparsify 1.3.3, sparse_coder.py, fused_encoder.py
 """
@@ -34,13 +34,13 @@ class _Config(msgspec.Struct):
 
 
 def load(folder: Path, given: Given) -> Sae:
-    """The SAE of a folder. Raises SpecError and OSError."""
+    """Load the SAE of a folder. Raises SpecError and OSError."""
     path = folder / CONFIG
     config = read_config(path, _Config)
     if config.activation != "topk" or config.signed:
         raise SpecError(f"{path} has the activation {shown(config.activation)}; topk is read.")
     if config.transcode or config.skip_connection:
-        raise SpecError(f"{path} is of a transcoder; autoencoders are read.")
+        raise SpecError(f"{path} belongs to a transcoder; only autoencoders can be read.")
     tensors = only(map_safetensors(folder / WEIGHTS), _NAMES, folder / WEIGHTS)
     if (shape := list(tensors["b_dec"].shape)) != [config.d_in]:
         raise SpecError(

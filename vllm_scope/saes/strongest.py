@@ -1,7 +1,7 @@
-"""Arrays of active features, of a table's entries, and of a table's histograms.
+"""Arrays with active features, entries of tables, and histograms of tables.
 
 Owns:  Found, Entries, the order of entries, and the widening of histograms.
-Runs:  as max_activating.   To: max_activating.
+Runs:  anywhere with numpy. To: max_activating.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
-#: Bars of a histogram, from 0 to a power of two above the largest value.
+#: Number of bars of a histogram. The bars go from 0 to a power of two above the largest value.
 NUM_BARS: Final = 64
-#: Bytes of a label in UTF-8; a longer one is cut.
+#: The largest number of bytes of a label in UTF-8. A longer label is cut.
 LABEL_BYTES: Final = 64
 
-#: Some entries: name -> an array with the entries on its first axes.
+#: Entries of a table: name -> an array with the entries on the first axes.
 Entries = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class Found:
-    """Active features, sorted by feature and then by position: the index, position and value of
-    each feature."""
+    """The index, position and value of active features, sorted by feature and then by position."""
 
     feature: Ints
     position: Ints
@@ -35,7 +34,7 @@ class Found:
 
 
 def empty(shape: tuple[int, ...], context: int) -> Entries:
-    """Empty entries: their value is 0.
+    """Empty entries, with value 0.
 
     Args:
         context: number of tokens of each entry's context.
@@ -55,7 +54,7 @@ def runs(ascending: Ints) -> tuple[Ints, Ints]:
 
 
 def ranks(ascending: Ints) -> Ints:
-    """The index of each item in its run of equal items."""
+    """The index of each item in the item's run of equal items."""
     found: Ints = np.arange(len(ascending)) - np.repeat(*runs(ascending))
     return found
 
@@ -66,8 +65,7 @@ def entries_at(entries: Entries, feature: Ints, place: Ints, some: Ints) -> Entr
 
 
 def order_of(every: Entries, owner: Ints) -> Ints:
-    """Indices that sort entries by owner, then as in a table: by value (greatest first), label,
-    position and tokens."""
+    """Indices that sort entries by owner, value (greatest first), label, position and tokens."""
     tokens = np.ascontiguousarray(every["tokens"])
     as_text = tokens.view(f"S{tokens.shape[1] * tokens.itemsize}")[:, 0]
     keys = (as_text, every["position"], every["label"], -every["value"], owner)
@@ -76,7 +74,7 @@ def order_of(every: Entries, owner: Ints) -> Ints:
 
 
 def widened(bars: Ints, doublings: NDArray[np.integer]) -> Ints:
-    """Histograms [n, NUM_BARS], each with its range doubled `doublings` times if it has counts."""
+    """Double the range of each histogram [n, NUM_BARS] with counts, `doublings` times."""
     bars = bars.copy()
     left = np.where(bars.any(1), np.minimum(doublings, NUM_BARS.bit_length()), 0)
     while (grow := left > 0).any():

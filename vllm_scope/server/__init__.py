@@ -1,7 +1,7 @@
 """The HTTP side of vllm-scope: the `scope` in answers, results to fetch, operators' routes.
 
 limits.py    the first check of every request: size of the body, Authorization, path
-rpc.py       vLLM's development routes, which need the operator's key for vllm-scope's methods
+rpc.py       the check of vLLM's development routes: our methods need the operator's key
 exchange.py  one HTTP request on its way through the server
 options.py   fields of `vllm_xargs` that say how a request wants its tensors
 answer.py    the results of one HTTP request, put into its answer or its chunks
@@ -11,20 +11,20 @@ encode.py    results as JSON, and as named tensors
 body.py      the body of an answer: JSON, or a safetensors file with the JSON
 store.py     results that are too large for an answer: files with an expiry time
 held_folder.py  the folder of these files, which the processes of a server share
-room.py      how many bytes of these files one key has
-faces.py     what faces register: words of requests, fields of answers, routes
+room.py      the bytes of these files, for each API key
+faces.py     the faces: their keys of requests, fields of answers, and routes
 routes.py    all routes, added to an app
 reading.py   GET /v1/scope and below
 operating.py operators' routes of /v1/scope
 sweeps.py    /v1/scope/sweeps
-pages.py     the operator's page, which shows live what monitors do
+pages.py     the operator's page: a live display of what monitors have found
 access.py    the guards of routes, and the engine's calls that routes need
-changes.py   one operator's change at a time, in all processes of a server
+changes.py   a lock: the processes of a server make operators' changes one at a time
 shared.py    the monitors that one process has set, for the other processes
 peers.py     what monitors have found in each process, for the other processes
-edits.py     server-wide edits, as they are sent and shown
+edits.py     server-wide edits: the check of a body, and the JSON that shows the edits
 schemas.py   the bodies that routes take and return, for OpenAPI
 settings.py  limits and the operator's key, from the environment
 
-No file of this folder imports vLLM; engine/http/serving.py connects the folder to vLLM.
+No file of this folder imports vLLM. engine/http/serving.py connects the folder to vLLM.
 """

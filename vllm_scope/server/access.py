@@ -1,10 +1,10 @@
-"""The guards of routes, and the engine's calls that routes need. compat's routes use this file too.
+"""Guards of routes, and the engine's calls that routes use. The routes of compat use this file too.
 
 Owns:  Engine, RunningSweep, ScopeState (`app.state.scope`), RefusalError, Route, `admin`,
        `in_turn`.
-Runs:  in each API server process, inside of vLLM's authentication.
+Runs:  in each API server process, after vLLM's authentication.
 
-Promise: the operator's key is compared in constant time; every refusal has OpenAI's shape.
+Promise: the operator's key is compared in constant time. Every refusal has OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from vllm_scope.sweeps.table import SweepTable
 from vllm_scope.sweeps.wire import AskedSweep
 
 T = TypeVar("T")
-#: The largest count of numbers in the lists of a body. Vectors of 8,192 numbers for 80 layers have
-#: fewer.
+#: The largest count of numbers in all lists of a body. 80 vectors of 8,192 numbers have fewer.
 MOST_NUMBERS = 1 << 20
 #: The largest number of characters in the message of a refusal.
 MOST_MESSAGE = 2000
@@ -64,32 +63,32 @@ class Engine(Protocol):
 
 
 class RunningSweep(Protocol):
-    """A sweep that a request has started. The server runs a limited number of sweeps at a time, and
-    `close` makes room for another one.
+    """A sweep that a request has started. The server runs a limited number of sweeps at a time.
+    After `close`, another sweep can start.
 
     Attributes:
-        table: the sweep's values; they arrive while the sweep runs.
+        table: the sweep's values, which arrive while the sweep runs.
     """
 
     table: SweepTable
     num_cells: int
 
     async def run(self, tell: Callable[[Cell], object]) -> None:
-        """Call `tell` with each cell as it arrives, and close the sweep at the end. Runs in a task
-        of its own; if the task is cancelled, all requests of the sweep end. Raises ScopeError if a
-        prompt could not be read."""
+        """Call `tell` with each cell as soon as the cell arrives, and close the sweep at the end.
+        The caller runs this method in a separate task. If the task is cancelled, all requests of
+        the sweep end. Raises ScopeError if a prompt could not be read."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class ScopeState:
-    """The objects that all routes of a server share; `app.state.scope`.
+    """The objects that all routes of an app share, as `app.state.scope`.
 
     Attributes:
         engine: returns the engine, or None if the server has no engine with taps.
-        showing: held while an answer with edits (up to 8 MiB) or with sums is made, so that only
-            one such answer is made at a time.
+        showing: a lock for routes whose answers have edits (up to 8 MiB) or sums. The server builds
+            only one of these answers at a time.
     """
 
     settings: ServerSettings
@@ -103,8 +102,8 @@ class ScopeState:
 
 
 class RefusalError(Exception):
-    """Raised by a route to refuse a request. The answer has the error's status and message, in the
-    shape of OpenAI's errors."""
+    """A route raises this to refuse a request. The answer has the error's status and message, in
+    the shape of OpenAI's errors."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -117,7 +116,6 @@ def refusal(status: int, message: str, **headers: str) -> JSONResponse:
 
 
 def error_body(status: int, message: str) -> dict[str, object]:
-    """A refusal as JSON."""
     error = {
         "message": plain(message, MOST_MESSAGE), "type": _STATUS.get(status, "Error"),
         "param": None, "code": status,
@@ -126,7 +124,7 @@ def error_body(status: int, message: str) -> dict[str, object]:
 
 
 async def refused(request: Request, error: Exception) -> Response:
-    """The app's handler of RefusalErrors: makes the answer."""
+    """The app's handler of RefusalErrors."""
     assert isinstance(error, RefusalError)
     return refusal(error.status, str(error))
 
@@ -143,10 +141,10 @@ class _Bounded(Request):
 
 
 class Route(APIRoute):
-    """A route whose errors all have OpenAI's shape, also the errors that FastAPI raises.
+    """A route whose errors all have OpenAI's shape, including the errors that FastAPI raises.
 
-    If a route needs the operator's key, the key is checked before the body is read; FastAPI
-    would check the route's dependencies only after it has read the body.
+    If a route needs the operator's key, the key is checked before the body is read. FastAPI alone
+    would read the body before it checks the route's dependencies.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[None, None, Response]]:
@@ -165,7 +163,7 @@ class Route(APIRoute):
 
 
 def state_of(request: Request) -> ScopeState:
-    """`app.state.scope` of the app that a request came to."""
+    """`app.state.scope` of the app that received a request."""
     state = request.app.state.scope
     assert isinstance(state, ScopeState)
     return state
@@ -180,8 +178,8 @@ def engine_of(request: Request) -> Engine:
 
 
 async def asked(call: Awaitable[T]) -> T:
-    """The result of a call. A CapacityError of the call becomes a refusal with status 429, any
-    other ScopeError a refusal with status 400."""
+    """The result of a call. A CapacityError becomes a refusal with status 429. Any other ScopeError
+    becomes a refusal with status 400."""
     try:
         return await call
     except CapacityError as error:
@@ -192,11 +190,11 @@ async def asked(call: Awaitable[T]) -> T:
 
 @asynccontextmanager
 async def in_turn(request: Request, clearing: bool = False) -> AsyncIterator[Engine]:
-    """Wait until no other change by an operator is being made, then yield the engine. Other changes
+    """Wait until no other change by an operator is running, then yield the engine. Other changes
     wait until the `async with` block ends.
 
     Args:
-        clearing: True if the change ends edits. Such a change must work with a full disk too.
+        clearing: True if the change ends edits. Such a change works with a full disk.
     """
     engine = engine_of(request)
     try:
@@ -213,7 +211,7 @@ AdminKeyOrBearer = Annotated[
     str | None,
     Header(
         alias=ADMIN_KEY,
-        description="The server's VLLM_SCOPE_ADMIN_KEY; it may be the bearer instead.",
+        description="The server's VLLM_SCOPE_ADMIN_KEY. The bearer token can be this key instead.",
     ),
 ]
 
@@ -228,8 +226,8 @@ def admin(request: Request, key: AdminKey = None) -> None:
 
 
 def admin_or_bearer(request: Request, key: AdminKeyOrBearer = None) -> None:
-    """As `admin`, but the operator's key may also be the bearer token. vLLM accepts that token if
-    it is one of the server's API keys, or if the server has no API keys."""
+    """Like `admin`, but the operator's key can also be the bearer token. If the server has API
+    keys, vLLM accepts only one of these keys as the bearer token."""
     scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
     operators = scheme.lower() == "bearer" and state_of(request).settings.is_operators(bearer)
     if key is not None or not operators:
@@ -253,5 +251,5 @@ def json_answer(content: bytes) -> Response:
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, object]]:
-    """For OpenAPI: the answers with these statuses, which are Refusals."""
+    """For OpenAPI: a Refusal as the answer with each of these statuses."""
     return {status: {"model": Refusal} for status in statuses}

@@ -4,9 +4,9 @@ Owns:  Answer, `current`.
 Runs:  in an API server process, on its event loop.
 From:  engine.http, which passes on each output.   To: choice, store, faces.
 
-Promise: if a request has no `scope`, its answer has a `scope` only for the verdicts of an
-operator's monitors. The fields of faces come with the last chunk of a choice. A file is deleted
-if no sent part of the answer names it.
+Promise: the answer to a request without `scope` has a `scope` only if a monitor gave a verdict. In
+a stream, the last chunk of a choice has the fields of faces. If no sent part of the answer names a
+file, the server deletes the file.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from vllm_scope.server.faces import CompletionOutput, Reply
 from vllm_scope.server.options import ScopeOptions
 from vllm_scope.server.store import Kept, Store
 
-#: The largest number of bytes of rows and scores inside one answer, for all its choices together.
-#: As base64 and JSON they take a multiple of this in memory.
+#: Limit of the bytes of rows and scores inside one answer, for all choices together. The base64 and
+#: the JSON of these bytes take several times as much memory.
 MAX_INLINE_BYTES = 32 << 20
 
 
@@ -44,7 +44,7 @@ class VllmResponse(Protocol):
 
 
 class Answer:
-    """The results of one HTTP request's generations, as fields of vLLM's response or chunks.
+    """Adds the results of one HTTP request to vLLM's response or chunks.
 
     Args:
         options: None if the request has no `scope`.
@@ -53,13 +53,13 @@ class Answer:
 
     Attributes:
         streams: True if each chunk carries the data that has arrived.
-        num_prompts: number of prompts. `add_prompt` has counted all of them before the first
-            generation runs.
-        replies: the Replies of the faces whose words the request has; set before `fill` and
-            `chunk`.
+        num_prompts: number of prompts. The server calls `add_prompt` for every prompt before the
+            first generation starts.
+        replies: one Reply for each face whose keys the request has. The caller sets the Replies
+            before it calls `fill` or `chunk`.
         error: the error of the first generation that failed.
-        opened: set when the engine has accepted every generation, or has refused one.
-        exchange: the request's Exchange. When it closes, the answer drops all rows.
+        opened: an event, set when the engine has accepted all generations or refused a generation.
+        exchange: the request's Exchange. When the Exchange closes, the answer releases all rows.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Answer:
         self.exchange.closing.append(self._end)
         if self._native:
             self.exchange.expect = self._expect
-        #: Bytes that are expected to go into files.
+        #: Expected number of bytes in files.
         self._to_file = 0
         self._room = MAX_INLINE_BYTES
         self._per_prompt = choices_per_prompt
@@ -88,12 +88,12 @@ class Answer:
         #: Index of a choice -> its ChoiceScope.
         self._choices: dict[int, ChoiceScope] = {}
         self._forget: list[Callable[[], None]] = []
-        #: Ids of files that no sent part of the answer names.
+        #: Ids of the files that no sent part of the answer names yet.
         self._kept: list[str] = []
         self._abandoned = False
-        #: True if data waits for the last chunk, because speculative decoding may take it back.
+        #: True if only the last chunk has data, because speculation can reject tokens.
         self.holds = False
-        #: True if chunks wait for late data; False once some data was lost.
+        #: True if a chunk waits for data that is late. False after some data was lost.
         self.waits = True
 
     def add_prompt(self) -> int:
@@ -104,15 +104,15 @@ class Answer:
         """
         if self.num_prompts and self._options.named:
             raise SpecError(
-                "a read has 'name', and there is more than one prompt: the last one's files would "
-                "replace the others'. Send the prompts one by one, or leave the name out."
+                "a read has 'name', and there is more than one prompt: the files of the last "
+                "prompt would replace all others. Send one prompt a request, or leave the name out."
             )
         self.num_prompts += 1
         return self.num_prompts - 1
 
     def _expect(self, num_bytes: int) -> None:
-        """Check the store's room for a generation whose prompt delivers `num_bytes`. The bytes of
-        its generated tokens are not known yet.
+        """Check that the store has room for the `num_bytes` that a generation's prompt delivers.
+        The bytes that the generated tokens will deliver are not known yet.
 
         Raises:
             CapacityError: the bytes will go into a file, and the store has no room for the file.
@@ -129,9 +129,9 @@ class Answer:
         """Record that the engine has accepted one completion.
 
         Args:
-            forget: drops the completion's rows; None if it has no rows. `close` calls this
-                function, because the frames of a cancelled request live until the garbage
-                collector runs.
+            forget: a function that releases the completion's rows, called by `close`; None if the
+                completion has no rows. Without the call, the frames of a cancelled request would
+                keep the rows until the garbage collector runs.
             sure: True if the engine can no longer refuse the completion.
         """
         if forget is not None:
@@ -160,8 +160,7 @@ class Answer:
             choice.cursor.look(completion.scope)
 
     def late(self, prompt: int, completion: CompletionOutput, behind: int) -> bool:
-        """True if the completion's stream lacks data of a token that is `behind` or more tokens
-        before the last one."""
+        """True if a token that is `behind` or more tokens before the last token lacks data."""
         last = len(completion.scope.transcript) - 1 - behind
         return self._choice(prompt, completion).cursor.late(last)
 
@@ -183,7 +182,7 @@ class Answer:
     async def fill(self, response: VllmResponse) -> None:
         """Set the fields of a whole answer and of each of its choices."""
         if not self._forget:
-            return  # no completion has rows: the words of faces ask for none
+            return  # no completion has rows, because the keys of faces request no rows
         with self._keeping():
             for choice in response.choices:
                 known = self._choices[choice.index]
@@ -195,7 +194,7 @@ class Answer:
                     setattr(response, name, value)
 
     async def chunk(self, text: str) -> str:
-        """vLLM's server-sent event `text`, with the fields of each of its choices added."""
+        """vLLM's server-sent event `text`, with this package's fields added to each choice."""
         if not text.startswith("data: {") or not self._forget:
             return text
         body = msgspec.json.decode(text.removeprefix("data: "))
@@ -216,8 +215,8 @@ class Answer:
 
     @contextmanager
     def _keeping(self) -> Iterator[None]:
-        """If the `with` block fails, delete the files that were kept in the block, because no
-        answer names them."""
+        """If the `with` block fails, delete the files that the block has kept, because no answer
+        names these files."""
         try:
             yield
         except BaseException:
@@ -228,8 +227,8 @@ class Answer:
         self._kept.clear()
 
     async def _ended(self, number: int) -> tuple[Json, Json]:
-        """(The faces' fields of a choice that has ended, the faces' fields of the whole response).
-        The second mapping is empty until the last choice has ended."""
+        """Two mappings: the faces' fields of a choice that has ended, and the faces' fields of the
+        whole response. The second mapping is empty until the last choice has ended."""
         self._num_ended += 1
         own: Json = {}
         whole: Json = {}
@@ -245,15 +244,15 @@ class Answer:
         return self.num_prompts * self._per_prompt
 
     def keep(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Kept:
-        """Keep a file for the request's key. Blocks, so it must not run on the event loop.
+        """Keep a file for the request's API key. The call blocks; never call it on the event loop.
 
         Raises:
-            CapacityError: there is no room, or the file cannot be written.
+            CapacityError: the store has no room, or the file cannot be written.
         """
         try:
             kept = self._store.put(tensors, metadata, self._owner)
         except OSError as error:
-            # Without the path, which clients must not see.
+            # The message leaves out the path, because clients must not see paths.
             raise CapacityError(f"{error.strerror or type(error).__name__}.") from None
         self._kept.append(kept.id)
         self.exchange.untold.append(lambda: self._store.delete(kept.id, self._owner))
@@ -262,6 +261,6 @@ class Answer:
         return kept
 
 
-#: The Answer of the current HTTP request if the request gets a scope or a face's fields, else the
-#: request's path. None outside of HTTP requests.
+#: The Answer of the current HTTP request, if the answer has a scope or a face's fields. Otherwise
+#: the request's path; None outside of HTTP requests.
 current: ContextVar[Answer | str | None] = ContextVar("vllm_scope_answer", default=None)

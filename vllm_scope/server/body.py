@@ -1,14 +1,14 @@
 """The body of an answer: the JSON that vLLM makes, and the tensors that are sent with the JSON.
 
 Owns:  JsonBody, BinaryBody, `body_for`.
-Runs:  in an API server process: `values` on any thread, all else on its event loop.
+Runs:  in an API server process. `values` runs on any thread, all other methods on the event loop.
 From:  choice (columns), exchange (the messages of vLLM's response).   To: exchange.
 
-vLLM's encoder takes 3 ms for a megabyte of base64. So base64 is inserted after vLLM has encoded the
-JSON, and tensors of a binary answer never become text.
+vLLM's encoder takes 3 ms for a megabyte of base64. Therefore base64 is inserted after vLLM has
+encoded the JSON. Tensors of a binary answer never become text.
 
-Promise: without tensors, a JSON answer is byte for byte vLLM's. An answer whose status is not 200
-is JSON. A tensor is not copied until a piece of it is sent.
+Promise: a JSON answer without tensors has exactly the bytes of vLLM's answer. An answer whose
+status is not 200 is JSON. A tensor's bytes are copied only when they are sent.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from vllm_scope.results.column import Column
 from vllm_scope.server import encode
 from vllm_scope.server.encode import Buffer, Json
 
-#: The base64 of a smaller tensor goes through vLLM's encoder, which is cheaper than to insert the
-#: base64 into the encoded answer.
+#: If a tensor has fewer bytes, vLLM's encoder encodes its base64. For few bytes, the encoder is
+#: cheaper than the insertion of base64 into the encoded answer.
 SMALL_BYTES = 4 << 10
-#: Buffers of fewer bytes are joined; more system calls would cost more than the copy.
+#: Buffers of fewer bytes are joined, because a system call costs more than the copy.
 JOINED_BYTES = 64 << 10
 
 
@@ -46,19 +46,18 @@ class Body(Protocol):
     binary: bool
 
     def begin(self) -> None:
-        """Called once if the answer has a scope."""
+        """The Answer calls this one time if the answer has a scope."""
 
     def values(self, choice: int, column: Column) -> Json:
-        """Take a column's values. Returns the fields of the column's item that say where the values
-        are."""
+        """Take a column's values. Returns the JSON fields that say where the values are."""
 
     def messages(self, message: Message) -> Iterator[Message]:
         """The messages to send in place of a message of vLLM's response."""
 
 
 class _Messages:
-    """Makes the messages of one response. The response's start waits until the length of its body
-    is known."""
+    """Makes the ASGI messages of one response. The start message waits until the body's length is
+    known."""
 
     def __init__(self) -> None:
         self._start: Message | None = None
@@ -91,8 +90,8 @@ class _Messages:
                 yield from _bodies(buffers, message)
 
     def _changes(self, streams: bool) -> bool:
-        """True if the response may get tensors. If False, its messages pass unchanged. Called at
-        the start of the response."""
+        """True if tensors can be added to the response. If False, the response's messages pass
+        unchanged. `messages` calls this at the response's start."""
         raise NotImplementedError
 
     def _head(self, headers: MutableHeaders) -> None:
@@ -104,8 +103,8 @@ class _Messages:
 
 
 def _bodies(buffers: Iterator[Buffer] | list[Buffer], message: Message) -> Iterator[Message]:
-    """A body as messages: one for each large buffer, and one for all small buffers between two
-    large ones."""
+    """A body as messages: one message for each large buffer, and one message for all small buffers
+    between two large buffers."""
     small: list[Buffer] = []
     for buffer in buffers:
         if len(buffer) < JOINED_BYTES:
@@ -123,8 +122,8 @@ class JsonBody(_Messages):
     """JSON, with tensors in base64.
 
     Args:
-        sent: True if the answer goes through `messages`, which inserts the base64. False keeps all
-            base64 in the JSON that vLLM encodes.
+        sent: True if the answer goes through `messages`, which inserts the base64. False: all
+            base64 is in the JSON that vLLM encodes.
     """
 
     binary = False
@@ -132,7 +131,7 @@ class JsonBody(_Messages):
     def __init__(self, sent: bool = False) -> None:
         super().__init__()
         self._sent = sent
-        #: Marks the places of base64. Random, so that no text of a model contains the mark.
+        #: Marks where base64 is inserted. A random mark is in no text of a model.
         self._mark = secrets.token_hex(16) if sent else ""
         self._kept: dict[int, bytes] = {}
         self._num_kept = 0
@@ -195,11 +194,11 @@ class BinaryBody(_Messages):
         for event in content.split(b"\n\n"):
             if event.startswith(b"data: "):
                 yield from self._file(event.removeprefix(b"data: "))
-            elif event:  # a comment, by which vLLM keeps the connection alive
+            elif event:  # vLLM sends comments to keep the connection alive
                 yield head_of(())
 
     def _file(self, answer: bytes) -> Iterator[Buffer]:
-        # Wide dtypes first, so that each tensor is aligned; the answer is last.
+        # Wide dtypes come first, so that each tensor is aligned. The answer comes last.
         found = sorted(self._tensors.items(), key=lambda item: -item[1].dtype.itemsize)
         self._tensors = {}
         shapes = [(name, CODE_OF[t.dtype], list(t.shape), t.nbytes) for name, t in found]
@@ -210,7 +209,7 @@ class BinaryBody(_Messages):
 
 
 def body_for(accept: str) -> Body:
-    """The body that a request asks for: JSON, unless its header `Accept` names BINARY."""
+    """The body for a request: binary if the request's header `Accept` names BINARY, else JSON."""
     for one in accept.split(","):
         kind, *parameters = (part.strip().lower() for part in one.split(";"))
         if kind == BINARY:

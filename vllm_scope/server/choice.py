@@ -4,9 +4,9 @@ Owns:  ChoiceScope.
 Runs:  in an API server process, on its event loop.
 From:  answer.   To: encode, tokens, body.
 
-Promise: a chunk carries all new values of its choice that have arrived, each value once and in
-position order, and each generated token once with the scores of its own row. The last chunk carries
-the rest and the counts.
+Promise: a chunk carries the values of its choice that have arrived since the last chunk, in
+position order. No value is sent twice. Each generated token is in one chunk, with the scores of its
+own row. The last chunk carries the remaining values and the counts.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from vllm_scope.server.faces import CompletionOutput, Keep
 from vllm_scope.server.options import ScopeOptions
 from vllm_scope.server.tokens import ScoredTokens
 
-#: Limit of the rows in one chunk. If the new rows are larger, the chunk has none of them: they
-#: come as a file with the last chunk.
+#: Limit of the bytes of rows in one chunk. If the new rows take more bytes, the chunk has no rows:
+#: the last chunk names a file that has these rows.
 MAX_CHUNK_BYTES = 8 << 20
-#: From this many bytes on, work is done in a thread. Work on fewer bytes takes less time than the
+#: Work on this many bytes or more runs in a thread. Work on fewer bytes takes less time than the
 #: start of a thread.
 THREAD_BYTES = 128 << 10
-#: Estimated bytes in JSON of a score, and of a token without its scores.
+#: Estimated JSON bytes of one score, and of one token without scores.
 _SCORE_BYTES, _TOKEN_BYTES = 20, 80
 T = TypeVar("T")
 
@@ -47,15 +47,15 @@ class ChoiceScope:
     """Makes the `scope` of one choice, whole or chunk by chunk.
 
     Args:
-        inline_bytes: rows of a choice are inside the answer if they take at most this many bytes.
-        take_room: takes a number of bytes from the room inside the answer; returns False if fewer
-            bytes are left.
-        body: takes the values of rows; a binary body also takes those of features and lenses.
+        inline_bytes: limit of the bytes of a choice's rows inside the answer.
+        take_room: a function that reserves a number of bytes inside the answer. Returns False if
+            fewer bytes are free.
+        body: receives the values of rows. A binary body also receives features and lenses.
         number: the choice's index.
 
     Attributes:
         completion: the choice's newest state.
-        cursor: finds the values that are new in a stream's next chunk.
+        cursor: finds the new values for a stream's next chunk.
     """
 
     def __init__(
@@ -70,12 +70,11 @@ class ChoiceScope:
         self._tokens = ScoredTokens()
         #: Label of a column -> positions of values that did not fit into their chunk.
         self._held_back: dict[Label, list[np.ndarray]] = {}
-        #: Labels of the columns that earlier chunks have.
+        #: Labels of the columns in earlier chunks.
         self._said: set[Label] = set()
 
     def flags(self) -> Json:
-        """The field `scope` of a choice whose request has no scope: the verdicts of monitors. The
-        field is absent if there are no verdicts."""
+        """The field `scope` of a request without scope: the verdicts of monitors, or {}."""
         result = self.completion.scope
         found = {} if result is None else encode.verdicts(result.verdicts, result.begun)
         return {"scope": found} if found else {}
@@ -102,11 +101,11 @@ class ChoiceScope:
         """The `scope` of the choice in its next chunk.
 
         Args:
-            ended: True if it is the choice's last chunk.
-            holds: True if the choice's data waits for the last chunk.
+            ended: True if the chunk is the choice's last chunk.
+            holds: True if only the last chunk has the choice's data.
         """
         result, cursor = self.completion.scope, self.cursor
-        if ended:  # the result keeps the joined columns, which `rest` then uses
+        if ended:  # the result keeps the joined columns for `cursor.rest`
             await _aside(_is_large(result), result.columns)
         scores, rows = _split(cursor.rest(result) if ended else cursor.take())
         tokens: Json = {}
@@ -118,7 +117,7 @@ class ChoiceScope:
             told = self._new(scores)
             told |= {"rows": await self._with_values(rows)}
             return told | tokens | encode.verdicts(cursor.verdicts(), cursor.begun())
-        # The file has all values of a column that was held back, so none of them is inline.
+        # If values of a column were held back, only the file has the column's values.
         everything, here = encode.for_callers(result.columns()), [*scores, *rows]
         late = []
         for column in everything:
@@ -139,15 +138,15 @@ class ChoiceScope:
         )  # fmt: skip
 
     def _new(self, scores: list[Column], late: Sequence[Column] = ()) -> Json:
-        """The fields of scores, features and lenses of a chunk. Only the first chunk with
-        values of a `Features` says which features were read (`asked`, up to 256 indices)."""
+        """A chunk's fields for scores, features and lenses. Only the first chunk with values of a
+        `Features` names the features that were read (`asked`, up to 256 indices)."""
         told = encode.told(scores, late, self._sparse_values, self._said)
         self._said.update(column.label for column in (*scores, *late))
         return told
 
     def _fitting(self, columns: Iterable[Column], fit: bool) -> list[Column]:
-        """The columns that have values. If `fit` is False, an empty list: the positions of these
-        columns are held back for the last chunk."""
+        """The columns that have values. If `fit` is False, the list is empty, and the positions are
+        held back for the last chunk."""
         found = [column for column in columns if len(column.positions)]
         if fit:
             return found
@@ -156,7 +155,7 @@ class ChoiceScope:
         return []
 
     def _told(self, scores: Sequence[Column], settled: int | None) -> Json:
-        """The field `tokens`. Empty if the caller asked for no probes, or if the tokens have too
+        """The field `tokens`. {} if the caller's request has no probes, or if the tokens have too
         many scores."""
         result = self.completion.scope
         if not result.own_probes:
@@ -171,7 +170,7 @@ class ChoiceScope:
         """The fields `rows` (with values, if they are inline) and `result` (the file, or None).
 
         Args:
-            sent: items of `rows` that are encoded already.
+            sent: items of `rows` that were encoded earlier.
             keep: True to write the file even if the rows are inline.
         """
         size = sum(column.nbytes for column in rows)
@@ -198,8 +197,8 @@ class ChoiceScope:
         return body
 
     async def _with_values(self, rows: list[Column]) -> list[Json]:
-        """The items of `rows` with their values. Many bytes are encoded as base64, or decoded, in
-        a thread, because the event loop can run meanwhile."""
+        """The items of `rows` with their values. If THREAD_BYTES or more must be encoded as base64
+        or decoded, a thread does the work. The event loop can then run meanwhile."""
         works = not self._binary or any(isinstance(c.source, EncodedRows) for c in rows)
         large = works and sum(column.nbytes for column in rows) >= THREAD_BYTES
         return await _aside(large, lambda: encode.rows(rows, self._values))
@@ -211,14 +210,14 @@ async def _aside(large: bool, call: Callable[[], T]) -> T:
 
 
 def _is_large(result: ScopeResult) -> bool:
-    """True if THREAD_BYTES or more of a result have arrived."""
+    """True if THREAD_BYTES bytes or more of a result have arrived."""
     arrived = (p.rows.nbytes for source in result.sources() for p in result.parts_of(source))
     return any(total >= THREAD_BYTES for total in accumulate(arrived))
 
 
 def _split(columns: Iterable[Column]) -> tuple[list[Column], list[Column]]:
-    """(The columns of scores, features and lenses; the columns of rows), without the columns of an
-    operator's monitors."""
+    """Two lists: the columns of scores, features and lenses, and the columns of rows. Columns of
+    the operator's monitors are left out."""
     found: tuple[list[Column], list[Column]] = ([], [])
     for column in encode.for_callers(columns):
         found[not isinstance(column.label, str)].append(column)

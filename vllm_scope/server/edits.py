@@ -1,9 +1,10 @@
-"""Server-wide edits as an operator sends them, and as they are shown.
+"""Server-wide edits: the check of an operator's body, and the JSON that shows the edits.
 
 Owns:  `decoded` (for any body), `checked` and `shown` (for edits), `monitors` (for monitors).
 Runs:  in a thread of an API server process, because each function reads a whole text.
 
-Promise: the items of a text are counted before it is parsed, and what is shown has a bounded size.
+Promise: the items of a text are counted before the text is parsed. The result of `shown` has a
+bounded size.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from vllm_scope import errors
 from vllm_scope.errors import SpecError
 from vllm_scope.request.bounded_json import MOST_ITEMS, decode
 
-#: If the edits take more bytes, vectors are shown by dtype and shape alone.
+#: If the edits take more bytes, `shown` gives only the dtype and the shape of each vector.
 MOST_SHOWN_BYTES = 8 << 20
-#: A list of at most so many items is always shown.
+#: `shown` always gives a list of at most this many items.
 _SHORT_LIST = 64
 
 
@@ -30,11 +31,11 @@ class _Shown(msgspec.Struct):
 
 
 def decoded(body: bytes, most_items: int = MOST_ITEMS) -> tuple[str, object]:
-    """(A request's body as text, the value of its JSON).
+    """A request's body as text, and the value of the body's JSON.
 
     Raises:
         SpecError: the body is not UTF-8 or not JSON, or has more nodes or items than
-            `bounded_json.decode` takes.
+            `bounded_json.decode` accepts.
     """
     try:
         text = body.decode()
@@ -47,7 +48,7 @@ def checked(body: bytes) -> str:
     """The text of a body that has a list of edits.
 
     Raises:
-        SpecError: as `decoded`; or the body is not an object with a list of edits and nothing else.
+        SpecError: as `decoded`, or the body is not an object whose only field is `edits`, a list.
     """
     text, found = decoded(body)
     given = found if isinstance(found, dict) else {}
@@ -59,7 +60,7 @@ def checked(body: bytes) -> str:
         )
     for name in given:
         if name != "edits":
-            raise SpecError(f"the body has {errors.shown(name)}; it has 'edits' alone.")
+            raise SpecError(f"the body has {errors.shown(name)}; its only field is 'edits'.")
     return text
 
 
@@ -67,13 +68,13 @@ def monitors(body: bytes) -> object:
     """The monitors of a body, by name.
 
     Raises:
-        SpecError: as `decoded`; or the body is not an object with `monitors` and nothing else.
+        SpecError: as `decoded`, or the body is not an object whose only field is `monitors`.
     """
     _, found = decoded(body)
     if not isinstance(found, dict) or set(found) != {"monitors"}:
         raise SpecError(
             f"the body is {errors.shown(found)}; it must be an object with the field 'monitors', "
-            "name to monitor."
+            "which has each monitor under its name."
         )
     return found["monitors"]
 
@@ -82,7 +83,7 @@ def shown(text: str | None, digest: str | None = None) -> bytes:
     """JSON of the engine's server-wide edits.
 
     Args:
-        text: the body of these edits, as `checked` returned it; None if there are no edits.
+        text: the text that `checked` returned; None if there are no edits.
     """
     edits: object = []
     if text is not None:

@@ -1,9 +1,9 @@
-"""Results as JSON (counts, positions, scores and features), and as tensors with names.
+"""Results as JSON (counts, positions, scores and features), and as named tensors.
 
 Owns:  the format of a choice's `scope`, which docs/http.md describes.
 
-Positions are written as half-open spans: [[0, 3], [7, 8]] is 0, 1, 2 and 7. JSON has
-no NaN: a score that is not finite is null.
+Positions are written as half-open spans: [[0, 3], [7, 8]] means 0, 1, 2 and 7. JSON has no NaN,
+therefore a score that is not finite is null.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from vllm_scope.results.result import ScopeResult
 from vllm_scope.sinks import Manifest
 
 Json = dict[str, object]
-#: Bytes of a tensor, not copied.
+#: A tensor's bytes, without a copy.
 Buffer = bytes | memoryview
-#: Takes a column's values into the answer. Returns the fields that say, in the column's item, where
+#: Adds a column's values to the answer. Returns fields for the column's JSON item, which say where
 #: the values are.
 Values = Callable[[Column], Json]
-#: Names a column: (site, layer, "after" or "before") of a stream, or the name of a probe or of
-#: features.
+#: A column's name. Of a stream: (site, layer, "after" or "before"). Of a probe or of features: the
+#: action's name.
 Label = tuple[str, int, str] | str
 
-#: At most so many numbers of scores, features and lenses of a choice are inside the answer.
+#: Limit of a choice's numbers of scores, features and lenses inside the answer.
 MAX_INLINE_SCORES = 16_384
-#: Endings of tensor names in a file: `.positions` for every column; features also have `.indices`
-#: and `.tokens`, lenses `.token_ids`.
+#: Endings of tensor names in a file. Every column has `.positions`. Features also have `.indices`
+#: and `.tokens`. Lenses also have `.token_ids`.
 POSITIONS, INDICES, TOKENS = ".positions", ".indices", ".tokens"
 TOKEN_IDS = ".token_ids"
 ENDINGS = (POSITIONS, INDICES, TOKENS, TOKEN_IDS)
@@ -58,7 +58,7 @@ def spans(positions: np.ndarray) -> list[list[int]]:
     if not len(positions):
         return []
     first, last = int(positions[0]), int(positions[-1]) + 1
-    if last - first == len(positions):  # most often
+    if last - first == len(positions):  # the most frequent case
         return [[first, last]]
     breaks = np.flatnonzero(np.diff(positions) != 1)
     starts = positions[np.concatenate([[0], breaks + 1])]
@@ -80,7 +80,7 @@ def _fields(of: ScopeResult | Manifest, *names: str) -> Json:
 
 
 def _manifest(found: Manifest) -> Json:
-    """A sink's counts. Only the operator's manifests have `details`."""
+    """A sink's counts. Only manifests for the operator have `details`."""
     body = _fields(found, "status", "reason") | {"names": found.files}
     return body | ({"details": found.details} if found.details else {})
 
@@ -109,7 +109,7 @@ def tensors(result: ScopeResult) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def tensors_of(column: Column) -> dict[str, Tensor]:
-    """A column as contiguous tensors, by their names: its values and their positions."""
+    """The values and the positions of a column as contiguous tensors, by name."""
     name = tensor_name(column)
     positions = torch.from_numpy(np.ascontiguousarray(column.positions))
     if isinstance(column.source, SparseRows):
@@ -121,13 +121,13 @@ def tensors_of(column: Column) -> dict[str, Tensor]:
 
 
 def buffer_of(tensor: Tensor) -> memoryview:
-    """The bytes of a CPU tensor; a view if it is contiguous."""
+    """The bytes of a CPU tensor; a view if the tensor is contiguous."""
     return bytes_of(tensor).data
 
 
 def _sparse_tensors(name: str, rows: SparseRows, positions: Tensor) -> dict[str, Tensor]:
-    """Features as a COO matrix, with the positions that were encoded; a lens as two dense tensors,
-    with their positions."""
+    """The tensors of features: a COO matrix, and the positions that were encoded. The tensors of a
+    lens: two dense tensors, and the lens's positions."""
     if rows.lens is not None:
         top = TopTokens.of_rows(rows, positions)
         return {
@@ -142,7 +142,7 @@ def _sparse_tensors(name: str, rows: SparseRows, positions: Tensor) -> dict[str,
 
 
 def rows(columns: Iterable[Column], values: Values | None) -> list[Json]:
-    """The items of the field `rows`, without their values if `values` is None."""
+    """The items of the field `rows`. If `values` is None, the items have no values."""
     return [_rows(column) | (values(column) if values else {}) for column in columns]
 
 
@@ -168,14 +168,14 @@ def told(
     values: Values | None = None,
     said: Container[object] = (),
 ) -> Json:
-    """The field `scores`, and the fields `features` and `lens` if there are any.
+    """The field `scores`, and the fields `features` and `lens` if they are not empty.
 
     Args:
         late: columns whose values are left out.
-        values: takes the values of features and lenses. If None, the values are numbers in the
+        values: receives the values of features and lenses. If None, the values are numbers in the
             JSON.
         said: labels of features whose `num_features` and `asked` are left out, because an earlier
-            chunk has them.
+            chunk has these fields.
     """
     of_probes: list[list[Column]] = [[], []]
     of_features: dict[str, Json] = {}
@@ -199,12 +199,12 @@ def told(
 
 
 def scores(columns: Iterable[Column], inline: bool) -> Json:
-    """The field `scores`, by the probes' names; without the values if `inline` is False."""
+    """The field `scores`, by the probes' names. If `inline` is False, it has no values."""
     return {str(column.label): _scores(column, inline) for column in columns}
 
 
 def _features(column: Column, rows: SparseRows, inline: bool) -> Json:
-    """The features of one name. `indices` and `values` have a list for each position of `spans`."""
+    """One `Features` as JSON. `indices` and `values` have a list for each position of `spans`."""
     body: Json = {"spans": spans(column.positions)}
     if inline:
         sparse = SparseFeatures(rows, torch.arange(len(rows)))
@@ -215,13 +215,14 @@ def _features(column: Column, rows: SparseRows, inline: bool) -> Json:
 
 
 def _read(rows: SparseRows) -> Json:
-    """The fields `num_features` and `asked`; each is absent if it is not known."""
+    """The fields `num_features` and `asked`. A field whose value is not known is absent."""
     found: Json = msgspec.to_builtins(rows.read)
     return found
 
 
 def _lens(column: Column, rows: SparseRows, inline: bool) -> Json:
-    """One layer of a lens. `token_ids` and `log_probs` have a list for each position of `spans`."""
+    """One layer of a lens as JSON. `token_ids` and `log_probs` have a list for each position of
+    `spans`."""
     assert rows.lens is not None
     name, layer = rows.lens
     body: Json = {"name": name, "layer": layer, "spans": spans(column.positions)}
@@ -237,7 +238,7 @@ def num_numbers(columns: Iterable[Column]) -> int:
     total = 0
     for column in columns:
         if isinstance(column.source, SparseRows):
-            # Each position counts as one number: without features it is still a pair of brackets.
+            # A position counts as one number, because a position without features has brackets.
             total += len(column.positions) + 2 * int(column.source.counts.sum())
         else:
             total += len(column.positions) * (1 if column.aggregates is None else 2)
@@ -254,7 +255,7 @@ def _scores(column: Column, inline: bool) -> Json:
 
 
 def verdicts(found: Mapping[str, Verdict], begun: Mapping[str, int]) -> Json:
-    """The fields `verdicts` and `begun`; each is absent if it is empty."""
+    """The fields `verdicts` and `begun`. An empty field is absent."""
     told: Json = {
         name: {"position": position, "value": value if math.isfinite(value) else None}
         for name, (position, value) in found.items()

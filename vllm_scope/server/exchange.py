@@ -2,10 +2,11 @@
 
 Owns:  Exchange, which also disconnects clients that do not read.
 Runs:  in each API server process, on its event loop.
-From:  limits.Door, which makes one per request.   To: answer; results, as `budget.asking`.
+From:  limits.Door, which creates an Exchange for each request.   To: answer; results (as
+       `budget.asking`).
 
-Promise: a client that does not read a piece of its answer within the timeout counts as gone. If an
-answer names a file and could not be sent, the file is deleted.
+Promise: if a client does not read a piece of its answer within the timeout, the server disconnects
+the client. If an answer names a file and could not be sent, the file is deleted.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from vllm_scope.server.body import Body, JsonBody
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: The largest number of bytes sent at once. The timeout holds for each such piece, not for a whole
-#: answer.
+#: The largest number of bytes in one piece of an answer. The timeout applies to each piece, not to
+#: a whole answer.
 _PIECE_BYTES = 1 << 18
 
 
@@ -33,14 +34,15 @@ class Exchange(Asker):
     """A request and its answer.
 
     Attributes:
-        timed: True if the client has `write_timeout_s` to read each piece of the answer. Plain
-            requests are not timed.
-        untold: functions that delete one file each, called at the end of the request. A function
-            is removed when the next part of the body has been sent, because that part names the
-            function's file.
-        closing: functions that are called and awaited when the request is over, the last one first.
-            They close objects that otherwise only the garbage collector would close, such as the
-            generator of a stream whose client left while a chunk was sent.
+        timed: True if the client must read each piece of the answer within `write_timeout_s`. False
+            for plain requests.
+        untold: functions that delete one file each. `close` calls the functions at the end of the
+            request. After the server has sent the part of the body that names a file, the file's
+            function is removed.
+        closing: functions that `close` calls and awaits at the end of the request, the last
+            function first. The functions close objects that otherwise only the garbage collector
+            would close. An example is a stream's generator, if the client left while a chunk was
+            sent.
         body: how the answer's tensors are sent.
     """
 
@@ -53,8 +55,8 @@ class Exchange(Asker):
     _gone: bool = False
 
     def sender(self, scope: Scope, receive: Receive, send: Send, timeout_s: float) -> Send:
-        """ASGI's `send` with the timeout. Removes the functions of `untold` whose files have been
-        named to the client."""
+        """ASGI's `send` with the timeout. Removes the functions of `untold` whose files the sent
+        body has named."""
 
         async def sending(message: Message) -> None:
             if not (self.timed or self.untold or self._gone):
@@ -65,7 +67,7 @@ class Exchange(Asker):
                 self._gone = True
             for piece in self._pieces(message) if self.timed else (message,):
                 if self._gone:
-                    return  # as uvicorn does, drop data for a client that has left
+                    return  # like uvicorn, drop data for a client that has left
                 await self._send(scope, send, piece, timeout_s if self.timed else None)
             if not self._gone:
                 del self.untold[:telling]
@@ -86,8 +88,8 @@ class Exchange(Asker):
                 raise
 
     async def close(self) -> None:
-        """Call the functions of `closing`, then those of `untold`. The request is over, and nothing
-        more is sent."""
+        """Call the functions of `closing`, then the functions of `untold`. Nothing more is sent
+        after the call."""
         while self.closing:
             with _logged():
                 await self.closing.pop()()
@@ -98,15 +100,15 @@ class Exchange(Asker):
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """Log an error of the `with` block, so that the functions that remain are called too."""
+    """Log an error of the `with` block, so that `close` calls the remaining functions too."""
     try:
         yield
     except Exception:
-        logger.exception("vllm-scope: something of a request that is over could not be let go")
+        logger.exception("vllm-scope: the end of a request could not close one of its objects")
 
 
 def running(owner: str) -> Exchange:
-    """The exchange of the current request; a new one outside of a server."""
+    """The Exchange of the current request; outside of a server, a new Exchange."""
     found = asking.get()
     return found if isinstance(found, Exchange) else Exchange(owner)
 
@@ -123,8 +125,8 @@ def _pieces(message: Message) -> Iterator[Message]:
 
 
 async def _has_left(receive: Receive) -> bool:
-    """True if the server knows that the client has left. After the request's body, the only
-    message that comes is `http.disconnect`."""
+    """True if the server knows that the client has left. After the request's body, `receive`
+    returns no other message than `http.disconnect`."""
     message = asyncio.ensure_future(receive())
     await asyncio.sleep(0)
     if message.done():
@@ -134,8 +136,9 @@ async def _has_left(receive: Receive) -> bool:
 
 
 def _hang_up(scope: Scope) -> bool:
-    """Abort a connection and drop its unsent data; a plain close would wait until the client has
-    read the data. Returns False if no connection was found, as with a server other than uvicorn.
+    """Abort a connection and drop the connection's unsent data. A plain close would wait until the
+    client has read the data. Returns False if no connection was found, for example with a server
+    other than uvicorn.
 
     Source: uvicorn 0.54, protocols/http/httptools_impl.py, HttpToolsProtocol; vLLM 0.32,
     entrypoints/launchers/launcher.py: `app.state.server`.
@@ -153,7 +156,7 @@ def _hang_up(scope: Scope) -> bool:
 
 
 def _is_peer(scope: Scope) -> bool:
-    """True if the scope's client is the connection's address. A unix socket has no address, and
-    behind a proxy the client's address comes from a header."""
+    """True if the scope's client is the connection's address. A unix socket has no address. Behind
+    a proxy, the client's address comes from a header."""
     forwarded = any(name == b"x-forwarded-for" for name, _ in scope["headers"])
     return scope["client"] is not None and not forwarded

@@ -1,12 +1,12 @@
-"""Faces over HTTP: the words of requests that a face takes, and the fields of answers that it adds.
+"""Faces over HTTP: their keys in requests, and their fields in answers.
 
-Owns:  HttpFace (what a face registers), Reply (its fields of one answer), Words,
+Owns:  HttpFace (the registration of a face), Reply (a face's fields of one answer), Words,
        CompletionOutput.
 Runs:  in each API server process, on its event loop.
 From:  compat.   To: engine.http (requests), answer (answers), routes (routers).
 
-Promise: a word belongs to one face, and a request may have it once. A word that no face
-understands over HTTP is refused, never ignored.
+Promise: a key belongs to one face, and a request can have a key only one time. If no face accepts a
+key over HTTP, the request is refused.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
 
-#: Keeps tensors and metadata as a file that the request's key can fetch. Blocks. Raises
-#: CapacityError if there is no room.
+#: Keeps tensors and metadata as a file that the request's API key can fetch. The call blocks, and
+#: raises CapacityError if the store has no room.
 Keep = Callable[[Mapping[str, Tensor], Mapping[str, str]], Kept]
 
 
 class CompletionOutput(Protocol):
-    """vLLM's CompletionOutput, as offline users have it: `output.outputs[i]`.
+    """vLLM's CompletionOutput (offline: `output.outputs[i]`) with the attributes of this package.
 
     Attributes:
         scope_texts: the text that each generated token added.
@@ -46,35 +46,36 @@ class CompletionOutput(Protocol):
 
 
 class Reply:
-    """The fields that a face adds to the answer of one request; the base class adds none.
+    """The fields that a face adds to the answer of one request. The base class adds no fields.
 
-    The methods run in a thread, one at a time, and may block. They return JSON. An error in
-    a method fails the request, so a method reports missing data as a field's value.
+    The server calls the methods in a thread, one at a time. Each method returns JSON, and is
+    allowed to block. An error in a method fails the request. Therefore a method reports missing
+    data as a field's value.
     """
 
     def choice(self, number: int, of: int, completion: CompletionOutput) -> Mapping[str, object]:
-        """Fields of a choice that has ended. Called once for each choice, in the order in which
-        they end.
+        """Fields of a choice that has ended. The Answer calls this one time for each choice, in the
+        order in which the choices end.
 
-        In a stream they come with the chunk that has `finish_reason`.
+        In a stream, the chunk with `finish_reason` has these fields.
 
         Args:
             number: the choice's index.
-            of: how many choices the answer has: n for each prompt.
-            completion: with the attributes that the decorator of the face's translation has set.
+            of: number of choices in the answer: `n` for each prompt.
+            completion: the completion, with the attributes that the face's decorator has set.
         """
         return {}
 
     def whole(self) -> Mapping[str, object]:
-        """Fields of the whole response. Called after `choice` was called for the last choice.
+        """Fields of the whole response. The Answer calls this after the last call of `choice`.
 
-        In a stream they come with the chunk that ends the last choice.
+        In a stream, the chunk that ends the last choice has these fields.
         """
         return {}
 
 
 class FirstReply(Reply):
-    """Adds one field, `name`. The response has the value of its first choice. If there are several
+    """Adds one field, `name`. The response has the first choice's value. If there are several
     choices, each choice also has its own value."""
 
     name: str
@@ -83,7 +84,7 @@ class FirstReply(Reply):
         self._first: Json = {}
 
     def value(self, completion: CompletionOutput) -> object:
-        """The field of one completion as JSON; None if the completion has none."""
+        """The field's value for one completion, as JSON; None if the completion has no value."""
         raise NotImplementedError
 
     def choice(self, number: int, of: int, completion: CompletionOutput) -> Json:
@@ -97,9 +98,9 @@ class FirstReply(Reply):
         return self._first
 
 
-#: (values of the face's words, a Keep for files) -> Reply. Called before the request enters the
-#: engine. Raises SpecError for values that are possible offline only; the face's translator
-#: refuses all other wrong values.
+#: (values of the face's keys, a Keep for files) -> Reply. The server calls this before the request
+#: enters the engine. Raises SpecError for values that are possible offline only. The face's
+#: translator refuses all other wrong values.
 Begin = Callable[[Mapping[str, object], Keep], Reply]
 
 
@@ -108,14 +109,14 @@ class HttpFace:
     """A face over HTTP: its keys, its Reply to a request, and its routes.
 
     Attributes:
-        keys: the keys of `vllm_xargs` that the face's translator understands. Their values are
-            numbers, strings (also JSON text) and lists of these.
-        fields: keys that may also be fields of the body, with any JSON as value.
+        keys: the keys of `vllm_xargs` that the face's translator accepts. A value is a number, a
+            string (also JSON text), or a list of numbers and strings.
+        fields: the keys that can also be fields of the body, with any JSON as value.
         begin: makes the Reply to a request that has some of the keys.
-        reading: routers for everyone with the API key. Each has a prefix of its own below /v1,
-            where vLLM authenticates.
-        changing: routers for the operator; they exist only if there is an operator's key.
-        bearer: True if the operator's key for `changing` may also be the bearer token.
+        reading: routers for every client with the API key. Each router has its own prefix below
+            /v1, where vLLM authenticates.
+        changing: routers for the operator, added only if the server has an operator's key.
+        bearer: True if the routes of `changing` also accept the operator's key as the bearer token.
     """
 
     name: str
@@ -138,7 +139,7 @@ _faces: dict[str, HttpFace] = {}
 
 
 def register(face: HttpFace) -> None:
-    """Add a face, which replaces a face of the same name. Called before the app is made."""
+    """Add a face, which replaces a face of the same name. Call this before the app is created."""
     _faces[face.name] = face
 
 
@@ -157,10 +158,11 @@ def has_fields(body: Mapping[str, object]) -> bool:
 
 @dataclass(frozen=True)
 class Words:
-    """The faces' words in one request, by face.
+    """The keys of faces in one request, and their values, by face.
 
     Attributes:
-        fields: the words that stood beside `vllm_xargs`; the caller adds them to `vllm_xargs`.
+        fields: the keys that were fields of the request's body. The caller adds these keys to
+            `vllm_xargs`.
     """
 
     values: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
@@ -170,15 +172,15 @@ class Words:
     def find(
         given: Mapping[str, object], body: Mapping[str, object] | None, foreign: Iterable[str]
     ) -> Words:
-        """The words of a request.
+        """The keys of faces in a request.
 
         Args:
             given: the request's `vllm_xargs`.
             body: the fields of the request's body that vLLM does not know.
-            foreign: keys that some face understands offline.
+            foreign: keys that a face accepts offline.
 
         Raises:
-            SpecError: a word comes twice, or is not understood over HTTP.
+            SpecError: the request has a key twice, or no face accepts a key over HTTP.
         """
         values: dict[str, Json] = {}
         fields: Json = {}
@@ -188,10 +190,10 @@ class Words:
             beside = {key: body[key] for key in face.fields & body.keys()} if body else {}
             if twice := own.keys() & beside.keys():
                 raise SpecError(
-                    f"{shown(min(twice))} is both in vllm_xargs and beside it; say it once."
+                    f"{shown(min(twice))} is both in vllm_xargs and in the body; leave one out."
                 )
             left -= face.keys
-            # Clients send null for "not asked".
+            # Some clients send null for a field that they do not use.
             beside = {key: value for key, value in beside.items() if value is not None}
             if own or beside:
                 values[face.name] = own | beside

@@ -1,7 +1,7 @@
 """A folder that the processes of one server share, and that other servers do not remove.
 
 Owns:  HeldFolder.
-Runs:  in each API server process. The caller serialises the calls.
+Runs:  in each API server process. The caller makes one call at a time.
 From:  transport.folders (the lock).   To: store.
 """
 
@@ -14,19 +14,18 @@ from vllm_scope.transport.folders import hold, is_held, prefix, release, remove_
 
 
 class HeldFolder:
-    """A folder with mode 700. Before it is made, the folders of servers that were killed are
-    removed.
+    """A folder with mode 700. The constructor first removes folders of killed servers.
 
     Args:
-        parent: where the folder is made.
+        parent: the folder in which this folder is created.
         kind: the kind of the content, part of the folder's name.
-        run: names the server's run; the same in all processes of one server.
+        run: the name of the server's run, equal in all processes of the server.
 
     Attributes:
         path: the folder's path.
 
     Raises:
-        PermissionError: the folder is another user's.
+        PermissionError: the folder belongs to another user.
     """
 
     def __init__(self, parent: Path, kind: str, run: str) -> None:
@@ -36,20 +35,20 @@ class HeldFolder:
         self.make()
 
     def make(self) -> None:
-        """Make the folder if it is not there, and lock it. A program that cleans /tmp may have
-        removed the folder in spite of the lock."""
+        """Create the folder if it is missing, and lock the folder. A program that cleans /tmp can
+        have removed the folder in spite of the lock."""
         if self._holder >= 0 and is_held(self.path, self._holder):
             return
         self.path.mkdir(mode=0o700, exist_ok=True)
         found = self.path.lstat()
         if found.st_uid != os.getuid() or found.st_mode & 0o077 or self.path.is_symlink():
-            raise PermissionError(f"{self.path} is another's; set VLLM_SCOPE_RESULTS_DIR.")
+            raise PermissionError(f"{self.path} is of another user; set VLLM_SCOPE_RESULTS_DIR.")
         gone, self._holder = self._holder, hold(self.path)
         if gone >= 0:
             os.close(gone)
 
     def release(self) -> None:
-        """Remove the folder if no other process holds it."""
+        """Remove the folder if no other process holds a lock on it."""
         if self._holder >= 0:
             release(self.path, self._holder)
             self._holder = -1

@@ -1,7 +1,7 @@
-"""The first middleware of every request: it bounds the body, and records the sender and the path.
+"""The first middleware of every request: limits the body's size, and records the sender and path.
 
-Owns:  Door, an ASGI middleware. It runs behind vLLM's authentication.
-To:    exchange, answer; rpc (which methods vLLM's development route may call).
+Owns:  Door, an ASGI middleware that runs after vLLM's authentication.
+To:    exchange, answer; rpc (the check of vLLM's development routes).
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from vllm_scope.server.store import owner_of
 
 
 class Door:
-    """Refuses a body with 413 if its announced or its real length is over the limit.
+    """Refuses a request with status 413 if the body's announced or real length is above the limit.
 
     Args:
-        limits: prefix of a path -> most bytes of a body; the longest prefix that matches counts.
+        limits: prefix of a path -> the largest number of bytes of a body. The longest match is
+            used.
         timed: prefixes of paths whose answers the client must read within the timeout.
     """
 
@@ -77,7 +78,7 @@ class Door:
 
 
 async def _guarded(path: str, receive: Receive) -> Receive:
-    """Check a request to vLLM's development routes. Returns a `receive` for the request.
+    """Check a request to vLLM's development routes. Returns the ASGI `receive` to use afterwards.
 
     Raises:
         HTTPException: the request needs the operator's key, or its body is too long.
@@ -107,6 +108,6 @@ def _bounded(receive: Receive, most: int) -> Receive:
 
 def _too_long(what: str, most: int) -> str:
     return (
-        f"{what}; this server takes at most {most:,}. Upload large vectors once as a steering "
-        "module and name it."
+        f"{what}; this server takes at most {most:,}. Upload large vectors as a steering "
+        "module, and give the module's name in requests."
     )

@@ -2,7 +2,7 @@
 
 Owns:  the router of the routes that need the operator's key.
 Runs:  in each API server process, if VLLM_SCOPE_ADMIN_KEY is set.
-To:    routes, which adds it to the app.
+To:    routes, which adds the router to the app.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ router = APIRouter(prefix="/v1/scope", tags=["scope operator"], route_class=Rout
 
 
 class _AnyName(Convertor[str]):
-    """Text that may have slashes and newlines. Starlette's `path` matches no newlines."""
+    """A text with slashes and newlines. Starlette's `path` does not match newlines."""
 
     regex = r"[\s\S]+"
 
@@ -57,7 +57,7 @@ async def get_monitors(request: Request) -> dict[str, dict[str, object]]:
     return {name: dict(monitor) for name, monitor in found.items()}
 
 
-@router.get("/moments/{name:scope_name}", summary="Which sums of a name there are")
+@router.get("/moments/{name:scope_name}", summary="The sums under one name")
 async def get_moments(request: Request, name: Name) -> schemas.MomentsInfo:
     """The site, the layer and the label of each of the sums."""
     found = await asked(engine_of(request).moments(name))
@@ -74,8 +74,8 @@ async def get_moments(request: Request, name: Name) -> schemas.MomentsInfo:
 async def get_sums(
     request: Request, name: Name, site: str, layer: int, label: str = "all"
 ) -> Response:
-    """A safetensors file of float64 tensors: `count`, `missing`, `x`, and, if there are such
-    sums, `xx`, `xy`, `y` and `yy`."""
+    """A safetensors file of float64 tensors: `count`, `missing` and `x`. If these sums exist, the
+    file also has `xx`, `xy`, `y` and `yy`."""
     async with state_of(request).showing:
         data = await asked(engine_of(request).moments_at(name, site, layer, label))
     return Response(data, media_type="application/octet-stream")
@@ -88,7 +88,7 @@ async def get_sums(
     responses=errors(404),
 )
 async def delete_moments(request: Request, name: Name) -> Response:
-    """Free the memory of the sums. Running requests add nothing more to them."""
+    """Free the memory of the sums. Running requests add nothing more to the sums."""
     if not await asked(engine_of(request).drop_moments(name)):
         raise RefusalError(404, f"there are no sums called {name!r}.")
     return Response(status_code=204)
@@ -100,7 +100,7 @@ async def delete_moments(request: Request, name: Name) -> Response:
     openapi_extra=takes(
         "application/octet-stream",
         {"type": "string", "format": "binary"},
-        "The content of a safetensors file, its tensors named `direction.{layer}` or "
+        "The content of a safetensors file. The tensors' names are `direction.{layer}` or "
         "`{site}.{layer}`.",
     ),
 )
@@ -136,8 +136,8 @@ async def delete_module(request: Request, name: Name) -> Response:
     openapi_extra=takes("application/json", schemas.Edits.model_json_schema()),
 )
 async def put_edits(request: Request) -> Response:
-    """Replaces all server-wide edits. Running requests keep the earlier edits. The answer is that
-    of GET, with a digest."""
+    """Replaces all server-wide edits. Running requests keep the earlier edits. The answer is the
+    answer of GET, with a digest."""
     text = await asked(run_in_threadpool(edits.checked, await request.body()))
     async with in_turn(request) as engine:
         digest = await asked(engine.set_edits(text))
@@ -151,7 +151,7 @@ async def put_edits(request: Request) -> Response:
 )
 async def put_monitors(request: Request) -> dict[str, dict[str, object]]:
     """Replaces all monitors, for requests that enter from now on. `{"monitors": {}}` ends all
-    monitors. The answer is that of GET."""
+    monitors. The answer is the answer of GET."""
     found = await asked(run_in_threadpool(edits.monitors, await request.body()))
     async with in_turn(request) as engine:
         await asked(engine.set_monitors(found))

@@ -29,9 +29,9 @@ class ScopeOptions:
 
     Attributes:
         tensors: "auto": small tensors are inline; "handle": all rows go into a file.
-        stream: what chunks carry: "scores" alone, or "rows" and scores.
-        named: True if a read names the request's files. The request may then have one prompt only.
-        reads: True if some rows come back to the caller.
+        stream: "scores": chunks carry only scores; "rows": chunks carry rows and scores.
+        named: True if a read names the request's files. The request can then have only one prompt.
+        reads: True if the answer has rows.
     """
 
     tensors: Literal["auto", "handle"] = "auto"
@@ -55,7 +55,7 @@ class ScopeOptions:
         for name in own.keys() - {"scope"}:
             if name not in _ALLOWED:
                 raise SpecError(
-                    f"vllm_xargs has {shown(name)}; beside 'scope' there are {', '.join(_ALLOWED)}."
+                    f"vllm_xargs has {shown(name)}; allowed with 'scope' are {', '.join(_ALLOWED)}."
                 )
             if own[name] not in _ALLOWED[name]:
                 raise SpecError(
@@ -81,9 +81,9 @@ class ScopeOptions:
 def _check_answerable(spec: Spec) -> None:
     """Raises SpecError for a spec that cannot be answered over HTTP.
 
-    The codec rp8 is refused, because its rows take this process seconds to decode (an inverse of
-    the whole projection). So are names that are reserved for an operator's monitors, and names that
-    end in one of `encode.ENDINGS`, the endings of other tensors in a file.
+    The codec rp8 is refused, because the decoding of rows would take seconds (an inverse of the
+    whole projection). Names that are reserved for an operator's monitors are refused. Names that
+    end in one of `encode.ENDINGS` are refused, because other tensors in a file have these endings.
     """
     names = [(f"probes[{i}].name", probe.name) for i, probe in enumerate(spec.probes)]
     names += [(f"features[{i}].name", one.name) for i, one in enumerate(spec.features)]

@@ -1,12 +1,12 @@
-"""The operator's page, which shows live what monitors do.
+"""The operator's page: a live display of what monitors have found.
 
-Owns:  the routes of the page and of its data.
-Runs:  in each API server process, if VLLM_SCOPE_ADMIN_KEY is set; without it they do not exist.
-From:  control.activity, views.monitors.   To: routes, which adds them to the app.
+Owns:  the routes of the page and of the page's data.
+Runs:  in each API server process. The routes exist only if VLLM_SCOPE_ADMIN_KEY is set.
+From:  control.activity, views.monitors.   To: routes.
 
-Promise: the page itself says nothing about the server. A browser sends no keys when it opens an
-address, so everybody may have the page. The page's data need the operator's key and vLLM's API key,
-as the other routes of `/v1/scope/monitors` do.
+Promise: the page contains no data of the server. A browser cannot send a key when it opens an
+address, therefore the page needs no key. The page's data needs the operator's key and vLLM's API
+key, like the other routes of `/v1/scope/monitors`.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from vllm_scope.server.access import Route, asked, engine_of, state_of
 from vllm_scope.views.document import live_page
 from vllm_scope.views.monitors import monitor_page
 
-#: Seconds from an answer to the page's next request, and how long the page waits for an answer.
+#: Seconds between an answer and the page's next request, and seconds to wait for an answer.
 _EVERY_S, _TIMEOUT_S = 2.0, 30.0
 
-#: Outside of /v1, because vLLM asks for an API key below /v1.
+#: The page is outside of /v1, because vLLM requires an API key below /v1.
 page = APIRouter(tags=["scope operator"], route_class=Route)
 data = APIRouter(prefix="/v1/scope/monitors", tags=["scope operator"], route_class=Route)
 
 
 @page.get("/scope/monitors", summary="The operator's page", response_class=HTMLResponse)
 async def get_page() -> Response:
-    """The page asks its reader for the keys, and shows the data of `/v1/scope/monitors/view`."""
+    """The page asks the user for the keys, then shows the data of `/v1/scope/monitors/view`."""
     html, headers = live_page("Monitors", "../v1/scope/monitors/view", _EVERY_S, _TIMEOUT_S)
     return HTMLResponse(html, headers=headers)
 
 
 @data.get("/activity", summary="What monitors have found")
 async def get_activity(request: Request) -> Activity:
-    """For each monitor, since it was set: counts, a histogram of the requests' largest values, the
-    requests of the last ten minutes, the last verdicts, and the outcomes of its webhook. Also what
-    the plugin holds."""
+    """The data of each monitor since the monitor was set: counts, a histogram of the requests'
+    largest values, the requests of the last ten minutes, the last verdicts, and the outcomes of the
+    webhook. Also the plugin's use of memory, files and rings."""
     state = state_of(request)
     found = await asked(engine_of(request).activity(state.settings))
     of_files = replace(
@@ -57,11 +57,11 @@ async def get_activity(request: Request) -> Activity:
 async def get_view(request: Request) -> Response:
     """The data of `/v1/scope/monitors/activity` as parts of a view, which
     `vllm_scope/views/scope.js` draws."""
-    # A page of 64 monitors takes up to 0.2 s of a CPU.
+    # The JSON of 64 monitors takes up to 0.2 s of CPU time.
     text = await asyncio.to_thread(_view, await get_activity(request))
     return Response(text, media_type="application/json")
 
 
 def _view(activity: Activity) -> str:
-    """The JSON of the page's data. Called on a thread."""
+    """The JSON of the page's data. Runs in a thread."""
     return json.dumps(monitor_page(activity).data(), allow_nan=False)

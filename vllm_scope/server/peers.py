@@ -1,12 +1,11 @@
-"""The files by which API server processes tell each other what monitors have found.
+"""Files that give each API server process the findings of monitors in the other processes.
 
 Owns:  Peers.
-Runs:  in each API server process of a server that has several. A thread writes the file of this
-       process at most once a second; `others` reads on any thread.
+Runs:  in each API server process, if the server has several. A thread writes this process's file at
+       most one time in a second. `others` reads on any thread.
 From:  engine.monitors.
 
-Each request is counted by the process that serves it, but an operator's call reaches one process
-only.
+Each process counts the requests that it serves. An operator's call reaches only one process.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 from vllm_scope.control.background import Background
 
 logger = logging.getLogger("vllm.vllm_scope")
-#: Seconds between two writes.
+#: Seconds between two writes of a file.
 EVERY_S = 1.0
 
 
@@ -29,8 +28,8 @@ class Peers(Background):
     """One file for each process, in the folder that the processes share.
 
     Args:
-        folder: makes the folder if it is missing, and returns it.
-        text: returns the content of this process's file. Called on the thread.
+        folder: a function that returns the folder, and creates the folder if it is missing.
+        text: a function that returns the content of this process's file. The thread calls it.
     """
 
     def __init__(self, folder: Callable[[], Path], text: Callable[[], bytes]) -> None:
@@ -40,7 +39,7 @@ class Peers(Background):
         self._changed = threading.Event()
 
     def changed(self) -> None:
-        """Let the thread write the file soon. Called on any thread; never waits for a file."""
+        """Let the thread write the file soon. Any thread can call this, and never waits."""
         self._start()
         self._changed.set()
 
@@ -53,11 +52,11 @@ class Peers(Background):
                 part.write_bytes(self._text())
                 part.replace(part.with_name(self._name))
             except OSError as error:
-                logger.warning("vllm-scope: counts of monitors are not told: %s", error.strerror)
+                logger.warning("vllm-scope: counts of monitors are not written: %s", error.strerror)
             time.sleep(EVERY_S)
 
     def others(self) -> list[bytes]:
-        """The newest file of each other process; a file that cannot be read is left out."""
+        """The newest content of each other process's file. Unreadable files are left out."""
         found = []
         for path in sorted(self._folder().glob("activity.*")):
             if path.name == self._name:

@@ -2,7 +2,7 @@
 
 Owns:  the router of the routes that change nothing.
 Runs:  in each API server process.
-To:    routes, which adds it to the app.
+To:    routes, which adds the router to the app.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vllm_scope.server.settings import MAX_OPERATOR_BYTES
 router = APIRouter(prefix="/v1/scope", tags=["scope"], route_class=Route)
 
 
-@router.get("", summary="What this server's model can be asked")
+@router.get("", summary="The sites, layers and limits of this server")
 async def get_info(request: Request) -> schemas.ServerInfo:
     """Sites and layers with a tap, and the limits of requests, answers and bodies."""
     engine, state = engine_of(request), state_of(request)
@@ -86,11 +86,11 @@ def _sites(num_layers: int, boundaries: set[int]) -> list[schemas.SiteInfo]:
 async def get_result(
     request: Request,
     result_id: Annotated[str, Path(description="`result.id` of a choice's `scope`.")],
-    delete: Annotated[bool, Query(description="Delete it once it was read.")] = False,
+    delete: Annotated[bool, Query(description="Delete the file after this answer.")] = False,
 ) -> StreamingResponse:
-    """A safetensors file: `{site}.{layer}` and `{site}.{layer}.positions` (with `.before`
-    after the layer for rows that were read before edits), `scores.{name}` and
-    `scores.{name}.positions`.
+    """A safetensors file with the tensors `{site}.{layer}`, `{site}.{layer}.positions`,
+    `scores.{name}` and `scores.{name}.positions`. For rows that were read before edits, `.before`
+    follows the layer.
 
     The request needs the Authorization header of the request that made the file.
     """
@@ -98,7 +98,7 @@ async def get_result(
     owner = state.owner_of(request)
     file = await run_in_threadpool(state.store.open, result_id, owner)
     if file is None:
-        raise RefusalError(404, "there is no such result, or not any more, or it is not yours.")
+        raise RefusalError(404, "there is no such result: it was deleted, or has another key.")
     return state.store.sent(file, result_id, owner, delete)
 
 
@@ -113,8 +113,8 @@ async def get_modules(request: Request) -> schemas.ModuleList:
 
 @router.get("/edits", response_model=schemas.EditsInfo, summary="The edits of every request")
 async def get_edits(request: Request) -> Response:
-    """The edits that PUT has set. Vectors come back as they were sent. If all edits together take
-    more than 8 MiB, vectors come back as dtype and shape alone."""
+    """The edits that PUT has set, with the vectors that the operator sent. If all edits together
+    take more than 8 MiB, the answer has only the dtype and the shape of each vector."""
     async with state_of(request).showing:
         text = await asked(engine_of(request).edits())
         return json_answer(await run_in_threadpool(edits.shown, text))

@@ -1,8 +1,8 @@
-"""Bytes of files in a bounded folder: of each key, and of all keys together.
+"""Counts the bytes of files in a folder with a limit, for each API key and for all keys.
 
 Owns:  Room.
 Runs:  in each API server process, under the store's lock.
-From:  results.budget (what one key may have).   To: store.
+From:  results.budget (the limit of one key).   To: store.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 from vllm_scope.errors import CapacityError
 from vllm_scope.results.budget import fits, most_of_one
 
-#: Every file counts for at least so many bytes, which bounds the number of files.
+#: A file counts for at least this many bytes. Therefore the number of files is limited.
 LEAST_BYTES = 64 << 10
 
 
 class Room:
-    """Charged bytes of files, by key.
+    """Charged bytes of files, by API key.
 
     Attributes:
-        most_bytes: limit of all files together; `budget.fits` decides how much of it one key may
-            have.
+        most_bytes: limit of the bytes of all files. `budget.fits` decides how many of these bytes
+            one API key can have.
         num_bytes: charged bytes of all files.
     """
 
@@ -28,7 +28,7 @@ class Room:
         self._held: dict[str, int] = {}
 
     def charge(self, owner: str, more: int) -> None:
-        """Count `more` bytes for a key's files; a negative number gives bytes back."""
+        """Add `more` bytes to the count of a key's files. A negative number frees bytes."""
         self.num_bytes += more
         self._held[owner] = self._held.get(owner, 0) + more
         if not self._held[owner]:
@@ -38,7 +38,7 @@ class Room:
         return fits(self._held.get(owner, 0), self.num_bytes, num_bytes, self.most_bytes)
 
     def check(self, num_bytes: int, owner: str) -> None:
-        """Raises CapacityError if so many bytes do not fit now."""
+        """Raises CapacityError if `num_bytes` do not fit now."""
         most = most_of_one(self.most_bytes)
         if num_bytes > most:
             raise CapacityError(
@@ -49,6 +49,6 @@ class Room:
             own = self._held.get(owner, 0)
             raise CapacityError(
                 f"results of {own:,} bytes of this key wait to be fetched, and one more takes "
-                f"{num_bytes:,}; a key's may be three times what is free of "
-                f"{self.most_bytes:,}. Fetch them with ?delete=true, or send this again later."
+                f"{num_bytes:,}; the results of a key may take three times the free bytes of "
+                f"{self.most_bytes:,}. Fetch results with ?delete=true, or try again later."
             )

@@ -1,12 +1,12 @@
-"""The routes of vllm-scope in an app: `/v1/scope`, the operator's page, compat's routes.
+"""The routes of vllm-scope in an app: `/v1/scope`, the operator's page, and the routes of compat.
 
-Owns:  `attach`, which adds them with their guards and the middleware.
-From:  reading, operating, sweeps, pages; faces (compat's).
-Runs:  in each API server process, behind vLLM's authentication: if vLLM has an API key, every
-       route below /v1 needs the key.
+Owns:  `attach`, which adds the routes, their guards and the middleware to an app.
+From:  reading, operating, sweeps, pages; faces (the routes of compat).
+Runs:  in each API server process, after vLLM's authentication. If vLLM has an API key, every route
+       below /v1 needs the key.
 
-Promise: the routes that change anything exist only if VLLM_SCOPE_ADMIN_KEY is set. They need
-this key in the header `X-Scope-Admin-Key`; some routes of faces also take it as the bearer token.
+Promise: routes that change something exist only if VLLM_SCOPE_ADMIN_KEY is set. These routes need
+the key in the header `X-Scope-Admin-Key`. Some routes of faces also accept the bearer token.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
     """Add the routes and the middleware to an app.
 
     Args:
-        engine: returns the app's engine, or None if there is no engine with taps (yet).
+        engine: returns the app's engine, or None if the app has no engine with taps (yet).
 
     Raises:
         ConfigError: a setting in the environment is wrong; the server does not start.
@@ -69,8 +69,8 @@ def attach(app: FastAPI, engine: Callable[[], Engine | None]) -> None:
     limits |= dict.fromkeys(prefixes, MAX_OPERATOR_BYTES)
     app.add_middleware(Door, limits=limits, settings=settings, timed=prefixes)
     app.add_exception_handler(RefusalError, refused)
-    # vLLM adds its handlers later. An app has one handler for each kind of error, so our handler
-    # must wrap vLLM's.
+    # vLLM adds its handlers later. An app has one handler for each kind of error. Therefore our
+    # handler must wrap vLLM's handler.
     app.build_middleware_stack = partial(_built, app, app.build_middleware_stack)  # type: ignore[method-assign]
     app.openapi = partial(_described, app.openapi)  # type: ignore[method-assign]
     for router in open_to_all:
@@ -99,8 +99,7 @@ _Handler = Callable[[Request, Any], Awaitable[Response]]
 
 
 def _built(app: FastAPI, original: Callable[[], ASGIApp]) -> ASGIApp:
-    """The app's middleware stack. It is made after vLLM has added its handlers, so that our handler
-    wraps vLLM's."""
+    """Create the middleware stack after vLLM has added its handlers, to wrap vLLM's handler."""
     theirs: Any = app.exception_handlers.get(
         RequestValidationError, request_validation_exception_handler
     )
@@ -109,8 +108,9 @@ def _built(app: FastAPI, original: Callable[[], ASGIApp]) -> ASGIApp:
 
 
 async def _invalid(theirs: _Handler, request: Request, error: Any) -> Response:
-    """The answer to a body that vLLM's types refuse: vLLM's own answer, unless the scope is not a
-    text. For such a scope vLLM's answer has one error for each type that the field might have."""
+    """The answer to a body that vLLM's types refuse. If the scope is not a text, the answer is one
+    sentence, because vLLM's answer would have one error for each type of the field. Otherwise the
+    answer is vLLM's."""
     for each in error.errors():
         where = each.get("loc", ())
         if ("vllm_xargs", "scope") in pairwise(where) and not isinstance(each["input"], str):

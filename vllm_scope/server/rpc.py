@@ -1,10 +1,10 @@
-"""vLLM's development routes, whose use for vllm-scope needs the operator's key.
+"""The check of vLLM's development routes: vllm-scope's methods need the operator's key.
 
-Owns:  `names_ours` and `whole_body`, for `/collective_rpc`, which calls any method of workers.
+Owns:  `names_ours` and `whole_body`, for `/collective_rpc`, which calls methods of workers.
 From:  limits.Door.
 
-vLLM has these routes if VLLM_SERVER_DEV_MODE is set, and asks for no API key on them.
-`/server_info` shows `additional_config` with the options of sinks, which may hold tokens.
+vLLM has these routes if VLLM_SERVER_DEV_MODE is set. vLLM requires no API key for these routes.
+`/server_info` shows `additional_config`, and the options of sinks in it can contain secrets.
 Source: vllm 0.32, entrypoints/serve/dev/rpc/api_router.py and dev/server_info/api_router.py.
 """
 
@@ -16,25 +16,25 @@ from starlette.types import Message, Receive
 
 PATH = "/collective_rpc"
 INFO = "/server_info"
-#: A longer body is refused. A body is kept whole until its method is known.
+#: A body with more bytes is refused, because the server keeps the whole body until it was checked.
 MAX_BYTES = 64 << 20
-#: The largest number of lists and objects, with their items, in a body that is parsed.
+#: A body with more lists, objects and items is not parsed.
 MOST_ITEMS = 1 << 16
 REFUSAL = (
-    "the body names a method of vllm-scope, or may do so and is too long to tell, which needs the "
-    "operator's key (VLLM_SCOPE_ADMIN_KEY) in the header X-Scope-Admin-Key; /v1/scope has what "
-    "others may ask."
+    "the body names a method of vllm-scope, or is too long to be checked; it needs the operator's "
+    "key (VLLM_SCOPE_ADMIN_KEY) in the header X-Scope-Admin-Key. Without this key, use the routes "
+    "of /v1/scope."
 )
 INFO_REFUSAL = (
-    "/server_info shows the options of vllm-scope's sinks, which needs the operator's key "
-    "(VLLM_SCOPE_ADMIN_KEY) in the header X-Scope-Admin-Key; /v1/scope has what others may ask."
+    "/server_info shows the options of vllm-scope's sinks; it needs the operator's key "
+    "(VLLM_SCOPE_ADMIN_KEY) in the header X-Scope-Admin-Key. Without this key, use GET /v1/scope."
 )
-#: Prefix of our remote methods' names.
+#: Prefix of the names of vllm-scope's methods.
 _OURS = "scope_"
 
 
 async def whole_body(receive: Receive) -> tuple[bytes, Receive]:
-    """A request's body, and a `receive` that gives the body again."""
+    """A request's body, and an ASGI `receive` that returns the body again."""
     messages = [await receive()]
     while messages[-1].get("more_body", False):
         messages.append(await receive())
@@ -48,21 +48,22 @@ async def whole_body(receive: Receive) -> tuple[bytes, Receive]:
 
 
 def names_ours(body: bytes) -> bool:
-    """True if a body names one of our methods in any string, because some methods call others.
-    Also True if the body may name one and is too long to look through.
+    """True if any string of a body names a method of vllm-scope, because some methods call methods
+    that their arguments name. If the body is too long to be checked, also True.
 
-    The body is parsed as vLLM parses it: in any encoding, and the last of two equal fields counts.
+    The body is parsed in the way of vLLM: in any encoding. If two fields have the same name, the
+    last field counts.
     """
-    # A name is plain text, or has an escape, or is in UTF-16 or UTF-32, which have null bytes.
+    # A name can be plain text, can have an escape, or can be in UTF-16 or UTF-32 (with null bytes).
     if not any(mark in body for mark in (_OURS.encode(), b"\\", b"\0")):
         return False
-    # The parser holds the GIL during its whole call, so only a small body is parsed.
+    # The parser holds the GIL during its whole call. Therefore only a small body is parsed.
     if sum(map(body.count, (b",", b"[", b"{"))) > MOST_ITEMS:
         return True
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
-        return False  # vLLM's route refuses it
+        return False  # vLLM's route refuses the body
     left = [found]
     while left:
         value = left.pop()

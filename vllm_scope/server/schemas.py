@@ -35,21 +35,21 @@ class SiteInfo(BaseModel):
 class HttpLimits(BaseModel):
     """Bounds of answers and bodies."""
 
-    inline_bytes: int = Field(description="Rows of a choice up to this are in a JSON answer.")
-    binary_bytes: int = Field(description="Rows of a choice up to this are in a binary answer.")
-    results_bytes: int = Field(description="Results that wait to be fetched, of a process.")
-    results_ttl_s: float = Field(description="How long a result is kept.")
-    body_bytes: int = Field(description="Of a request to complete or to chat.")
-    module_bytes: int = Field(description="Of an uploaded steering module.")
-    sweep_cells: int = Field(description="Cells of a sweep.")
+    inline_bytes: int = Field(description="Largest size of a choice's rows in a JSON answer.")
+    binary_bytes: int = Field(description="Largest size of a choice's rows in a binary answer.")
+    results_bytes: int = Field(description="Largest size of all results that one process keeps.")
+    results_ttl_s: float = Field(description="How many seconds a result is kept.")
+    body_bytes: int = Field(description="Largest body of a completion or chat request.")
+    module_bytes: int = Field(description="Largest size of an uploaded steering module.")
+    sweep_cells: int = Field(description="Largest number of cells of a sweep.")
 
 
 class Load(BaseModel):
-    """The load of this API server process now; `requests` counts those of the whole engine."""
+    """The load of this API server process now. `requests` is of the whole engine."""
 
     requests: int = Field(description="Running requests that read, probe or edit.")
-    pending: int = Field(description="Requests whose rows are awaited, or not yet answered.")
-    results: int = Field(description="Results that wait to be fetched.")
+    pending: int = Field(description="Requests whose rows or whose answers are not complete.")
+    results: int = Field(description="Results that were not deleted yet.")
     results_bytes: int
 
 
@@ -73,32 +73,32 @@ class ServerInfo(BaseModel):
 
     version: str = Field(description="Of vllm-scope.")
     runner: str = Field(description="vLLM's model runner: V1 or V2.")
-    reason: str | None = Field(description="Why the model cannot be tapped; null where it can.")
+    reason: str | None = Field(description="Why the model cannot be tapped; null if it can be.")
     num_layers: int
     hidden_size: int
     dtype: str = Field(description="Of rows.")
     sites: list[SiteInfo]
     attention: dict[int, dict[str, object]] = Field(
-        description="Layer -> scale, sliding_window and more of its attention kernel, where q, k, "
-        "v or z has a tap: what vllm_scope.analysis.attention.attention_pattern takes as `kernel`."
+        description="Layer -> options of the attention kernel, if q, k, v or z has a tap; "
+        "the argument `kernel` of vllm_scope.analysis.attention.attention_pattern."
     )
     limits: dict[str, object] = Field(
-        description="Of one request, in the engine: row_bytes, token_slots and tap_slots (of 16 "
-        "bytes), vectors, programs, ops, optimistic, states. docs/http.md says what they are."
+        description="Limits of one request in the engine: row_bytes, token_slots and tap_slots (of "
+        "16 bytes), vectors, programs, ops, optimistic, states; see docs/http.md."
     )
     http: HttpLimits
     load: Load
-    operator: bool = Field(description="Modules and server-wide edits can be changed over HTTP.")
+    operator: bool = Field(description="True if modules and server-wide edits can be changed.")
 
 
 class ModuleInfo(BaseModel):
     """A steering module that the engine holds."""
 
     name: str
-    digest: str = Field(description="Of its content.")
+    digest: str = Field(description="Digest of the content.")
     streams: list[tuple[str, int] | tuple[str, int, str]] = Field(
-        description="(site, layer) of its vectors, and `prompt` or `generated` where they are for "
-        "those tokens alone."
+        description="(site, layer) of each vector. If a vector is for prompt tokens alone or for "
+        "generated tokens alone, also `prompt` or `generated`."
     )
 
 
@@ -112,16 +112,16 @@ class EditsInfo(BaseModel):
     """The edits of every request."""
 
     edits: list[dict[str, object]] = Field(
-        description="As in a spec; empty where none hold. Where they take more than 8 MiB, vectors "
-        "are dtype and shape alone."
+        description="The edits as in a spec; empty if there are none. If the edits take more than "
+        "8 MiB, vectors have only their dtype and shape."
     )
-    digest: str | None = Field(default=None, description="Of what was set just now.")
+    digest: str | None = Field(default=None, description="Digest of the edits that were set now.")
 
 
 #: The server checks more than this schema says: docs/monitors.md.
 _MONITOR = {
     "type": "object",
-    "description": "The fields of a probe, as in a spec, without name and to.",
+    "description": "The fields of a probe as in a spec, without `name` and `to`.",
     "properties": {
         "threshold": {"type": "number"},
         "action": {"enum": ["flag", "stop"]},
@@ -129,7 +129,7 @@ _MONITOR = {
             "type": ["string", "null"],
             "minLength": 1,
             "maxLength": MAX_NAME - len(MONITOR),
-            "description": "Another monitor: this one scores after its verdict.",
+            "description": "Another monitor, which must first give a verdict.",
         },
     },
     "required": ["weight", "threshold"],
@@ -137,7 +137,7 @@ _MONITOR = {
 
 
 class Monitors(BaseModel):
-    """Probes on every request from now on. They replace all earlier monitors."""
+    """Probes on every request from now on, which replace all earlier monitors."""
 
     monitors: dict[str, Annotated[dict[str, object], WithJsonSchema(_MONITOR)]] = Field(
         description="By name."
@@ -154,8 +154,8 @@ class Edits(BaseModel):
     """Edits for every request from now on."""
 
     edits: list[dict[str, object]] = Field(
-        description="As in a spec: kind, site, layers, tokens (all, prompt or generated), and "
-        "the fields of their kind."
+        description="Edits as in a spec: kind, site, layers, tokens (all, prompt or generated), "
+        "and the fields of the kind."
     )
 
 
@@ -199,7 +199,7 @@ _RECEIVER = {
     "items": {"type": "integer", "minimum": 0}, "minItems": 2, "maxItems": 3,
 }  # fmt: skip
 _RECEIVERS = {
-    "description": "Path patching: site, layer and, where rows have heads, head of each receiver.",
+    "description": "Path patching: site and layer of each receiver, and head if rows have heads.",
     "anyOf": [
         {"type": "null"}, {"const": "logits"},
         {"type": "array", "items": _RECEIVER, "minItems": 1},
@@ -233,25 +233,25 @@ class Sweep(BaseModel):
 class CellError(BaseModel):
     """Why a cell has no value."""
 
-    at: list[int] = Field(description="Index of each dimension of `shape`.")
+    at: list[int] = Field(description="The cell's index in each dimension of `shape`.")
     error: str
 
 
 class SweepCounts(BaseModel):
-    """How many cells a sweep has, and how many of them failed."""
+    """How many cells a sweep has, and how many cells failed."""
 
     cells: int
     failed: int
 
 
 class SweepTable(BaseModel):
-    """The values of a sweep. A value is null if its cell failed, or if its prompt has no such
-    token."""
+    """The values of a sweep. A value is null if its cell failed, or if the prompt has no token at
+    the cell's position."""
 
-    shape: list[int] = Field(description="Prompts, layers, positions, heads; the last two if any.")
+    shape: list[int] = Field(description="Prompts, layers; then positions and heads, if any.")
     values: list[float | None] = Field(description="In C order.")
-    plain: list[float | None] = Field(description="Of each prompt without an edit.")
-    source: list[float | None] = Field(description="Of each source; null if rows were given.")
+    plain: list[float | None] = Field(description="The metric of each prompt without an edit.")
+    source: list[float | None] = Field(description="Metric of each source; null if it is rows.")
     tokens: list[list[str]] = Field(description="Texts of each prompt's tokens.")
     layers: list[int]
     positions: list[int] | None

@@ -1,7 +1,7 @@
 """Limits of the HTTP side and the operator's key, from the environment.
 
-They do not come from `additional_config`, because it is part of the key of vLLM's compile cache and
-is logged.
+The settings are not in `additional_config`, because vLLM logs `additional_config` and makes it part
+of the compile cache's key.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from vllm_scope.vectors.containers import MAX_BYTES
 
 #: The header that has the operator's key.
 ADMIN_KEY = "X-Scope-Admin-Key"
-#: The largest number of bytes of a body below /v1/scope: a module, and the header that safetensors
-#: adds.
+#: Limit of the bytes of a body below /v1/scope: the limit of a module, and 1 MiB for its header.
 MAX_OPERATOR_BYTES = MAX_BYTES + (1 << 20)
 
 
@@ -32,25 +31,26 @@ class ServerSettings:
 
     Attributes:
         admin_key: VLLM_SCOPE_ADMIN_KEY; if None, nothing can be changed over HTTP.
-        inline_bytes: VLLM_SCOPE_INLINE_KIB: if the rows of a choice take at most this many bytes,
-            they are inside the answer, else in a file.
-        binary_bytes: the same limit for binary answers: also VLLM_SCOPE_INLINE_KIB, but 8 MiB if
-            the variable is not set.
-        rows_bytes: VLLM_SCOPE_ROWS_MIB: rows and scores of the running requests of an API
-            server process; None: the processes share a quarter of the memory. One key may take
-            three times what is free. A request whose prompt does not fit is refused; one whose
-            generated tokens do not fit loses its rows.
-        results_bytes: VLLM_SCOPE_RESULTS_MIB: files of an API server process. One key may take
-            three times what is free. A request whose file does not fit is refused.
-        results_ttl_s: VLLM_SCOPE_RESULTS_TTL_S: how long a file is kept.
-        results_dir: VLLM_SCOPE_RESULTS_DIR: where the folder of files is made.
-        body_bytes: VLLM_SCOPE_MAX_BODY_MIB: of a completion or chat request.
+        inline_bytes: VLLM_SCOPE_INLINE_KIB: limit of a choice's rows inside the answer. Larger rows
+            go into a file.
+        binary_bytes: the same limit for binary answers, from the same variable; 8 MiB if the
+            variable is not set.
+        rows_bytes: VLLM_SCOPE_ROWS_MIB: limit of the rows and scores of running requests in an API
+            server process; None: the processes share a quarter of the memory. One API key can take
+            at most three times the free bytes. If a request's prompt does not fit, the request is
+            refused. If its generated tokens do not fit, the request loses its rows.
+        results_bytes: VLLM_SCOPE_RESULTS_MIB: limit of the files of an API server process. One API
+            key can take at most three times the free bytes. If a request's file does not fit, the
+            request is refused.
+        results_ttl_s: VLLM_SCOPE_RESULTS_TTL_S: how many seconds a file is kept.
+        results_dir: VLLM_SCOPE_RESULTS_DIR: the parent of the folder of files.
+        body_bytes: VLLM_SCOPE_MAX_BODY_MIB: limit of the body of a completion or chat request.
         write_timeout_s: VLLM_SCOPE_WRITE_TIMEOUT_S: if a client reads nothing of an answer with a
-            scope for so long, the client is disconnected.
-        sweep_cells: VLLM_SCOPE_SWEEP_CELLS: most cells of one sweep.
+            scope for this time, the server disconnects the client.
+        sweep_cells: VLLM_SCOPE_SWEEP_CELLS: the largest number of cells of one sweep.
         sweep_share: VLLM_SCOPE_SWEEP_SHARE: the part of a step's sequences and tokens that the
-            cells of all sweeps may take together, above 0 and at most 1. While the engine has other
-            requests, it runs cells for `sweep_share / 5` of the time: a tenth with 0.5.
+            cells of all sweeps can take together, above 0 and at most 1. While the engine has other
+            requests, it runs cells for `sweep_share / 5` of the time.
     """
 
     admin_key: str | None
@@ -86,13 +86,13 @@ class ServerSettings:
 
     def is_operators(self, key: str) -> bool:
         """True if `key` is the operator's key; always False if the server has no such key."""
-        # Digests are compared, so that the time does not depend on the key's length either.
+        # Digests are compared, so that the time does not depend on the key's length.
         expected = hashlib.sha256((self.admin_key or "").encode()).digest()
         given = hashlib.sha256(key.encode("latin-1", "replace")).digest()
         return secrets.compare_digest(given, expected) and self.admin_key is not None
 
     def rows_of(self, num_processes: int) -> int:
-        """Bytes that each of a server's API server processes may hold for rows and scores."""
+        """Limit of the bytes of rows and scores in each of a server's API server processes."""
         return self.rows_bytes or memory_bytes() // (4 * max(1, num_processes))
 
 

@@ -1,12 +1,12 @@
-"""The operator's monitors as a text, which the API server processes of a server share.
+"""The operator's monitors as a text that all API server processes of a server share.
 
 Owns:  Shared.
-Runs:  in each API server process: `set` while the process holds the lock of `changes`, `news` for
-       each request.
+Runs:  in each API server process. The process calls `set` while it holds the lock of `changes`, and
+       `news` for each request.
 To:    engine.monitors.
 
-EngineCore holds modules and server-wide edits for all processes. The front-end adds monitors to
-requests, so every process needs the monitors.
+EngineCore stores modules and server-wide edits for all processes. But the front-end adds monitors
+to requests, therefore every API server process needs the monitors.
 
 Promise: when `set` has returned, the next `news` of every process returns the text.
 """
@@ -23,31 +23,31 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 
 class Shared:
-    """A file in the folder of the server's processes. The caller serialises the calls.
+    """A file in the folder that the server's processes share. The caller makes one call at a time.
 
     Args:
-        folder: makes the folder if it is missing, and returns it.
+        folder: a function that returns the folder, and creates the folder if it is missing.
 
     Attributes:
-        folder: as given.
+        folder: the argument `folder`.
     """
 
     def __init__(self, folder: Callable[[], Path]) -> None:
         self.folder = folder
         self._path = folder() / "monitors"
-        #: Time (in ns) at which the text that `news` returned last was set.
+        #: Time in ns at which the newest text that `news` has returned was set.
         self._seen = 0
 
     def set(self, text: bytes) -> None:
-        """Replace the text. Raises OSError if it cannot be written; then the earlier text stays."""
+        """Replace the text. Raises OSError, and keeps the earlier text, if the write fails."""
         part = self.folder() / f"monitors.{os.getpid()}"
         part.write_bytes(text)
-        # The file system's own time may be equal for two changes within some milliseconds.
+        # The file system can give two changes within some milliseconds the same time.
         os.utime(part, ns=(0, time.time_ns()))
         part.replace(self._path)
 
     def news(self) -> bytes | None:
-        """The text, if it was set since the last call; else None. Takes a microsecond."""
+        """The text if it was set since the last call, else None. The call takes a microsecond."""
         try:
             at = self._path.stat().st_mtime_ns
             if at == self._seen:

@@ -1,13 +1,13 @@
 """Results that are too large for an answer: safetensors files with a time to live.
 
 Owns:  Store, Kept.
-Runs:  in each API server process. The processes of one server share a folder, so each of them
-       can serve every file; each one deletes its own files.
+Runs:  in each API server process. The processes of one server share a folder. Therefore each
+       process can serve every file. Each process deletes the files that it has written.
 
-Promise: a file is found only by its id together with its owner: the id has 192 random bits, and
-the owner is part of the file's name. The files of a process never exceed the bound, and the files
-of one key leave room for others. A file that is older than its time to live is not served. The
-cost of a check for room does not grow with the number of files.
+Promise: a file is found only by its id together with its owner. The id has 192 random bits, and the
+owner is part of the file's name. The files of a process never exceed the limit. The files of one
+API key leave room for files of other keys. A file that is older than its time to live is not
+served. The cost of `check_room` does not grow with the number of files.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ from vllm_scope.server.room import LEAST_BYTES, Room
 _ID = re.compile(r"[A-Za-z0-9_-]{32}")
 KIND = "results"
 _PIECE_BYTES = 1 << 20
-#: Bytes counted for a tensor's entry in a file's header, without its name: dtype, shape, offsets.
+#: Bytes of a tensor's entry in a file's header (dtype, shape, offsets), without the tensor's name.
 _HEADER_BYTES = 200
 #: Files that expire within this time of each other are removed together.
 SLACK_S = 0.2
-#: With more files than FEW, the store spends at most LOOK_PART of its time on a look for deleted
-#: ones.
+#: With more files than FEW, the search for deleted files takes at most LOOK_PART of the time.
 FEW, LOOK_PART = 256, 0.05
 
 
@@ -60,7 +59,7 @@ class _File:
 
     Attributes:
         charged: bytes that are counted for the file, LEAST_BYTES or more.
-        ends_at: the end of the file's time to live, as time.monotonic().
+        ends_at: the end of the file's time to live, in seconds of time.monotonic().
     """
 
     path: Path
@@ -70,8 +69,8 @@ class _File:
 
 
 def owner_of(authorization: str | None) -> str:
-    """A digest of a request's key. Every request with the same key may fetch this request's files.
-    As in vLLM, the case of the scheme does not matter."""
+    """A digest of a request's API key. Every request with the same key can fetch this request's
+    files. As in vLLM, the case of the scheme does not matter."""
     scheme, space, key = (authorization or "").partition(" ")
     return hashlib.sha256(f"{scheme.lower()}{space}{key}".encode()).hexdigest()[:32]
 
@@ -80,10 +79,10 @@ class Store:
     """Files of one API server process.
 
     Args:
-        parent: where the folder is made, with mode 700.
-        run: names the server's run; the same in all processes of one server.
-        most_bytes: limit of all files together; `budget.fits` decides how much of it one key may
-            have.
+        parent: the folder in which the store creates its folder, with mode 700.
+        run: the name of the server's run, equal in all processes of the server.
+        most_bytes: limit of the bytes of all files. `budget.fits` decides how many of these bytes
+            one API key can have.
         ttl_s: a file's time to live in seconds.
     """
 
@@ -102,7 +101,7 @@ class Store:
         Finalize(None, self.close, exitpriority=0)
 
     def folder(self) -> Path:
-        """The folder of this server's processes; made again if something has removed it."""
+        """The folder of this server's processes. If the folder is missing, it is created again."""
         with self._lock:
             self._folder.make()
         return self._folder.path
@@ -116,7 +115,7 @@ class Store:
         return len(self._files) + self._num_writing
 
     def check_room(self, num_bytes: int, owner: str) -> None:
-        """Raises CapacityError if a file of so many bytes does not fit now."""
+        """Raises CapacityError if a file of `num_bytes` does not fit now."""
         charged = max(num_bytes, LEAST_BYTES)
         if len(self._files) <= FEW:
             self._make_room(charged, owner)
@@ -128,7 +127,7 @@ class Store:
             self.forget_deleted()
 
     def put(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], owner: str) -> Kept:
-        """Write a file; blocks.
+        """Write a file. The call blocks.
 
         Raises:
             CapacityError: the file does not fit.
@@ -161,14 +160,14 @@ class Store:
         return Kept(name, num_bytes, self.ttl_s)
 
     def open(self, name: str, owner: str) -> BinaryIO | None:
-        """The file of this id and owner; None if there is none, or its time to live is over."""
+        """The file of an id and an owner; None if the file is missing or expired."""
         if _ID.fullmatch(name) is None:
             return None
         try:
             file = self._path(name, owner).open("rb")
         except FileNotFoundError:
             return None
-        # The process that deletes this file may be late.
+        # The process that deletes the file can be late.
         if time.time() - os.fstat(file.fileno()).st_mtime > self.ttl_s:
             file.close()
             return None
@@ -177,10 +176,10 @@ class Store:
     def sent(
         self, file: BinaryIO, name: str, owner: str, delete: bool, **headers: str
     ) -> StreamingResponse:
-        """An answer with the rest of an open file, from its position on.
+        """An answer with the bytes of an open file, from the file's current position to its end.
 
         Args:
-            delete: True to delete the file once all of it was sent.
+            delete: True to delete the file after all bytes were sent.
         """
 
         def pieces() -> Iterator[bytes]:
@@ -204,13 +203,13 @@ class Store:
                     self._forget(name)
 
     def sweep(self) -> None:
-        """Delete the files whose time to live is over. Blocks."""
+        """Delete the files whose time to live is over. The call blocks."""
         while gone := self._ended():
             for path in gone:
                 path.unlink(missing_ok=True)
 
     def _ended(self) -> list[Path]:
-        """Take at most FEW files whose time to live is over from the count; return their paths."""
+        """Stop counting at most FEW files whose time to live is over. Returns the paths."""
         found: list[Path] = []
         now = time.monotonic()
         with self._lock:
@@ -243,10 +242,10 @@ class Store:
             self._arm()
 
     def forget_deleted(self) -> None:
-        """Give back the room of files that another process has deleted after they were read.
+        """Free the room of files that another process has deleted after clients have read them.
 
-        Blocks for a time in proportion to the number of files. With more files than FEW, some calls
-        do nothing, to keep to LOOK_PART.
+        The call blocks for a time in proportion to the number of files. With more files than FEW,
+        some calls do nothing, because the search takes at most LOOK_PART of the time.
         """
         with self._lock:
             written = [(name, file.path) for name, file in self._files.items()]
@@ -277,8 +276,8 @@ class Store:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
-    """Write a file under another name and rename it, so that readers see it whole. Returns its size
-    in bytes."""
+    """Write a file under another name, then rename the file, so that readers see only whole files.
+    Returns the file's size in bytes."""
     hidden = path.with_suffix(".part")
     try:
         with open(hidden, "xb", buffering=0) as raw:

@@ -1,4 +1,4 @@
-"""`POST /v1/scope/sweeps`: a sweep's cells as they arrive, or its table.
+"""`POST /v1/scope/sweeps`: sends a sweep's cells as they arrive, or the whole table.
 
 Owns:  the route, and SweepAnswer.
 Runs:  in each API server process, behind vLLM's authentication.
@@ -42,14 +42,14 @@ router = APIRouter(prefix="/v1/scope", tags=["scope"], route_class=Route)
 
 @router.post(
     "/sweeps",
-    summary="One edit at every place of a grid, and what each does to the next token",
+    summary="One edit at every place of a grid, and the effect of each edit on the next token",
     response_model=None,
     responses={
         200: {
             "model": schemas.SweepTable,
             "content": {"text/event-stream": {"schema": {"type": "string"}}},
-            "description": "The table; or, with `stream`, events: the table's names, cells as they "
-            "arrive, the counts, and `[DONE]`.",
+            "description": "The table. With `stream`, events instead: the table's names, the cells "
+            "as they arrive, the counts, and `[DONE]`.",
         },
         **errors(413, 429),
     },
@@ -61,8 +61,8 @@ router = APIRouter(prefix="/v1/scope", tags=["scope"], route_class=Route)
     },
 )
 async def post_sweeps(request: Request) -> Response:
-    """Activation patching, ablation or steering at each chosen layer, position and head, each in a
-    request of its own. docs/http.md has the fields of the events."""
+    """Activation patching, ablation or steering at each chosen layer, position and head. Each edit
+    has a request of its own. docs/http.md lists the fields of the events."""
     engine, state = engine_of(request), state_of(request)
     wanted = await asked(run_in_threadpool(_parsed, await request.body()))
     run = await asked(engine.sweep(wanted, state.settings))
@@ -79,8 +79,8 @@ def _parsed(body: bytes) -> AskedSweep:
 
 class _Arrived:
     """Cells that have arrived and were not sent yet. The task refers to this object and not to the
-    SweepAnswer, which refers to the task. Otherwise a cancelled task would keep itself alive,
-    because its error keeps its frames."""
+    SweepAnswer, because the SweepAnswer refers to the task. With such a cycle, the error of a
+    cancelled task would keep the task in memory."""
 
     def __init__(self) -> None:
         self._cells: list[Cell] = []
@@ -92,7 +92,7 @@ class _Arrived:
 
     def ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
-            task.exception()  # mark the error as seen, or asyncio logs it if the client has left
+            task.exception()  # asyncio logs an error that nothing has read
         self.news.set()
 
     def take(self) -> list[Cell]:
@@ -101,7 +101,7 @@ class _Arrived:
 
 
 class SweepAnswer:
-    """The answer to a request for a sweep: runs the sweep in a task, and sends its cells."""
+    """The answer to a request for a sweep: runs the sweep in a task, and sends the cells."""
 
     def __init__(self, run: RunningSweep) -> None:
         self._run, self._arrived, self._closing = run, _Arrived(), False
@@ -109,15 +109,15 @@ class SweepAnswer:
         self._task.add_done_callback(self._arrived.ended)
 
     async def close(self) -> None:
-        """End the sweep's requests. Called when the HTTP request is over."""
-        if not self._closing:  # a second `cancel` would interrupt the clean-up after the first
+        """End the sweep's requests. The Exchange calls this at the end of the HTTP request."""
+        if not self._closing:  # a second `cancel` would interrupt the clean-up of the first
             self._closing = True
             self._task.cancel()
         await asyncio.wait({self._task})
-        self._run.close()  # a task that is cancelled before it began does not close the sweep
+        self._run.close()  # a task that was cancelled before its start does not close the sweep
 
     async def whole(self, request: Request) -> Response:
-        """The table, once all cells have arrived. Raises RefusalError if the sweep failed."""
+        """Wait for all cells, then return the table. Raises RefusalError if the sweep failed."""
         gone = asyncio.create_task(_gone(request))
         try:
             await asyncio.wait({self._task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -131,8 +131,8 @@ class SweepAnswer:
         return Response(msgspec.json.encode(body), media_type="application/json")
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events: the names of the table; the cells, each event with all cells that
-        have arrived since the last event; the counts, or the reason of a failure; `[DONE]`."""
+        """Yield server-sent events: the table's names, then the cells, then the counts or the
+        reason of a failure, then `[DONE]`. An event has all cells since the last event."""
         table = self._run.table
         yield _event({"table": wire.head(table), "num_cells": self._run.num_cells})
         ended = False

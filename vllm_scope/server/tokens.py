@@ -1,11 +1,10 @@
-"""The tokens of a choice, each with the text that it added and the scores of its own row.
+"""The generated tokens of a choice, each with its text and the scores of its own row.
 
 Owns:  ScoredTokens; the format of `tokens` in a choice's `scope`.
 From:  results (columns).   To: choice.
 
-The model computes a token's row one step after the token was sampled and its text was sent. A
-token is therefore in the first chunk after its scores have arrived, mostly the chunk after the
-one with its text.
+The model computes a token's row one step after the token was sampled. Therefore a token is in the
+first chunk after its scores have arrived. In most cases this is the chunk after the token's text.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class TokenJson(TypedDict):
 
 
 class ScoredTokens:
-    """The tokens of one choice in order; each is returned once."""
+    """Returns the generated tokens of one choice in order, each token one time."""
 
     def __init__(self) -> None:
         self._num_told = 0
@@ -37,7 +36,7 @@ class ScoredTokens:
         self._scores: dict[int, dict[str, float | None]] = {}
 
     def add(self, result: ScopeResult, columns: Iterable[Column]) -> None:
-        """Take in new scores; those of the prompt's tokens are left out."""
+        """Store the new scores of generated tokens. Scores of the prompt's tokens are left out."""
         first = result.num_prompt + self._num_told
         for column in columns:
             if not isinstance(column.label, str) or isinstance(column.source, SparseRows):
@@ -55,8 +54,8 @@ class ScoredTokens:
 
         Args:
             texts: the text of each generated token.
-            settled: the scores of all positions below this one have arrived. None: no more scores
-                will arrive.
+            settled: all scores at positions below `settled` have arrived. None: no more will
+                arrive.
         """
         start = result.num_prompt + self._num_told
         stop = len(result.transcript) if settled is None else max(settled, start)

@@ -1,32 +1,31 @@
-"""Sinks: where drained rows go.
+"""Sinks, which take the drained rows.
 
-Owns:  Sink, Block, RequestInfo, Ending, Report (what a sink is given, and what it returns);
-       Manifest (what callers are told of a report);
-       RowBatch and BatchSink (what the drain gives to the router).
-Runs:  RowBatch on the drain thread of each worker that drains; a Sink on its own thread.
+Owns:  Sink, Block, RequestInfo, Ending (inputs of a sink), Report (output of a sink), Manifest (the
+       caller's part of a report), RowBatch and BatchSink (between the drain and the router).
+Runs:  RowBatch on the drain thread of each worker that drains. Each Sink has its own thread.
 
     drain -> router -> memory                       (rows back to the caller)
                     -> sink queue -> sink thread -> filesystem, plugins
 
-router.py      which sink gets which rows, and when a request is done
-memory.py      rows to the front-end that made the request
-sink_thread.py one sink: its thread, its overload policy
-guarded_sink.py  the calls of a sink: what they raise, and whether they hang
-sink_queue.py  what waits for a sink, in bounded memory
-spill.py       queued rows in a file, when the memory is full
-quota.py       how many bytes of one API key a sink takes
-request.py     one request at one sink: its rows, and which rows are missing
-streams.py     what a sink gets from a request, and where it lies in a token's layout
-filesystem.py  requests into files
-max_activating.py  features into tables of their strongest tokens
+router.py      gives rows to sinks, and reports the ends of requests
+memory.py      sends rows to the front-end of the request
+sink_thread.py one sink instance, with its thread and its overload policy
+guarded_sink.py  calls of a sink that may raise or hang
+sink_queue.py  the items that wait for a sink, in bounded memory
+spill.py       queued rows in a file, if the memory is full
+quota.py       the limits of bytes of one API key at a sink
+request.py     the rows of one request at one sink, and the missing rows
+streams.py     the streams that a sink gets, and their bytes in a token's layout
+filesystem.py  writes requests into files
+max_activating.py  makes tables of the strongest tokens of features
 options.py     the operator's options of each sink; plugin look-up
-manifest.py    what became of one request at one sink
-reports.py     a sink's report on a request, checked, as the manifest that callers get
+manifest.py    how one request ended at one sink
+reports.py     checks the report of a sink, and makes a manifest
 counters.py    counts of one sink
-metrics.py     the counts on vLLM's /metrics
+metrics.py     the counts as metrics on vLLM's /metrics
 
-A plugin is a class, or a function that makes a sink, under the entry-point group
-`vllm_scope.sinks`. The class or function is called with the operator's options as keywords.
+A plugin is a class, or a function that returns a sink, in the entry-point group `vllm_scope.sinks`.
+The worker calls the class or function with the operator's options as keywords.
 """
 
 from __future__ import annotations
@@ -51,19 +50,19 @@ from vllm_scope.transport.ring import Lease
 
 @dataclass(frozen=True)
 class RequestInfo:
-    """The request that rows belong to.
+    """The data of a request that a sink gets with each block.
 
     Attributes:
         key: unique among all requests of the engine.
-        request_id: the id that the caller or vLLM gave; may repeat.
-        uid: unique; the same for all stages and completions of one request.
+        request_id: the id from the caller or from vLLM. Two requests may have the same id.
+        uid: unique. All stages and completions of one request have the same uid.
         tag, name: the tag and the name of the read.
-        child: index of the completion, if the request has n > 1.
-        stage, num_stages: the pipeline stage of this worker, and the number of stages. The worker
-            has only the layers of its stage.
+        child: index of the completion if the request has n > 1.
+        stage, num_stages: the pipeline stage of this worker, and the number of stages. A worker has
+            only the layers of its stage.
         model: name of the engine's model.
-        owner: over HTTP a digest of the sender's API key; "" offline, and at global sinks.
-        num_layers: of the model; None: not known.
+        owner: over HTTP a digest of the sender's API key. "" offline and at global sinks.
+        num_layers: the model's number of layers. None: not known.
     """
 
     key: int
@@ -82,20 +81,20 @@ class RequestInfo:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of one stream, scores of one probe, or some features, of one request.
+    """Rows of one stream, scores of one probe, or features of one `Features`, all of one request.
 
     Attributes:
-        site, layer: the stream. If the rows were read before the edits of their site
+        site, layer: the stream. If the rows were read before the edits of the site
             (`when="before"`), `site` ends in ".before".
         positions: int64 [n], absolute.
-        values: the rows, encoded if their read has a codec, the scores, or the values of features.
-            Valid only during the call: copy what you keep.
-        probe: the name of the probe, or of the features.
-        indices: for features, int32 [n, places]: the number of the feature that each value belongs
-            to. A place without a feature has the index -1 and the value 0.
-        sae: the SAE's name, for features that neither `indices` nor `threshold` chose; else None.
-        num_features: for features, how many features the SAE has; None if that is not known.
-        asked: for features, those that the read named (`indices`); None if the read named none.
+        values: the rows (encoded if the read has a codec), the scores, or the values of features.
+            Valid only during the call. A sink must copy values that it keeps.
+        probe: the name of the probe or of the features.
+        indices: for features, int32 [n, places]: the feature number of each value. A place without
+            a feature has the index -1 and the value 0.
+        sae: for features without `indices` and `threshold`, the SAE's name. Else None.
+        num_features: for features, the SAE's number of features. None: not known.
+        asked: for features, the read's `indices`. None if the read has no `indices`.
     """
 
     request: RequestInfo
@@ -111,28 +110,27 @@ class Block:
 
     @cached_property
     def rows(self) -> Tensor:
-        """[n, hidden_size], the model's dtype, CPU; float32 [n] for a probe, and [n, places] for
-        features. If the site has heads, a row has one head's numbers after another's. Rows of a
-        read with a codec are decoded."""
+        """[n, hidden_size], the model's dtype, CPU. For a probe: float32 [n]. For features: float32
+        [n, places]. If the site has heads, a row has the numbers of head 0, then of head 1, and so
+        on. Encoded rows are decoded."""
         return decoded(self.values)
 
     @property
     def encoded(self) -> EncodedRows | None:
-        """The encoded rows; None if the read has no codec."""
+        """The encoded rows. None if the read has no codec."""
         return self.values if isinstance(self.values, EncodedRows) else None
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a request ended, at one sink.
+    """How a request ended at one sink.
 
     Attributes:
-        output_ids: the tokens that the engine generated. With a stop string, the caller may
-            see fewer.
+        output_ids: the engine's tokens. With a stop string, the caller may get fewer tokens.
         finish_reason: vLLM's finish reason: stop, length, abort, error.
-        expected: rows and scores of this stage that were asked for, of processed tokens.
-        delivered: how many of these rows and scores the sink was given.
-        reason: why the status is not `ok`; None if it is.
+        expected: number of requested rows and scores of this stage, for processed tokens.
+        delivered: number of expected rows and scores that the sink got.
+        reason: the reason of the status. None if the status is `ok`.
     """
 
     request: RequestInfo
@@ -150,17 +148,17 @@ class Ending:
 
 @dataclass(frozen=True)
 class Report:
-    """What a sink returns for a request that ended; it goes into the manifest.
+    """A sink's return value for a request that ended. The manifest has the report's data.
 
     Attributes:
-        files: the files that have the rows.
+        files: the names of the files that have the rows.
         streams: `site.layer` -> shape, dtype, and other facts.
-        status, reason: replace those of an Ending that is `ok`.
+        status, reason: if the Ending is `ok`, these values replace the Ending's values.
         details: any JSON object.
-        published: set by a sink that may still lose the rows; done when the rows can no longer
-            be lost. The caller waits for it. If it fails, the request ends with status `error`
-            and its exception as the reason.
-        public: True if reason and streams may be shown to every API key.
+        published: a future that is done when the rows can no longer be lost. None if the rows are
+            already safe. The caller waits for this future. If the future fails, the request ends
+            with the status `error` and the exception as the reason.
+        public: True if every API key may see `reason` and `streams`.
     """
 
     files: list[str] = field(default_factory=list)
@@ -173,33 +171,33 @@ class Report:
 
 
 class Sink(Protocol):
-    """Where blocks go.
+    """The interface of a sink. The worker calls a sink with blocks.
 
-    An instance is called from one thread of its own. With `threads` above 1 there are as many
-    instances, and all calls of one request go to the same instance.
+    Each instance has its own thread, and only this thread calls the instance. The option `threads`
+    is the number of instances. All calls of one request go to the same instance.
 
-    Order: the blocks of a request, then `finish`, once, also for a request that had no block
-    or failed. A request that began and ended while the sink was stalled is left out. Requests
-    interleave.
+    Order: the blocks of a request, then one call of `finish`. A failed request, or a request
+    without blocks, has a call of `finish` too. If a request began and ended while the sink was
+    stalled, the sink gets no call for the request. Calls of different requests interleave.
 
     The contents of a block depend on the class attribute `live`:
 
-    - False (the default): a request's rows come when it has ended, one block per stream, in
-      ascending positions, exactly those that were asked for.
-    - True: rows come as they are computed. A position may be computed twice; its last row is
-      the right one. Some rows may be of tokens that are never accepted.
+    - False (the default): the sink gets the rows of a request after its end. There is one block
+      per stream, with exactly the requested rows, in ascending positions.
+    - True: the sink gets rows as soon as they are computed. If a position is computed twice, the
+      last row is the right row. Some rows may belong to rejected tokens.
 
-    Class attributes say which actions may name the sink: `takes_rows` for reads, `takes_scores` for
-    probes and lenses, `takes_features` for features, `takes_some_features` for features with
-    `indices` or `threshold`, and `takes_edited` for requests with edits. If an attribute is left
-    out, it counts as True; if `takes_features` is left out, it counts as `takes_scores` does.
+    Class attributes state which actions may name the sink: `takes_rows` for reads, `takes_scores`
+    for probes and lenses, `takes_features` for features, `takes_some_features` for features with
+    `indices` or `threshold`, `takes_edited` for requests with edits. The default of
+    `takes_features` is the value of `takes_scores`. The other attributes default to True.
 
-    If a call raises, its request ends with status `error` and the exception as the reason.
-    Other requests and the engine go on. The engine waits for a call at most `patience_s`, an
-    option of every sink (`sinks.options`).
+    If a call raises, its request ends with the status `error` and the exception as the reason.
+    Other requests and the engine go on. The engine waits for a call at most `patience_s`, an option
+    of every sink (`sinks.options`).
 
-    Lifetime: made when the worker loads its model, closed when the worker shuts down. A killed
-    worker closes nothing.
+    Lifetime: the worker makes the sink when it loads its model, and closes the sink when it shuts
+    down. A killed worker does not close its sinks.
     """
 
     def write(self, block: Block) -> None: ...
@@ -207,9 +205,9 @@ class Sink(Protocol):
     def finish(self, ending: Ending) -> Report | None: ...
 
     def flush(self) -> None:
-        """Make finished requests visible: every `published` is done when this returns. Called
-        `flush_s` after a request has ended; earlier if a request waits to be published and no
-        request is running; and by the remote call `scope_flush`."""
+        """Make finished requests visible. When `flush` returns, every `published` is done. The sink
+        thread calls this at the latest `flush_s` after a request's end, and for the remote call
+        `scope_flush`."""
 
     def close(self) -> None: ...
 
@@ -220,10 +218,11 @@ class RowBatch:
 
     Attributes:
         labels: one entry per token.
-        lease: the batch's span in the worker's host ring.
-        widths: bytes of a raw row, by kind.
-        boundary: the tap's boundary, if the batch is of one tap. Each token then has the same
-            number of slots, and its layout at this boundary uses the first of these slots.
+        lease: the span of the batch in the worker's host ring.
+        widths: number of bytes of a raw row, by kind.
+        boundary: the tap's boundary if the batch has the rows of one tap, else None. In such a
+            batch all tokens have equally many slots. A token's layout at this boundary uses the
+            first slots.
     """
 
     labels: Labels
@@ -233,23 +232,23 @@ class RowBatch:
 
     @property
     def slots(self) -> Tensor:
-        """uint8 [num_slots, SLOT_BYTES], host. A token's slots are consecutive: its rows
-        in the order of its layout's points, then the results of heads."""
+        """uint8 [num_slots, SLOT_BYTES], host. A token's slots are consecutive. The slots have the
+        raw rows in the order of the layout's points, then the results of heads."""
         return self.lease.slots
 
     @property
     def nbytes(self) -> int:
-        """`slots.nbytes`, without a slice of the ring: slicing takes 80 us if caches are cold."""
+        """The value of `slots.nbytes`. A slice of the ring would take 80 us if caches are cold."""
         return (self.lease.stop - self.lease.start) * SLOT_BYTES
 
 
 class BatchSink(Protocol):
-    """Takes batches from the drain.
+    """The interface of an object that takes batches from the drain.
 
-    Called from the drain thread only. Rows of one (request, point) arrive in the order in
-    which they were computed. If a position comes twice (recomputation, rejected drafts), its
-    last row is the right one. `finish` comes last, once. `batch.slots` is reused after `write`
-    returns, unless the sink has retained `batch.lease`, which it releases when done.
+    Only the drain thread calls the methods. Rows of one (request, point) arrive in the order of
+    computation. If a position arrives twice (recomputation, rejected drafts), the last row is the
+    right row. `finish` is the last call for a request. After `write` returns, the worker reuses
+    `batch.slots`. To prevent this, a sink can retain `batch.lease` and release it later.
     """
 
     def write(self, batch: RowBatch) -> None: ...
@@ -257,6 +256,6 @@ class BatchSink(Protocol):
     def finish(self, key: int, error: str | None) -> None: ...
 
     def finish_all(self, ends: Sequence[tuple[int, str | None]]) -> None:
-        """`finish` of several requests, (key, error) each."""
+        """Call `finish` for several requests: (key, error) of each request."""
 
     def close(self) -> None: ...

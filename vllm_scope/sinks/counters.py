@@ -1,6 +1,6 @@
 """Totals of one sink.
 
-Owns:  Counters, and their sum over the threads of a sink.
+Owns:  Counters.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from dataclasses import dataclass, fields
 
 @dataclass
 class Counters:
-    """Totals of one sink since the start. The last three are present values.
+    """Totals of one sink since the start. The last three fields are current values.
 
     Attributes:
-        rows, bytes: rows and scores that the sink was given.
-        waits, wait_ms: how often and how long the drain thread waited for room.
-        drops: rows that were dropped.
-        spilled_bytes: bytes that waited on disk.
-        errors: calls that raised, and stalls.
-        queue_bytes, held_bytes, spill_bytes: bytes in the queue, of running requests, on disk.
+        rows, bytes: number of rows and scores that the sink got, and their size in bytes.
+        waits, wait_ms: number and total time of the drain thread's waits for room.
+        drops: number of dropped rows and scores.
+        spilled_bytes: number of bytes that have waited on disk.
+        errors: number of calls that raised, and of stalls.
+        queue_bytes, held_bytes, spill_bytes: bytes in the queue, of running requests, and on disk.
     """
 
     rows: int = 0

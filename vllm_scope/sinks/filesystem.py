@@ -1,11 +1,12 @@
-"""The sink `to="filesystem"`: requests into files.
+"""The sink `to="filesystem"`, which writes requests into files.
 
-Owns:  FilesystemSink, which calls `vllm_scope.files`.
-Runs:  on its sink thread. Several instances may write into one root.
+Owns:  FilesystemSink (calls `vllm_scope.files`).
+Runs:  on a sink thread. Several instances may write into one root.
 
-A request that failed leaves no file. A request that lacks rows leaves a file that says so. Each API
-key has its own folder, so that no key replaces another key's files. A request's end is reported
-when its file is visible: at once, or together with the other requests of its shard.
+A failed request has no file. If rows are missing, the request's file states the status `partial`.
+Each API key has its own folder. Therefore a key cannot replace another key's files. The end of a
+request is reported when its file is visible. With the layouts `packed` and `sharded`, the file is
+visible after it is full or flushed.
 """
 
 from __future__ import annotations

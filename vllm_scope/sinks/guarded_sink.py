@@ -1,11 +1,10 @@
-"""Calls a sink, which may raise, hang, or return a wrong value.
+"""Calls a sink that may raise, hang, or return a wrong value.
 
 Owns:  GuardedSink.
-Runs:  on the sink's thread; `stalled` on any thread.
+Runs:  on the sink's thread. Any thread may read `stalled`.
 From:  sink_thread.   To: a Sink; reports (the log).
 
-Promise: nothing that a sink raises reaches the caller. `stalled` is True while a call takes longer
-than `patience_s`.
+Promise: exceptions of a sink do not reach the caller. `stalled` tells whether the sink hangs.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from vllm_scope.sinks.reports import Log, checked, failure, plain
 
 
 class GuardedSink:
-    """A sink that may raise, may hang, and may refuse some kinds of actions.
+    """A sink whose calls may raise or hang.
 
     Args:
-        count_error: called for each call that fails.
+        count_error: GuardedSink calls this for each call of the sink that fails.
 
     Attributes:
         live: as in Sink.
-        takes: the kinds of actions that may name the sink; "edits" if requests with edits may, and
-            "some features" if features with indices or threshold may.
+        takes: the kinds of actions that may name the sink. "edits": requests with edits. "some
+            features": features with `indices` or `threshold`.
         log: the operator's log of this sink.
     """
 
@@ -44,7 +43,7 @@ class GuardedSink:
             "some features": bool(getattr(sink, "takes_some_features", True)),
         }  # fmt: skip
         self.takes = [kind for kind, taken in takes.items() if taken]
-        #: When the current call began; None between calls.
+        #: The time at which the current call began. None between calls.
         self._called_at: float | None = None
 
     @property
@@ -58,7 +57,7 @@ class GuardedSink:
         return f"sink {self._name!r} did not return from a call within {self._patience_s:g} s"
 
     def write(self, block: Block) -> str | None:
-        """Call the sink. Returns why the call failed, or None, as `flush` and `close` do."""
+        """Call the sink. Returns None, or the reason if the call failed."""
         return self._call(self._sink.write, block)
 
     def flush(self) -> str | None:
@@ -68,7 +67,7 @@ class GuardedSink:
         return self._call(self._sink.close)
 
     def finish(self, ending: Ending) -> tuple[Report, str | None]:
-        """(The sink's report, checked; why the call failed, or None)."""
+        """(The sink's checked report, the reason if the call failed, else None)."""
         reports: list[Report] = []
         error = self._call(lambda: reports.append(checked(self._sink.finish(ending))))
         return reports[0] if reports else Report(), error
@@ -84,7 +83,7 @@ class GuardedSink:
         return None
 
     def failure(self, error: BaseException, counts: bool = False) -> str:
-        """Log an error. Returns the reason for callers, which is shorter than the log's text."""
+        """Log an error. Returns a shorter reason for callers."""
         if counts:
             self._count_error()
         self.log.failure(error)

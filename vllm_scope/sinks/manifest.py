@@ -12,7 +12,7 @@ import msgspec
 
 from vllm_scope.files.index import STATUSES, Status
 
-#: A relative name of a file: no URL, no absolute path, no `..`, no path of another system.
+#: A relative file name. The pattern refuses URLs, absolute paths, Windows paths and `..`.
 _RELATIVE = re.compile(r"(?![/~])(?!(?:.*/)?\.\.(?:/|$))[^\\:]+", re.DOTALL)
 
 
@@ -21,10 +21,10 @@ class Manifest(msgspec.Struct, frozen=True):
 
     Attributes:
         expected, delivered, dropped: numbers of rows and scores.
-        files: the files that have these rows and scores.
+        files: the names of the files that have the rows and scores.
         streams: `site.layer` (or a probe's name) -> shape, dtype, codec, file.
         details: `Report.details` of each stage.
-        said: True if the reason or the streams contain a plugin's own text.
+        said: True if the reason or the streams have text that a plugin wrote.
     """
 
     status: Status
@@ -38,13 +38,13 @@ class Manifest(msgspec.Struct, frozen=True):
     said: bool = False
 
     def public(self, sink: str) -> Manifest:
-        """The manifest for API keys other than the operator's: without paths, and without texts
-        of exceptions and plugins, which may contain paths. `files` keeps only relative names."""
+        """The manifest for senders that are not the operator. This manifest has no paths, and no
+        texts of exceptions and plugins, which may have paths. `files` has only relative names."""
         reason, streams = self.reason, self.streams
         if self.status == "error":
             reason = f"sink {sink!r} failed; the server's log says why"
         elif self.said and reason is not None:
-            reason = f"sink {sink!r} gives a reason, which the server's operator is told"
+            reason = f"sink {sink!r} has a reason that only the server's operator can see"
         if self.said:
             known = ("shape", "dtype", "codec")
             streams = {
@@ -57,7 +57,7 @@ class Manifest(msgspec.Struct, frozen=True):
         )  # fmt: skip
 
     def joined(self, other: Manifest) -> Manifest:
-        """One manifest for two stages: this stage and the stage of `other`."""
+        """One manifest for the stages of both manifests."""
         worse = max(self, other, key=lambda m: STATUSES.index(m.status))
         return Manifest(
             worse.status, worse.reason,

@@ -1,15 +1,15 @@
-"""The sink `to="max_activating"`: features into tables of their strongest tokens.
+"""The sink `to="max_activating"`, which makes tables of the strongest tokens of features.
 
     "sinks": {"max_activating": {"root": "strongest", "k": 20, "before": 16, "after": 8}}
     Features("toy", top_k=64, to="max_activating")
 
-Owns:  MaxActivatingSink and its options.
-Runs:  on its sink thread. Several instances, and several engines, may write into one root.
-To:    saes.max_activating (the table), files with one table each.
+Owns:  MaxActivatingSink, MaxActivatingOptions.
+Runs:  on a sink thread. Several instances, and several engines, may write into one root.
+To:    saes.max_activating (the table). Each file has one table.
 
-Each accepted token counts once, however often it was computed, because the rows come when the
-request has ended. A request that failed is left out. Of a request that was aborted, the tokens
-before the abort count. Requests with edits are refused, because edits change the features.
+The sink gets the rows after the request has ended. Therefore each accepted token counts one time.
+Failed requests are left out. If a request was aborted, the tokens before the abort count. Requests
+with edits are refused: edits change features.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class MaxActivatingOptions(BaseModel):
 
     Attributes:
         root: the folder of the tables.
-        k: number of tokens that are kept for each feature.
-        before, after: numbers of tokens of the context before and after a strongest token.
-        tables_mib: limit of all tables of an instance. The size of a table is `table_bytes`.
+        k: number of strongest tokens that a table keeps for each feature.
+        before, after: number of context tokens before and after a strongest token.
+        tables_mib: limit of the size of an instance's tables. `table_bytes` computes a table's
+            size.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -54,15 +55,15 @@ class MaxActivatingOptions(BaseModel):
 
     @staticmethod
     def parse(own: Mapping[str, object]) -> MaxActivatingOptions:
-        """The checked options. Raises ConfigError, which names the option, what came and what is
-        allowed."""
+        """The checked options. Raises ConfigError with the option and the allowed values."""
         return checked(MaxActivatingOptions, own, "")
 
 
-#: Largest number of places (tokens x top_k) of one request. This many places take some seconds.
+#: Largest number of places (tokens x top_k) of one request. A request with this number of places
+#: takes some seconds.
 MAX_PLACES: Final = 1 << 23
 
-#: The SAE's name, positions [n], indices [n, places] and values [n, places] of one request.
+#: (SAE's name, positions [n], indices [n, places], values [n, places]) of one request.
 _Waiting = tuple[str, Ints, NDArray[np.int32], NDArray[np.float32]]
 
 
@@ -78,21 +79,21 @@ class MaxActivatingSink:
         self._options = options
         self._publisher = LocalPublisher(Path(options.root))
         self._identity = secrets.token_hex(8)
-        #: By the SAE's name.
+        #: Name of an SAE -> its table.
         self._tables: dict[str, MaxActivating] = {}
         self._unsaved: set[str] = set()
-        #: By the key of the request.
+        #: Key of a request -> its features.
         self._waiting: dict[int, list[_Waiting]] = {}
 
     def write(self, block: Block) -> None:
         if block.sae is None or block.indices is None or block.num_features is None:
             raise ConfigError(
-                f"{shown(block.probe)} are not all features of an SAE; to the sink max_activating "
-                "go features of an SAE that the engine holds, without indices and threshold."
+                f"{shown(block.probe)} are not all features of an SAE; the sink max_activating "
+                "takes features of an SAE that the engine holds, without indices and threshold."
             )
         self._make(block.sae, block.num_features)
         some = self._waiting.setdefault(block.request.key, [])
-        if all(sae != block.sae for sae, *_ in some):  # an SAE once, however often it was asked for
+        if all(sae != block.sae for sae, *_ in some):  # count each SAE one time
             places = block.indices.numel() + sum(indices.size for _, _, indices, _ in some)
             if places > MAX_PLACES:
                 raise ConfigError(
@@ -112,7 +113,7 @@ class MaxActivatingSink:
         if needed > own.tables_mib << 20:
             raise ConfigError(
                 f"tables_mib is {own.tables_mib}; with the SAE {shown(sae)} the tables take "
-                f"{needed / 2**20:,.1f} MiB. Raise it, or lower k, before or after."
+                f"{needed / 2**20:,.1f} MiB. Raise tables_mib, or lower k, before or after."
             )
         self._tables[sae] = MaxActivating(*size, sae=sae)
 

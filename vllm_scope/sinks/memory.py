@@ -1,8 +1,8 @@
-"""The sink `memory`: rows back to the front-end that made the request.
+"""The sink `memory`, which sends rows to the front-end that made the request.
 
-Owns:  which request belongs to which front-end, and the sender to each.
-Runs:  `connect` and `add_request` on the worker's thread, `write` on the drain thread, `finish`
-       on the drain thread or on a sink's, `reclaim` on the worker's thread and the drain thread.
+Owns:  MemorySink: the front-end of each request, and the sender to each front-end.
+Runs:  `connect` and `add_request` on the worker's thread. `write` on the drain thread. `finish` on
+       the drain thread or on a sink thread. `reclaim` on the worker's thread and the drain thread.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 
 class MemorySink:
-    """Routes labelled batches to front-ends by the request's key.
+    """Sends labelled batches to front-ends, by the keys of the requests.
 
     Args:
-        stage: this worker's stage in the pipeline.
+        stage: the pipeline stage of this worker.
         ring: the host ring that has the batches.
-        road: the allowed transport, as in the engine's options.
+        road: the allowed transport, as in the engine's option `road`.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class MemorySink:
         self._lock = threading.Lock()
         self._senders: dict[str, Sender] = {}
         self._frontend_of: dict[int, str] = {}
-        #: As `_frontend_of`, but only of requests whose rows go to their front-end.
+        #: As `_frontend_of`, but only for requests whose rows go to the front-end.
         self._reads: dict[int, str] = {}
         self._num_bytes = 0
-        #: Front-end -> the number of messages that it had read at the last `_give_up`.
+        #: Front-end -> the number of messages that the front-end had read at the last `_give_up`.
         self._read_before: dict[str, int] = {}
 
     @property
@@ -62,10 +62,10 @@ class MemorySink:
         return len(self._frontend_of)
 
     def connect(self, address: Address) -> Road | None:
-        """Try the transports to a front-end, and keep the first that works. Idempotent.
+        """Connect to a front-end by the first transport that works. Idempotent.
 
         Returns:
-            The transport; None if only TCP may work and the front-end does not listen.
+            The transport. None if only TCP can work and the front-end does not listen.
 
         Raises:
             CompatError: no allowed transport works.
@@ -90,33 +90,34 @@ class MemorySink:
             except CompatError as error:
                 if self._road == "shared":
                     raise CompatError(
-                        f"{error}, and additional_config['scope'].road is 'shared'; run them "
-                        "on one host, or let road be 'auto'"
+                        f"{error}, and additional_config['scope'].road is 'shared'; run both "
+                        "processes on one host, or set road to 'auto'"
                     ) from None
                 if address.tcp is None:
                     logger.info("vllm-scope: rows cannot be shared (%s); they need TCP.", error)
         return None if address.tcp is None else TcpSender(address.tcp, self._ring)
 
     def add_request(self, key: int, frontend: str) -> None:
-        """Raises CapacityError for a front-end that is not connected."""
+        """Raises CapacityError if the front-end is not connected."""
         with self._lock:
             if frontend not in self._senders:
                 raise CapacityError(f"front-end {frontend} is not connected to this worker")
             self._frontend_of[key] = self._reads[key] = frontend
 
     def leave_out_rows(self, key: int) -> None:
-        """Send the front-end only the request's end, because its rows go to other sinks."""
+        """Send only the end of this request to its front-end, because its rows go to other
+        sinks."""
         with self._lock:
             self._reads.pop(key, None)
 
     def write(self, batch: RowBatch) -> None:
-        """Send rows to the front-ends of their requests. If the rows of one front-end cannot be
-        sent, the other front-ends still get theirs."""
+        """Send rows to the front-ends of their requests. If sending to one front-end fails, the
+        other front-ends still get their rows."""
         self.reclaim()
         with self._lock:
             of = self._reads
-            # Keys are unique over all front-ends, and a front-end ignores the keys of others. So if
-            # there is one front-end, no key is looked up.
+            # If there is one front-end, send without a look-up of keys. A front-end ignores keys of
+            # other front-ends.
             one = set(self._senders) if len(self._senders) == 1 and of else None
             frontends = one or {of[k] for k in np.unique(batch.labels.keys).tolist() if k in of}
             for frontend in frontends:
@@ -127,9 +128,9 @@ class MemorySink:
     def finish(
         self, key: int, error: str | None, manifests: dict[str, Manifest] | None = None
     ) -> None:
-        """Send a request's end. Called on the drain thread, or on the thread of the sink that ended
-        the request last. The error's text is cleaned, so that the message can always be encoded:
-        the request's caller waits for the message."""
+        """Send a request's end. The drain thread calls this, or the thread of the last sink that
+        ended the request. The error's text is cleaned, because the message must always be
+        encodable: the caller waits for the message."""
         error = None if error is None else plain(error)
         with self._lock:
             frontend = self._frontend_of.pop(key, None)
@@ -138,8 +139,8 @@ class MemorySink:
                 self._senders[frontend].send_finish(key, self._stage, error, manifests or {})
 
     def finish_all(self, ends: Sequence[tuple[int, str | None]]) -> None:
-        """`finish` of several requests, (key, error) each; one message for each front-end. If one
-        message cannot be sent, the others still are."""
+        """Send the ends of several requests, (key, error) of each, with one message to each
+        front-end. If one message fails, the other messages are still sent."""
         found: dict[str, list[tuple[int, str | None]]] = {}
         with self._lock:
             for key, error in ends:
@@ -161,19 +162,19 @@ class MemorySink:
             logger.exception("vllm-scope: %s could not be sent to front-end %s", what, frontend)
 
     def tell(self, key: int, decided: Decided) -> None:
-        """Send what a request's policy decided. Called on the thread that makes a step's output."""
+        """Send a policy's decision. The thread that makes a step's output calls this."""
         with self._lock:
             frontend = self._frontend_of.get(key)
             if frontend is not None:
                 self._senders[frontend].send_decided(key, decided)
 
     def counters(self) -> dict[str, float]:
-        """Some of the fields of `counters.Counters`; the ring is this sink's queue."""
+        """Some fields of `counters.Counters`. The ring is this sink's queue."""
         return {"bytes": self._num_bytes, "wait_ms": self._ring.wait_ms}
 
     def send_counters(self, sinks: dict[str, dict[str, float]]) -> bool:
-        """Send the sinks' counters to one front-end, so that nothing is counted twice. Returns
-        False if no front-end is alive."""
+        """Send the sinks' counters to one front-end, because two front-ends would count everything
+        twice. Returns False if no front-end is alive."""
         with self._lock:
             alive = next((s for s in self._senders.values() if not s.dead), None)
             if alive is not None:
@@ -181,14 +182,14 @@ class MemorySink:
             return alive is not None
 
     def reclaim(self) -> None:
-        """Release the leases of rows that front-ends have read, or will never read."""
+        """Release the leases of rows that front-ends have read or can no longer read."""
         with self._lock:
             for sender in self._senders.values():
                 sender.reclaim()
 
     def _give_up(self, lease: Lease) -> None:
-        """Drop each front-end that holds the lease for which the worker waits, and has read nothing
-        since the last call."""
+        """Drop front-ends that block the worker. Such a front-end uses the lease for which the
+        worker waits, and has read no message since the last call."""
         with self._lock:
             before = self._read_before
             self._read_before = {f: sender.num_read for f, sender in self._senders.items()}

@@ -1,11 +1,11 @@
-"""The sinks' counters for Prometheus, beside vLLM's own metrics on its /metrics.
+"""The sinks' counters as Prometheus metrics, in addition to vLLM's metrics on /metrics.
 
-Owns:  the metrics `vllm_scope_sink_*`, and the arithmetic from totals to increments.
-Runs:  in front-ends, on the receiver's thread. Workers have no /metrics. Once a second, each worker
-       whose totals have changed sends them to one front-end.
+Owns:  the metrics `vllm_scope_sink_*` and other metrics of this package.
+Runs:  in front-ends, on the receiver's thread. Workers have no /metrics. Every second, a worker
+       sends changed totals to one front-end.
 
-With several API servers prometheus_client keeps the values in files, and each server shows the
-sum. Each worker reports to one server, so that nothing counts twice.
+With several API servers, prometheus_client keeps the values in files, and each server shows the
+sum. Each worker reports to one server. Therefore values are not counted twice.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge, Histogram
 
 _COUNTERS = {
-    "rows": "Rows and scores that a sink was given",
-    "bytes": "Bytes that a sink was given",
+    "rows": "Rows and scores that a sink got",
+    "bytes": "Bytes that a sink got",
     "waits": "Times that the engine's rows waited for room in a sink's queue",
-    "wait_ms": "Milliseconds of these waits",
+    "wait_ms": "Milliseconds that rows waited for room in a sink's queue",
     "drops": "Rows that were dropped",
-    "spilled_bytes": "Bytes that waited on disk in between",
+    "spilled_bytes": "Bytes that have waited on disk",
     "errors": "Calls to a sink that failed or hung",
 }
 _GAUGES = {
     "queue_bytes": "Bytes in a sink's queue",
     "held_bytes": "Bytes of requests that have not ended",
-    "spill_bytes": "Bytes that wait on disk",
+    "spill_bytes": "Bytes that wait on disk now",
 }
-#: (worker, sink) -> the totals that the worker sent last. Only of workers that run.
+#: (worker, sink) -> the last totals from this worker. The totals of ended workers are removed.
 _last: dict[tuple[int, str], dict[str, float]] = {}
 
 T = TypeVar("T")
 
 
 def _once(make: Callable[[], T]) -> Callable[[], T]:
-    """A function that calls `make` once in this process, whichever threads call the function, and
-    always returns that result: Prometheus refuses a second metric of the same name."""
+    """A function that returns the result of `make`, and calls `make` one time in this process.
+    Thread-safe. Prometheus refuses a second metric of the same name."""
     lock, made = threading.Lock(), list[T]()
 
     def get() -> T:
@@ -97,12 +97,13 @@ def _of_monitors() -> _OfMonitors | None:
 
 
 def count_verdict(monitor: str, value: float | None, above: bool, num_lost: int) -> None:
-    """Count what a monitor found in a request that has ended.
+    """Count a monitor's finding in a request that has ended.
 
     Args:
-        value: the monitor's largest value in the request; None if nothing was scored.
+        value: the monitor's largest value in the request. None if no token was scored.
         above: True if the monitor has a verdict.
-        num_lost: scores that did not arrive. The request's caller does not learn of them.
+        num_lost: number of scores that did not arrive. Only this metric counts lost scores of
+            monitors.
     """
     metrics = _of_monitors()
     if metrics and value is not None:
@@ -114,13 +115,13 @@ def count_verdict(monitor: str, value: float | None, above: bool, num_lost: int)
 
 
 def count_escalation(outcome: str) -> None:
-    """Count a verdict for a webhook: sent, failed or dropped."""
+    """Count a verdict for a webhook. outcome: sent, failed or dropped."""
     if metrics := _of_monitors():
         metrics.escalations.labels(outcome=outcome).inc()
 
 
 def _counter(name: str, text: str, *labels: str) -> Counter | None:
-    """A new counter; None if prometheus_client is not installed."""
+    """A new counter. None if prometheus_client is not installed."""
     try:
         from prometheus_client import Counter
     except ImportError:
@@ -131,13 +132,13 @@ def _counter(name: str, text: str, *labels: str) -> Counter | None:
 @_once
 def _decisions() -> Counter | None:
     return _counter(
-        "vllm_scope_policy_decisions", "What policies decided: scale, stop, flag; and failed",
+        "vllm_scope_policy_decisions", "Decisions of policies: scale, stop, flag, or failed",
         "policy", "what",
     )  # fmt: skip
 
 
 def count_decision(policy: str, decided: Decided) -> None:
-    """Count what a policy decided about a request, or that it failed."""
+    """Count a policy's decision about a request, or the policy's failure."""
     metric = _decisions()
     if metric is None:
         return
@@ -150,19 +151,19 @@ def count_decision(policy: str, decided: Decided) -> None:
 @_once
 def _of_memory() -> Counter | None:
     return _counter(
-        "vllm_scope_result_bytes", "Memory for rows of results: used again (reused), or new",
+        "vllm_scope_result_bytes", "Bytes of memory for rows of results, reused or new",
         "memory",
     )  # fmt: skip
 
 
 def count_memory(memory: str, num_bytes: int) -> None:
-    """Count memory that rows of a result got: "reused" or "new"."""
+    """Count memory for rows of a result. memory: "reused" or "new"."""
     if metric := _of_memory():
         metric.labels(memory=memory).inc(num_bytes)
 
 
 def count_sinks(header: CountersHeader) -> None:
-    """Add the differences between a worker's totals and the totals that it sent before."""
+    """Add the differences between a worker's totals and the previous totals of this worker."""
     metrics = _metrics()
     for sink, totals in header.sinks.items():
         last = _last.get((header.worker, sink), {})
@@ -171,13 +172,13 @@ def count_sinks(header: CountersHeader) -> None:
                 continue
             metric = metrics[name].labels(sink=sink)
             change = value - last.get(name, 0)
-            # Gauges too: a sink's gauge is the sum over the workers.
+            # Add the change to gauges too, because a sink's gauge is the sum over the workers.
             metric.inc(change) if change > 0 or name in _GAUGES else None
         _last[header.worker, sink] = totals
 
 
 def forget_worker(worker: int) -> None:
-    """Subtract the gauges of a worker that is gone, and forget its totals."""
+    """Subtract the gauges of a worker that is gone, and forget the worker's totals."""
     metrics = _metrics()
     for key in [key for key in _last if key[0] == worker]:
         totals = _last.pop(key)

@@ -4,9 +4,9 @@
               "my_plugin": {"url": "https://..."}},
     "global_sinks": {"filesystem": {"root": "/data/all", "reads": [{"site": "resid_post"}]}}
 
-Owns:  SinkOptions (the options of every sink), SinkConfig (one sink), the look-up of plugins, and
+Owns:  SinkOptions (the options of every sink), SinkConfig (one sink), the look-up of plugins,
        `take_options` (for any kind of plugin).
-Runs:  in the front-end, before the engine starts, and in every process that parses the options.
+Runs:  in the front-end before the engine starts, and in every process that parses the options.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ FILESYSTEM, MAX_ACTIVATING = "filesystem", "max_activating"
 #: The sinks of this package.
 OURS = (FILESYSTEM, MAX_ACTIVATING)
 GROUP = "vllm_scope.sinks"
-#: Replaces the value of an option in a log.
+#: In a log, this text replaces the value of a secret option.
 HIDDEN = "***"
 
 
 class SinkOptions(BaseModel):
-    """The options that every sink has, besides its own options.
+    """The options that all sinks have. A sink can have further options.
 
     Attributes:
-        on_overload: what happens to rows if the queue is full. `block`: the engine waits.
-            `drop`: the rows are dropped and counted, and their request is `partial`. `spill`:
-            the rows wait on a local disk, in order; if the disk is full too, the engine waits.
-        queue_mib: limit of the rows that wait for the sink in memory.
-        held_mib: limit of the rows of running requests, for a sink that takes whole requests.
-            Rows beyond the limit are dropped and counted under any policy, because only the end
-            of a request makes room. One API key may hold three times the free part; under
-            `drop`, the same rule holds for queue_mib.
-        spill_mib, spill_folder: limit of the rows on disk, and their folder; None is the
-            folder for temporary files.
-        threads: instances of the sink, each with its own thread. They share the limits
-            equally.
-        patience_s: limit of one call to the sink. After this time the sink counts as stalled
-            until the call returns: nothing waits for the sink, rows that the queue has no room for
-            are dropped, and requests that end get the status `error` with this reason.
-        flush_s: how long an ended request may wait until the sink makes it visible, together
-            with others. If the caller waits and no other request is running, the time is shorter.
-        key_mib: rows that one API key may give the sink within 24 hours, in each worker. A
-            request counts as 8 KiB more than its rows. Rows beyond the limit are dropped and
-            counted, and their request is `partial`. A request without any row at the sink then
-            leaves nothing at the sink. None: no limit. Offline requests have no key.
+        on_overload: the policy for rows if the queue is full. `block`: the engine waits. `drop`:
+            the rows are dropped and counted, and the request is `partial`. `spill`: the rows wait
+            on a local disk, in order. If the disk is full too, the engine waits.
+        queue_mib: limit of the size of rows that wait in memory for the sink.
+        held_mib: limit of the size of rows of running requests, for a sink that takes whole
+            requests. Rows beyond the limit are dropped and counted under every policy, because only
+            the end of a request makes room. One API key may hold three times the free part. With
+            `drop`, the same rule applies to queue_mib.
+        spill_mib: limit of the size of rows on disk.
+        spill_folder: the folder of these rows. None: the folder for temporary files.
+        threads: number of instances. An instance has its own thread and an equal share of each
+            limit.
+        patience_s: time limit of one call to the sink. After this time the sink is stalled until
+            the call returns. The engine does not wait for a stalled sink. If the queue is full,
+            rows are dropped. Requests that end get the status `error`.
+        flush_s: longest time from a request's end until the sink makes its rows visible. If the
+            caller waits and no other request is running, the time is shorter.
+        key_mib: limit of the size of rows that one API key sends to the sink within 24 hours, in
+            each worker. A request counts as 8 KiB more than its rows. Rows beyond the limit are
+            dropped and counted, and the request is `partial`. If all rows of a request are dropped,
+            the sink does not get the request. None: no limit. Offline requests have no key.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -75,7 +75,7 @@ class SinkOptions(BaseModel):
     key_mib: Number | None = Field(default=None, gt=0)
 
     def share(self, mib: float) -> int:
-        """One thread's share of a limit, in bytes."""
+        """The share of one thread in a limit, in bytes."""
         return int(mib * 2**20) // self.threads
 
 
@@ -85,9 +85,8 @@ class SinkConfig:
 
     Attributes:
         options: the options that every sink has.
-        own: the options of this sink alone.
-        reads: JSON of the reads that a global sink makes of every request; None for a sink that
-            requests name.
+        own: the options that only this sink has.
+        reads: JSON of the reads that a global sink adds to every request. None for other sinks.
     """
 
     name: str
@@ -96,7 +95,7 @@ class SinkConfig:
     reads: str | None = None
 
     def factory(self) -> Callable[[], Sink]:
-        """A function that makes an instance of the sink.
+        """A function that makes a new instance of the sink.
 
         Raises:
             ConfigError: there is no such plugin, or an option is wrong.
@@ -120,7 +119,8 @@ class SinkConfig:
             try:
                 sink: Sink = made(**self.own)
             except (TypeError, ValueError) as error:
-                # The text has only the options' names: it is logged, and values may be secrets.
+                # The text is logged. The text has no values of options, because values may be
+                # secrets.
                 raise ConfigError(
                     f"the options of sink {self.name!r}, {', '.join(sorted(map(str, self.own)))}, "
                     f"are not taken: {error}."
@@ -138,8 +138,7 @@ def parse_sinks(body: object, where: str, reads: bool) -> dict[str, SinkConfig]:
         reads: True if each sink must have `reads`.
 
     Raises:
-        ConfigError: an option is wrong. The error names the sink and the option, what came and
-            what is allowed.
+        ConfigError: an option is wrong. The text has the sink, the option and the allowed values.
     """
     if not isinstance(body, Mapping):
         raise ConfigError(f"{where} is {shown(body)}; it must be an object, one field per sink.")
@@ -147,8 +146,8 @@ def parse_sinks(body: object, where: str, reads: bool) -> dict[str, SinkConfig]:
 
 
 def without_secrets(body: object) -> object:
-    """The engine's options (`additional_config["scope"]`) for a log: without the values of the own
-    options of sinks and policies, which may be tokens, or URLs with tokens."""
+    """The engine's options (`additional_config["scope"]`) for a log. Values of plugin options and
+    URLs are hidden, because such values may be secrets."""
     if not isinstance(body, Mapping):
         return body
     shown = dict(body)
@@ -177,8 +176,8 @@ def _hidden(name: str, body: object) -> object:
 def _parse_one(name: object, body: object, where: str, reads: bool) -> SinkConfig:
     if not isinstance(name, str) or name in ("", MEMORY) or plain(name, MAX_NAME) != name:
         raise ConfigError(
-            f"{where.rpartition('.')[0]} has the name {shown(name)}; a sink's is a string of 1 to "
-            f"{MAX_NAME} characters, and memory is always there."
+            f"{where.rpartition('.')[0]} has the name {shown(name)}; a sink's name is a string of "
+            f"1 to {MAX_NAME} characters, and the sink memory always exists."
         )
     if not isinstance(body, Mapping):
         raise ConfigError(f"{where} is {shown(body)}; it must be an object of options.")
@@ -208,7 +207,7 @@ def _parse_reads(body: object, where: str) -> str:
         )
     for i, read in enumerate(body):
         if isinstance(read, Mapping) and set(read) & {"to", "name"}:
-            raise ConfigError(f"{where}.reads[{i}] has 'to' or 'name'; a global sink's has not.")
+            raise ConfigError(f"{where}.reads[{i}] has 'to' or 'name'; remove this field.")
     try:
         return Spec.from_json(json.dumps({"reads": body})).to_json()
     except ValueError as error:
@@ -216,11 +215,11 @@ def _parse_reads(body: object, where: str) -> str:
 
 
 def take_options(model: type[Options], own: dict[str, Any], where: str) -> Options:
-    """The options that every plugin of a kind has. They are removed from `own`, which holds all
-    options of one plugin.
+    """The options that every plugin of a kind has. `own` has all options of one plugin. The
+    returned options are removed from `own`.
 
     Raises:
-        ConfigError: an option is wrong; the error names the first one.
+        ConfigError: an option is wrong. The text names the first wrong option.
     """
     general = {key: own.pop(key) for key in model.model_fields if key in own}
     return checked(model, general, f"{where}.")

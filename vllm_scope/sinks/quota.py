@@ -1,7 +1,7 @@
-"""Limits on what one API key may give a sink.
+"""Limits of the bytes that one API key may send to a sink.
 
-Owns:  Quota (bytes per day, for all threads of a sink), KeyedBytes (the memory of one thread).
-Runs:  on the drain thread; the KeyedBytes of held rows on the sink's thread.
+Owns:  Quota (bytes per day, for all threads of a sink), KeyedBytes (memory of one thread).
+Runs:  on the drain thread. The KeyedBytes of held rows is used on the sink's thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter
 from vllm_scope.results.budget import fits
 from vllm_scope.sinks.options import SinkOptions
 
-#: Bytes counted for each request beside its rows: a request may make two small files.
+#: A request counts this number of bytes more than its rows, because it may make two small files.
 REQUEST_BYTES = 1 << 13
 WINDOW_HOURS = 24
 
@@ -23,11 +23,11 @@ def hours() -> float:
 
 
 class Quota:
-    """Bytes that each key gave within WINDOW_HOURS, counted by the hour.
+    """The number of bytes that each key has sent within WINDOW_HOURS, counted by the hour.
 
     Args:
         name: the sink's name.
-        options: if `key_mib` is None, nothing is counted.
+        options: if `key_mib` is None, there is no limit.
 
     Attributes:
         reason: the error text for a key that has reached the limit.
@@ -39,13 +39,13 @@ class Quota:
         #: hour -> key -> bytes, for the hours in the window.
         self._given: dict[int, Counter[str]] = {}
         self.reason = (
-            f"this key has given sink {name!r} the {options.key_mib or 0:.3g} MiB that it may in "
-            f"{WINDOW_HOURS} hours (key_mib); send it again later, or read less"
+            f"this key has sent sink {name!r} the {options.key_mib or 0:.3g} MiB that a key may "
+            f"send in {WINDOW_HOURS} hours (key_mib); send the request again later, or read less"
         )
 
     def take(self, owner: str, num_bytes: int) -> bool:
-        """Count the bytes and return True if the key may give them, else False. Always True for
-        the operator, who has no key."""
+        """If the key has room for the bytes, count the bytes and return True. Else return False.
+        Always True for the operator, who has no key."""
         if self._most_bytes is None or not owner:
             return True
         hour = int(hours())
@@ -59,9 +59,9 @@ class Quota:
 
 
 class KeyedBytes:
-    """Bytes in the memory of one sink thread, in all and by API key. Used by one thread at a time.
+    """The bytes in the memory of one sink thread, in total and by API key. Not thread-safe.
 
-    A key may hold three times the free bytes, so that other keys find some room. The operator,
+    A key may hold three times the free bytes, which leaves some room for other keys. The operator,
     who has no key, may fill the memory.
     """
 

@@ -1,13 +1,14 @@
-"""One request at one sink: which rows were asked for, which came, which are missing.
+"""The rows of one request at one sink: requested, delivered and missing rows.
 
-Owns:  Arrival (rows on their way to a sink), Ended (the request's end, as the scheduler
-       knows it), Delivery.
-Runs:  made on the worker's thread, then used on the sink's thread. The drain thread calls
-       `arrival` and `lose`.
+Owns:  Arrival (rows on their way to a sink), Ended (the scheduler's data of a request's end),
+       Delivery.
+Runs:  the worker's thread makes a Delivery. The sink's thread uses the Delivery. The drain thread
+       calls `arrival` and `lose`.
 From:  router.   To: sink_thread.
 
-Promise: for each stream, a sink that takes whole requests gets one row for every accepted position
-that was asked for: the row that was computed last. The counts say how many rows are missing.
+Promise: a sink that takes whole requests gets, for each stream, one row for every accepted position
+that was requested. If a row was computed several times, the sink gets the last row. The counts tell
+how many rows are missing.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from vllm_scope.sinks.streams import Stream, streams_of
 
 @dataclass(frozen=True)
 class Arrival:
-    """The rows and scores of a request's tokens of one layout, from one batch.
+    """The rows and scores from one batch, for the tokens of one request that have the same layout.
 
     Attributes:
-        layout: the part of the tokens' layout that `data` has.
+        layout: the part of the tokens' layout whose values are in `data`.
         positions: int64 [n].
-        data: uint8 [n, bytes of a token], in memory of its own.
-        widths: bytes of a raw row, by kind.
-        number: counts the request's arrivals at this sink, from 1.
+        data: uint8 [n, bytes of a token], a copy.
+        widths: number of bytes of a raw row, by kind.
+        number: index of the arrival among the request's arrivals at this sink, from 1.
     """
 
     layout: Layout
@@ -49,11 +50,11 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Ended:
-    """What the scheduler knows of a request at its end.
+    """The scheduler's data of a request at its end.
 
     Attributes:
-        output_ids: accepted tokens, the last sampled one included.
-        reason: stop, length, abort, error.
+        output_ids: accepted tokens, with the token sampled last.
+        reason: vLLM's finish reason: stop, length, abort or error.
     """
 
     output_ids: tuple[int, ...]
@@ -61,19 +62,19 @@ class Ended:
 
 
 class Delivery:
-    """The rows of one request at one sink: which to deliver, to keep, and to report as lost.
+    """Selects and keeps the rows of one request for one sink, and counts missing rows.
 
     Args:
-        asked: the whole request.
-        to: the destination.
-        here: boundaries of this stage.
+        asked: all actions of the request.
+        to: the destination, that is, the sink's name.
+        here: the boundaries of this pipeline stage.
 
     Attributes:
-        error: why nothing more is delivered; None while rows are delivered.
-        loss: why some rows were dropped; None if none were.
-        held_bytes: bytes of the rows that wait for the request's end.
-        entered: True if some of the request's rows have been in the sink's queue.
-        refused: True if the request's key may not give the sink more rows for now.
+        error: the reason why no more rows are delivered. None while rows are delivered.
+        loss: the reason why rows were dropped. None if no rows were dropped.
+        held_bytes: number of bytes of the rows that wait for the request's end.
+        entered: True if at least one row of the request has been in the sink's queue.
+        refused: True if the request's key has reached its limit at this sink (Quota).
     """
 
     def __init__(
@@ -87,24 +88,24 @@ class Delivery:
         self._streams = list(streams_of(asked, to, sites, here))
         self._kept: list[Arrival] = []
         self._parts: dict[Layout, tuple[Layout, Ints | slice] | None] = {}
-        #: Stream -> (delivered positions, the numbers of their arrivals).
+        #: Stream -> list of (delivered positions, for each position the number of its arrival).
         self._arrived: dict[Stream, list[tuple[Ints, Ints]]] = {}
         self._num_arrivals = 0
-        #: Dropped arrivals. Earlier rows of their positions are outdated: an earlier row may be
-        #: that of a rejected draft.
+        #: Dropped arrivals. If an arrival was dropped, earlier rows of the same positions are
+        #: outdated, because they may belong to a rejected draft.
         self._dropped: list[Arrival] = []
-        #: How many dropped arrivals the last result of `_last_dropped` covers, and that result.
+        #: (Number of dropped arrivals in the last result of `_last_dropped`, the last result).
         self._last: tuple[int, dict[Layout, Ints]] = (0, {})
 
     @property
     def empty(self) -> bool:
-        """True if this stage has none of the streams that the request sends to the sink."""
+        """True if this stage lacks all streams that the request sends to the sink."""
         return not self._streams
 
     def arrival(
         self, layout: Layout, positions: Ints, data: NDArray[np.uint8], widths: Widths
     ) -> Arrival | None:
-        """A copy of the rows that go to this destination; None if none do.
+        """A copy of the rows that go to this destination. None if there are no such rows.
 
         Args:
             layout: the layout of `data`, which is uint8 [n, bytes of a token].
@@ -124,8 +125,8 @@ class Delivery:
         return Arrival(own, positions.copy(), taken.view(np.uint8), widths, self._num_arrivals)
 
     def _part_of(self, layout: Layout, widths: Widths) -> tuple[Layout, Ints | slice] | None:
-        """(The part of a layout that goes to this destination, its slots: a slice if they are
-        consecutive). None if nothing goes to it."""
+        """(The part of a layout that goes to this destination, the slots of this part). Consecutive
+        slots are a slice. None if no values go to this destination."""
         wanted: dict[Head | None, set[int]] = defaultdict(set)
         for stream in self._streams:
             wanted[stream.head].add(stream.point)
@@ -149,12 +150,12 @@ class Delivery:
         return own_layout, slice(int(listed[0]), int(listed[-1]) + 1) if together else listed
 
     def lose(self, arrival: Arrival, reason: str) -> None:
-        """Count rows as dropped. The first reason is kept. May be called on any thread."""
+        """Count rows as dropped. `loss` keeps the first reason. Any thread may call this."""
         self.loss = self.loss or reason
         self._dropped.append(replace(arrival, data=np.empty((0, 0), np.uint8)))
 
     def _outdated(self, stream: Stream, positions: Ints, numbers: Ints) -> NDArray[np.bool_]:
-        """bool [n]: True for a row that a dropped row should have replaced."""
+        """bool [n]: True for a row if a later row of the same position was dropped."""
         found = np.zeros(len(positions), bool)
         if not self._dropped or not len(positions):
             return found
@@ -166,8 +167,8 @@ class Delivery:
         return found
 
     def _last_dropped(self) -> dict[Layout, Ints]:
-        """Layout -> int64 [positions]: the number of the last dropped arrival that has this
-        position; 0 if none has it."""
+        """Layout -> int64 [positions]: the number of the last dropped arrival with this position. 0
+        if no dropped arrival has the position."""
         dropped = list(self._dropped)
         if self._last[0] != len(dropped):
             by_layout: dict[Layout, list[Arrival]] = {}
@@ -187,7 +188,7 @@ class Delivery:
         self.held_bytes += arrival.data.nbytes
 
     def forget(self) -> int:
-        """Free the rows that were kept. Returns the number of their bytes."""
+        """Free the rows that were kept. Returns the number of freed bytes."""
         freed, self.held_bytes = self.held_bytes, 0
         self._kept.clear()
         return freed
@@ -202,7 +203,7 @@ class Delivery:
                 self._arrived.setdefault(stream, []).append((arrival.positions, numbers))
 
     def whole_blocks(self, ended: Ended) -> Iterator[Block]:
-        """The blocks of the whole request, one per stream: exactly the values asked for."""
+        """The blocks of the whole request, one per stream, with exactly the requested values."""
         firsts = np.cumsum([0, *(len(some.positions) for some in self._kept)])
         by_layout: dict[Layout, list[int]] = {}
         for i, some in enumerate(self._kept):
@@ -234,11 +235,11 @@ class Delivery:
                     self._arrived.setdefault(stream, []).append((positions, last))
 
     def ending(self, ended: Ended) -> Ending:
-        """The request's end, with the counts of the values that were delivered so far."""
+        """The request's end, with the counts of values delivered so far."""
         expected = delivered = 0
         for stream in self._streams:
             wanted = self._wanted(stream, ended)
-            pairs = list(self._arrived.get(stream, []))  # another thread may add
+            pairs = list(self._arrived.get(stream, []))  # a copy: a thread may add
             arrived = np.concatenate([np.zeros(0, np.int64), *(x for x, _ in pairs)])
             numbers = np.concatenate([np.zeros(0, np.int64), *(x for _, x in pairs)])
             arrived = arrived[~self._outdated(stream, arrived, numbers)]
@@ -253,7 +254,7 @@ class Delivery:
             reason = f"the request ended by {ended.reason} after {len(ended.output_ids)} tokens"
         elif delivered < expected:
             status = "partial"
-            reason = self.loss or f"{expected - delivered} of {expected} rows did not come"
+            reason = self.loss or f"{expected - delivered} of {expected} rows did not arrive"
         return Ending(
             self.info, ended.output_ids, ended.reason, expected, delivered, status, reason
         )
@@ -264,5 +265,5 @@ class Delivery:
 
 
 def _wanted_of(points: Sequence[int], wanted: Set[int], layout: Layout) -> list[int]:
-    """The indices of the rows that stand for a wanted point."""
+    """The indices in `points` of the rows that a wanted point refers to."""
     return [i for i, row in enumerate(points) if not wanted.isdisjoint(layout.names_of(row))]

@@ -1,12 +1,12 @@
-"""From the drain to the sinks: which sink gets which rows, and when a request has ended.
+"""Gives the drain's rows to sinks, and reports when a request has ended.
 
-Owns:  Router, and the sink threads of one worker.
-Runs:  `add_request`, `expect_end` and `counters` on the worker's thread; `write` and
-       `finish` on the drain thread; a thread of its own looks for stalled sinks.
+Owns:  Router, which has the sink threads of one worker.
+Runs:  `add_request`, `expect_end` and `counters` on the worker's thread. `write` and `finish` on
+       the drain thread. A separate thread looks for stalled sinks.
 From:  worker.deliverer.   To: sinks.memory, sinks.sink_thread.
 
-Promise: a request's end is sent to its caller when every sink that the request named has finished
-the request, or has stalled. The caller does not wait for global sinks.
+Promise: the router sends a request's end to the caller when every sink that the request named has
+finished the request or has stalled. The caller does not wait for global sinks.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from vllm_scope.sinks.sink_thread import SinkThread
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Prefix of a global sink's destination. No request can name it.
+#: Prefix of a global sink's destination. Requests cannot name a destination with this prefix.
 GLOBAL = "global:"
-#: Seconds between two searches for stalled sinks; number of searches per report of the counters.
+#: Seconds between two searches for stalled sinks. Number of searches per report of counters.
 LOOK_S = 0.1
 LOOKS_PER_REPORT = 10
 _UNKNOWN_END = Ended((), "error")
@@ -45,11 +45,11 @@ _UNKNOWN_END = Ended((), "error")
 
 @dataclass
 class _Routed:
-    """A request with sinks beside memory.
+    """A request with at least one sink other than memory.
 
     Attributes:
-        deliveries: destination -> its sink thread, and the request's Delivery to it.
-        waiting: after the request's end, the destinations whose manifest has not come.
+        deliveries: destination -> (the sink thread, the request's Delivery).
+        waiting: after the request's end, the destinations whose manifest is missing.
         ended: None until the request has ended.
     """
 
@@ -65,8 +65,8 @@ class Router:
 
     Args:
         memory: sends rows back to callers.
-        sinks, global_sinks: by name, as the engine's options have them.
-        here: boundaries of this worker's stage.
+        sinks, global_sinks: name -> configuration, from the engine's options.
+        here: the boundaries of this worker's pipeline stage.
 
     Raises:
         ScopeError: a sink cannot be made.
@@ -111,18 +111,18 @@ class Router:
             threads.append(SinkThread(name, make(), config.options, self._on_end, quota))
 
     def add_request(self, info: RequestInfo, asked: Resolved) -> None:
-        """Register a request, before its rows come.
+        """Register a request. The worker calls this before rows of the request arrive.
 
         Args:
-            info: without tag and name, which come from the reads of each destination.
-            asked: the whole request, with the global sinks' reads.
+            info: without tag and name. The reads of each destination have the tag and the name.
+            asked: all actions of the request, with the reads of global sinks.
         """
         deliveries = {}
         for to in asked.destinations:
             if to not in self._threads:
-                continue  # memory, which has no sink thread
+                continue  # the sink memory has no sink thread
             called = next((read.called for read in asked.reads if read.to == to), (None, None))
-            # A global sink's rows are the operator's.
+            # Rows at a global sink belong to the operator.
             owner = "" if to.startswith(GLOBAL) else info.owner
             own = replace(info, tag=called[0], name=called[1], owner=owner)
             delivery = Delivery(own, asked, to, self._sites, self._here)
@@ -137,8 +137,7 @@ class Router:
                 self._keys = np.array(sorted(self._routed), np.int64)
 
     def expect_end(self, key: int, ended: Ended) -> None:
-        """Note what the scheduler knows of a request's end. Called before the drain finishes the
-        request."""
+        """Store the scheduler's data of a request's end. Must be called before `finish`."""
         with self._lock:
             if key in self._routed:
                 self._expected[key] = ended
@@ -204,11 +203,11 @@ class Router:
         ):  # fmt: skip
             try:
                 call()
-            except Exception:  # go on with the ends of the others
-                logger.exception("vllm-scope: the end of a request could not be told")
+            except Exception:  # go on with the ends of the other requests
+                logger.exception("vllm-scope: the end of a request could not be sent")
 
     def close(self) -> None:
-        """Deliver all queued items, and close all sinks."""
+        """Deliver all queued items, then close all sinks."""
         self._stop.set()
         self._close_threads()
         if self._watcher is not None:
@@ -217,7 +216,7 @@ class Router:
 
     def _close_threads(self) -> None:
         threads = [thread for some in self._threads.values() for thread in some]
-        for thread in threads:  # stop all first, so that the waits for sinks that hang overlap
+        for thread in threads:  # stop all threads first: the waits for hanging sinks then overlap
             thread.stop()
         for thread in threads:
             thread.close()
@@ -225,7 +224,7 @@ class Router:
     # Any thread
 
     def flush(self) -> dict[str, str | None]:
-        """Sink -> why its ended requests are not visible, or None if they are."""
+        """Sink -> the reason if ended requests are not visible, else None."""
         return {
             name: next((e for e in [thread.flush() for thread in threads] if e is not None), None)
             for name, threads in self._threads.items()
@@ -233,8 +232,7 @@ class Router:
 
     @property
     def takes(self) -> dict[str, list[str]]:
-        """Sink that requests may name -> the kinds of actions that may name it, as in
-        GuardedSink."""
+        """Sink -> the kinds of actions that may name the sink, without global sinks."""
         return {
             name: threads[0].takes
             for name, threads in self._threads.items()
@@ -280,8 +278,8 @@ class Router:
                 if looks % LOOKS_PER_REPORT == 0:
                     self._report()
             except Exception:
-                # The thread must go on: it ends the requests of sinks that hang.
-                logger.exception("vllm-scope: what sinks did could not be told")
+                # The thread must go on, because it ends the requests of hanging sinks.
+                logger.exception("vllm-scope: a check of the sinks failed")
         self._report()
 
     def _answer_for_stalled(self) -> None:

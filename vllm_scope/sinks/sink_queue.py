@@ -2,7 +2,7 @@
 
 Owns:  SinkQueue (in memory, then in a spill file), and its items.
 Runs:  on the drain thread and on the sink's thread.
-From:  sink_thread, which also takes the items.   To: spill.
+From:  sink_thread (adds and removes items).   To: spill.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_scope.sinks.spill import SpillFile
 
 @dataclass
 class QueuedRows:
-    """Rows in the queue. Their bytes are in memory, or in the spill file."""
+    """Rows in the queue. The bytes of the rows are in memory, or in the spill file."""
 
     delivery: Delivery
     arrival: Arrival
@@ -58,7 +58,7 @@ def _is_scores(head: Head) -> bool:
 
 
 class QueuedFlush:
-    """A call of `SinkThread.flush`, which waits for `done`."""
+    """A call of `SinkThread.flush`. The caller waits for `done`."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -69,11 +69,11 @@ QueueItem = QueuedRows | QueuedEnd | QueuedFlush
 
 
 class SinkQueue:
-    """The items of one sink thread. `changed` must be held during every call but `close`.
+    """The items of one sink thread. Callers must hold `changed`, except in `close`.
 
     Attributes:
-        changed: notified when an item comes, or memory becomes free.
-        spilled_bytes: bytes that have ever waited on disk.
+        changed: notified when an item is added or memory becomes free.
+        spilled_bytes: total number of bytes that have waited on disk.
 
     Raises:
         ConfigError: the spill file cannot be made.
@@ -83,8 +83,8 @@ class SinkQueue:
         self.changed = threading.Condition()
         self.spilled_bytes = 0
         self._name, self._log = name, log
-        # Each key has a share under `drop` only. Under the other policies rows beyond a share
-        # would make the engine wait, and so the requests of every key.
+        # Keys have shares only under the policy `drop`. Under other policies, the engine would wait
+        # for room in a key's share, and the requests of all keys would wait too.
         self._has_shares = options.on_overload == "drop"
         self._items: deque[QueueItem] = deque()
         self._memory = KeyedBytes(options.share(options.queue_mib))
@@ -107,9 +107,9 @@ class SinkQueue:
         self.changed.notify_all()
 
     def accept(self, rows: QueuedRows) -> bool:
-        """Append rows, in memory or on disk. Returns False if both are full."""
-        # Spilled rows are older, and nothing may overtake them. Rows that are larger than the
-        # queue's memory are taken when this memory is empty.
+        """Append rows, in memory or on disk. Returns False if memory and disk are full."""
+        # New rows must not overtake spilled rows. Rows that are larger than the queue's memory are
+        # accepted when the memory is empty.
         first = self._spill is None or not len(self._spill)
         owner = rows.owner if self._has_shares else ""
         if first and (not self.num_bytes or self._memory.fits(owner, rows.num_bytes)):
@@ -125,8 +125,8 @@ class SinkQueue:
         return True
 
     def pop(self) -> QueueItem:
-        """Remove and return the oldest item. The bytes of rows are then in memory; if the disk
-        fails, the rows' delivery gets the error."""
+        """Remove and return the oldest item. The bytes of returned rows are in memory. If the disk
+        fails, `pop` sets the error of the rows' Delivery."""
         item = self._items.popleft()
         if not isinstance(item, QueuedRows):
             return item

@@ -1,13 +1,12 @@
-"""One sink instance: its thread, and the policy of its queue.
+"""Runs one sink instance on a thread, with the overload policy of its queue.
 
 Owns:  SinkThread.
-Runs:  `put` and `end` on the drain thread, the sink on a thread of its own.
-From:  router.   To: a Sink, by way of sink_queue.
+Runs:  `put` and `end` on the drain thread. The sink runs on a separate thread.
+From:  router.   To: a Sink, through sink_queue.
 
-Promise: the drain thread waits only if the policy says so, and never for a sink whose call has
-taken longer than `patience_s`. Memory is bounded by queue_mib and held_mib. Rows that are not
-delivered are in the counts of their request. Whatever a sink does, raises or returns, the end of
-every request is reported once.
+Promise: the drain thread waits only if the policy is `block` or `spill`, and never for a stalled
+sink. The options queue_mib and held_mib bound the memory. The counts of a request tell how many
+rows were not delivered. Every request's end is reported one time, also if the sink hangs.
 """
 
 from __future__ import annotations
@@ -31,24 +30,23 @@ from vllm_scope.sinks.sink_queue import QueuedEnd, QueuedFlush, QueuedRows, Queu
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Seconds between two checks whether the sink has stalled.
+#: Seconds between two checks that test whether the sink has stalled.
 WAIT_S = 0.05
-#: If a caller waits for its rows to be published and no other request is running, the thread
-#: waits this long for a further request, to publish both together.
+#: Seconds that the thread waits for another request before it flushes, if a caller waits for
+#: published rows and no other request is running. Both requests are then published together.
 ALONE_S = 0.1
 
-#: Called when a request has ended at this sink.
+#: The sink thread calls this function when a request has ended at the sink.
 OnEnd = Callable[[Delivery, Manifest], None]
 _Streams = dict[str, dict[str, object]]
 
 
 class SinkThread:
-    """Hands blocks to a sink.
+    """Calls a sink with the blocks of requests.
 
     Args:
-        quota: the sink's quota, shared by its threads. If None, the thread makes its own.
+        quota: the sink's quota, which all threads of the sink share. None: a new quota.
 
-    Verbs: `add_request`, `put`, `end`, `give_up`, `flush`, `close`.
 
     Raises:
         ConfigError: the spill file cannot be made. The sink is closed before the error is raised.
@@ -71,30 +69,29 @@ class SinkThread:
             raise
         self._changed = self._queue.changed
         self._closing = False
-        #: End time of the first ended request that is not flushed yet; None if there is none.
+        #: The end time of the first request that is not flushed yet. None if all are flushed.
         self._dirty_since: float | None = None
         self._num_running = 0
         self._worked_at = 0.0
-        #: Deliveries that have ended and whose rows may still be lost.
+        #: Deliveries that have ended, but whose rows may still be lost.
         self._unpublished: dict[Delivery, Ending] = {}
-        #: The reason of the last request that was lost since `flush` last returned; None if no
-        #: request was lost.
+        #: The reason of the last request that was lost since the previous flush, else None.
         self._lost_since_asked: str | None = None
         self._thread = threading.Thread(target=self._run, name=f"vllm-scope-{name}", daemon=True)
         self._thread.start()
 
     @property
     def stalled(self) -> bool:
-        """As GuardedSink.stalled."""
+        """True while a call of the sink takes longer than `patience_s`."""
         return self._sink.stalled
 
     def add_request(self) -> None:
-        """Count one more running request, until its end is handled."""
+        """Add 1 to the number of running requests."""
         with self._changed:
             self._num_running += 1
 
     def put(self, delivery: Delivery, arrival: Arrival) -> None:
-        """Queue rows, or drop and count them, as the policy says."""
+        """Queue rows. If there is no room, follow the policy `on_overload`."""
         rows = QueuedRows(delivery, arrival)
         with self._changed:
             if delivery.error is not None:
@@ -121,9 +118,9 @@ class SinkThread:
                 self.counters.wait_ms += 1e3 * (time.monotonic() - started)
 
     def end(self, delivery: Delivery, ended: Ended) -> None:
-        """Queue a request's end. Never waits."""
+        """Queue a request's end. Does not wait."""
         with self._changed:
-            # While the sink hangs, a request without rows at the sink must take no memory.
+            # While the sink is stalled, a request without rows at the sink must not take memory.
             stalled = self.stalled and not delivery.entered
             unseen = stalled or self._is_refused(delivery)
             if unseen:
@@ -139,8 +136,8 @@ class SinkThread:
             self._tell(delivery, manifest_of(ending, {}, Report()))
 
     def _is_refused(self, delivery: Delivery) -> bool:
-        """True if the request has no rows at the sink, and its key's limit forbids even its end:
-        the sink may make a file for the end."""
+        """True if the request has no rows at the sink and its key has reached the quota. In this
+        case the sink does not get the end, because a sink may make a file for an end."""
         if delivery.entered or delivery.error is not None:
             return False
         if not delivery.refused:
@@ -148,14 +145,14 @@ class SinkThread:
         return delivery.refused
 
     def give_up(self, delivery: Delivery) -> None:
-        """Count a request as failed, because the sink has stalled."""
+        """Count a request as failed because the sink has stalled."""
         delivery.error = delivery.error or self._sink.stall_reason
         self._sink.log.say(self._sink.stall_reason)
         self._count_error()
 
     def flush(self) -> str | None:
-        """Wait until all ended requests are visible. If a request was lost since the last call,
-        returns the reason; else None."""
+        """Wait until all ended requests are visible. Returns the reason if a request was lost since
+        the last call, else None."""
         request = QueuedFlush()
         with self._changed:
             self._queue.append(request)
@@ -165,19 +162,20 @@ class SinkThread:
         return request.error
 
     def stop(self) -> None:
-        """End the thread once all queued items are delivered."""
+        """End the thread after all queued items are delivered. Does not wait."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Deliver all queued items, and end the thread. If the sink hangs, the thread is left
-        running."""
+        """Deliver all queued items, then end the thread. If the sink is stalled, do not wait."""
         self.stop()
         while self._thread.is_alive() and not self.stalled:
             self._thread.join(WAIT_S)
         if self._thread.is_alive():
-            logger.warning("vllm-scope: %s; it is left behind.", self._sink.stall_reason)
+            logger.warning(
+                "vllm-scope: %s; the thread of this sink is not stopped.", self._sink.stall_reason
+            )
 
     def snapshot(self) -> Counters:
         with self._changed:
@@ -210,7 +208,7 @@ class SinkThread:
         self._queue.close()
 
     def _next(self) -> QueueItem | None:
-        """The oldest item, once there is one; None if the thread must end."""
+        """Wait for an item, and return the oldest item. Returns None if the thread must end."""
         while True:
             with self._changed:
                 while (wait_s := self._flush_in()) is None or wait_s > 0:
@@ -222,7 +220,7 @@ class SinkThread:
             self._flush_sink()
 
     def _flush_in(self) -> float | None:
-        """Seconds until the sink is to be flushed; None if nothing is to be flushed."""
+        """Seconds until the next flush of the sink. None if no flush is needed."""
         if self._dirty_since is None:
             return None
         at = self._dirty_since + self._options.flush_s
@@ -244,26 +242,26 @@ class SinkThread:
             delivery.keep(rows.arrival)
 
     def _write_all(self, delivery: Delivery, blocks: Iterator[Block]) -> _Streams:
-        """Write blocks. Returns stream -> shape, dtype and codec of its last block."""
+        """Write blocks. Returns stream -> shape, dtype and codec of the stream's last block."""
         streams: _Streams = {}
         try:
             for block in blocks:
                 error = self._sink.write(block)
-                # `give_up` may have set the error meanwhile.
+                # During the call, `give_up` may have set the error.
                 delivery.error = delivery.error or error
                 if delivery.error is not None:
                     break
                 self.counters.rows += len(block.positions)
                 self.counters.bytes += block.values.nbytes
                 streams[block.probe or f"{block.site}.{block.layer}"] = facts_of(block)
-        except Exception as error:  # for example no memory for the blocks; the thread goes on
+        except Exception as error:  # for example no memory. The thread must go on.
             delivery.error = delivery.error or self._sink.failure(error, counts=True)
         return streams
 
     def _end(self, delivery: Delivery, ended: Ended) -> None:
         try:
             self._finish(delivery, ended)
-        except Exception as error:  # for example no memory; the caller waits for an answer
+        except Exception as error:  # for example no memory. The caller waits for an answer.
             reason = self._sink.failure(error, counts=True)
             self._tell(delivery, Manifest("error", reason, 0, 0, 0))
         with self._changed:
@@ -296,7 +294,7 @@ class SinkThread:
         report.published.add_done_callback(published)
 
     def _lost(self, delivery: Delivery, reason: str) -> None:
-        """Report that a finished request will not be published."""
+        """Report that the rows of a finished request will not be published."""
         ending = self._unpublished.pop(delivery, None)
         if ending is not None:
             self._count_error()
@@ -308,7 +306,7 @@ class SinkThread:
         try:
             self._on_end(delivery, manifest)
         except Exception:
-            logger.exception("vllm-scope: the end of a request was not told")
+            logger.exception("vllm-scope: the end of a request was not reported")
 
     def _flush_sink(self) -> str | None:
         self._dirty_since = None

@@ -1,9 +1,9 @@
-"""Rows that wait on a local disk while a sink's queue is full.
+"""Stores rows on a local disk while a sink's queue is full.
 
 Owns:  SpillFile.
-Runs:  `put` on the drain thread, `take` on the sink's; both under the queue's lock.
+Runs:  `put` on the drain thread, `take` on the sink's thread. Both threads hold the queue's lock.
 
-The file has no name, so the system removes it when the worker ends, even if the worker is killed.
+The file has no name. Therefore the system removes the file when the worker ends or is killed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Bytes = NDArray[np.uint8]
 
 
 class SpillFile:
-    """A ring of spans in a file; first in, first out.
+    """A ring of spans in a file: first in, first out.
 
     Args:
-        folder: None for the system's temporary folder.
-        most_bytes: largest size of the file.
+        folder: the folder of the file. None: the system's folder for temporary files.
+        most_bytes: largest size of the file, in bytes.
 
     Attributes:
-        num_bytes: bytes of the rows that wait.
+        num_bytes: number of bytes of the rows in the file.
     """
 
     def __init__(self, folder: str | None, most_bytes: int) -> None:
@@ -40,7 +40,7 @@ class SpillFile:
 
     @staticmethod
     def open(name: str, options: SinkOptions) -> SpillFile:
-        """A new file for one thread of a sink. Raises ConfigError if it cannot be made."""
+        """A new file for one thread of a sink. Raises ConfigError if the file cannot be made."""
         try:
             return SpillFile(options.spill_folder, options.share(options.spill_mib))
         except OSError as error:
@@ -53,7 +53,7 @@ class SpillFile:
         return len(self._spans)
 
     def put(self, data: Bytes) -> bool:
-        """Append. Returns False if the ring or the disk is full."""
+        """Append data. Returns False if the ring or the disk is full."""
         start = self._room(data.nbytes)
         if start is None:
             return False
@@ -79,14 +79,14 @@ class SpillFile:
         while at < stop:
             num_read = os.preadv(self._file.fileno(), [view[at - start :]], at)
             if num_read == 0:
-                raise OSError("the spilled rows are cut short")
+                raise OSError("the spill file lacks the end of these rows")
             at += num_read
         if not self._spans:
             os.ftruncate(self._file.fileno(), 0)
         return data
 
     def _room(self, num_bytes: int) -> int | None:
-        """Where the next span, of `num_bytes`, begins; None if it does not fit."""
+        """The offset of the next span, of `num_bytes`. None if there is no room for the span."""
         if not self._spans:
             return 0 if num_bytes <= self._most_bytes else None
         first, last = self._spans[0][0], self._spans[-1][1]

@@ -1,8 +1,8 @@
-"""What a sink gets from one request: streams, and where they lie in a token's layout.
+"""The streams that a sink gets from one request, and their bytes in a token's layout.
 
 Owns:  Stream, `streams_of`.
-Runs:  in the worker, on the drain thread and on the sinks' threads.
-From:  request.resolved (what was asked for), program.layout.   To: request.
+Runs:  in the worker, on the drain thread and on the sink threads.
+From:  request.resolved (the actions), program.layout.   To: request.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from vllm_scope.sinks import Block, RequestInfo
 @dataclass(frozen=True)
 class Stream:
     """The values that a sink gets from one point: raw rows, encoded rows, the scores of one probe,
-    or some features.
+    or the features of one `Features`.
 
     Attributes:
-        name: the site and layer of its blocks.
+        name: the site and layer of the stream's blocks.
         dtype: the dtype of raw rows.
-        head: makes the values out of rows; None for raw rows.
-        probe: the probe or the features that the values belong to; None for rows.
+        head: computes the values from rows. None for raw rows.
+        probe: the probe or the `Features` of the values. None for rows.
     """
 
     name: Place
@@ -48,8 +48,8 @@ class Stream:
     probe: ResolvedProbe | ResolvedFeatures | None = None
 
     def bytes_in(self, layout: Layout, widths: Widths) -> slice | None:
-        """The bytes, in a token of this layout, of the stream's row or the head's result; None if
-        the token has neither."""
+        """In the data of one token of this layout, the bytes of the stream's values. None if the
+        layout has no values of the stream."""
         if self.head is None:
             row = layout.row_of(self.point)
             if row not in layout.points:
@@ -66,8 +66,8 @@ class Stream:
         return slice(first + 4 * cell.first, first + 4 * (cell.first + self.probe.num_values))
 
     def values(self, layout: Layout, data: NDArray[np.uint8], widths: Widths) -> Tensor | None:
-        """A view of rows [n, numbers of a row], encoded rows uint8 [n, bytes], scores [n], or the
-        words of features [n, num_values]; None if the layout has none.
+        """A view: rows [n, numbers of a row], encoded rows uint8 [n, bytes], scores [n], or words
+        of features [n, num_values]. None if the layout has no values of the stream.
 
         Args:
             layout: the layout of `data`, which is uint8 [n, bytes of a token].
@@ -83,7 +83,7 @@ class Stream:
         return values if self.head is not None else values.view(self.dtype)
 
     def block(self, info: RequestInfo, positions: Ints, values: Tensor) -> Block:
-        """The block of some values, which have the form that `Stream.values` returns."""
+        """A block with these values, which come from `Stream.values`."""
         source: Tensor | EncodedRows = values
         indices, sae, read = None, None, NOT_KNOWN
         if isinstance(self.probe, ResolvedFeatures):
@@ -98,12 +98,12 @@ class Stream:
 
 
 def streams_of(asked: Resolved, to: str, sites: Sites, here: Sequence[int]) -> Iterator[Stream]:
-    """The streams of a request that a sink gets from one stage.
+    """The streams of a request that a sink gets from one pipeline stage.
 
     Args:
-        asked: the whole request.
-        to: the sink.
-        here: boundaries of the stage.
+        asked: all actions of the request.
+        to: the destination, that is, the sink's name.
+        here: the boundaries of the stage.
     """
     dtype = getattr(torch, sites.dtype)
     going = asked.going_to(to)
@@ -116,7 +116,7 @@ def streams_of(asked: Resolved, to: str, sites: Sites, here: Sequence[int]) -> I
         name = place if when == "after" else Place(f"{place.site}.before", place.layer)
         yield Stream(name, tuple(some), place.point(when), dtype, encoding)
     for probe in going.banked:
-        (cell,) = probe.cells  # Probe refuses more than one cell for a sink
+        (cell,) = probe.cells  # a Probe with a sink has exactly one cell
         if cell.place.boundary in here:
             point = cell.place.point()
             yield Stream(cell.place, (probe.tokens,), point, dtype, cell.bank, probe)

@@ -9,8 +9,8 @@ yielding.py when cells are sent while the engine has other requests
 table.py    the values with their names, as files and as a picture
 wire.py     a sweep and its table as JSON, for HTTP
 
-No file here calls an engine: engine/frontend/sweep_runs.py sends the requests of a plan. Needs
-numpy; torch only if rows are read.
+No file of this folder calls an engine: engine/frontend/sweep_runs.py sends the requests of a plan.
+This folder needs numpy. torch is needed only if a sweep reads rows.
 """
 
 from vllm_scope.sweeps.metrics import KL, LogitDifference, Logprob, Metric

@@ -26,28 +26,28 @@ from vllm_scope.request.selectors import as_numbers
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Tokens that a metric may name: vLLM's MAX_LOGPROB_TOKEN_IDS.
+#: The most tokens that a metric can name: vLLM's MAX_LOGPROB_TOKEN_IDS.
 MOST_TOKENS = 128
-#: The largest number of texts of several tokens that a warning names.
+#: A warning names at most this many texts.
 _MOST_TOLD = 3
-#: Log-probabilities of the next token, float64: of a metric's tokens in their order, or of all
-#: tokens by their ids.
+#: Log-probabilities of the next token, float64: of a metric's tokens in the order of these tokens,
+#: or of all tokens in the order of their ids.
 Logprobs = NDArray[np.float64]
 #: A text -> its token ids, without special tokens.
 Encode = Callable[[str], list[int]]
 
 
 class Metric(ABC):
-    """A number computed from the next token's log-probabilities. A metric of your own implements
-    `token_ids` and `value`. A server takes only LogitDifference, Logprob and KL."""
+    """A number computed from the next token's log-probabilities. To define a metric, implement
+    `token_ids` and `value`. A server accepts only LogitDifference, Logprob and KL."""
 
     #: The metric's name in the table and in the picture.
     name: ClassVar[str] = "metric"
 
     @abstractmethod
     def token_ids(self, encode: Encode, num_prompts: int) -> list[tuple[int, ...]]:
-        """For each prompt, the tokens whose log-probabilities the metric takes: at most 128, all
-        different, or an empty tuple for all tokens (the engine then needs max_logprobs=-1).
+        """For each prompt, the tokens whose log-probabilities the metric uses: at most 128, all
+        different. An empty tuple means all tokens. The engine then needs max_logprobs=-1.
 
         Args:
             encode: a text -> the list of its token ids, without special tokens.
@@ -62,8 +62,8 @@ class Metric(ABC):
 
         Args:
             found: log-probabilities with the edit, float64 [number of the prompt's token_ids], in
-                the order of token_ids. If token_ids is empty: of all tokens, indexed by token id.
-            clean: the same log-probabilities without the edit.
+                the order of token_ids. If token_ids is empty, [vocabulary], indexed by token id.
+            clean: the same tokens' log-probabilities without the edit.
         """
 
 
@@ -72,9 +72,9 @@ class LogitDifference(Metric):
     """The logit of token `a` minus the logit of token `b`.
 
     Args:
-        a, b: a token's id; a text, which stands for its first token (" Paris", with the space
-            before the word); or a list with an id or a text for each prompt. If a text has several
-            tokens, a warning in the log names the text.
+        a, b: a token's id, a text, or a list with an id or a text for each prompt. A text means its
+            first token: " Paris", with the space before the word. If a text has several tokens, a
+            warning in the log names the text.
     """
 
     a: Any
@@ -120,8 +120,8 @@ class Logprob(Metric):
 class KL(Metric):
     """KL(clean || edited) of the next token, in nats, over the whole vocabulary.
 
-    vLLM returns the log-probabilities of all tokens for this metric, so the engine must allow them:
-    `LLM(..., max_logprobs=-1)`. A cell then costs time in proportion to the vocabulary.
+    vLLM must return the log-probabilities of all tokens. Start the engine with
+    `LLM(..., max_logprobs=-1)`. The time for a cell is proportional to the vocabulary's size.
     """
 
     name: ClassVar[str] = "KL divergence"
@@ -145,19 +145,19 @@ def token_ids_of(metric: Metric, encode: Encode, num_prompts: int) -> list[tuple
     name = f"{type(metric).__name__}.token_ids"
     if not isinstance(found, Sequence) or len(found) != num_prompts:
         raise SpecError(
-            f"{name} returns {shown(found)}; it returns a list with a tuple for each of the "
+            f"{name} returns {shown(found)}; it must return a list with a tuple for each of the "
             f"{num_prompts} prompts."
         )
     tokens = [as_numbers(one) for one in found]
     for one in tokens:
         if not isinstance(one, list | tuple) or not all(type(x) is int and x >= 0 for x in one):
             raise SpecError(
-                f"{name} has {shown(one)}; each prompt has a tuple of whole numbers from 0."
+                f"{name} has {shown(one)}; each prompt must have a tuple of whole numbers from 0."
             )
         if len(one) > MOST_TOKENS or len(set(one)) < len(one):
             raise SpecError(
-                f"{name} has {len(one)} tokens for a prompt, {len(set(one))} of them different; it "
-                f"has at most {MOST_TOKENS}, each once. An empty tuple is for all tokens."
+                f"{name} has {len(one)} tokens for a prompt, {len(set(one))} of them different; "
+                f"give at most {MOST_TOKENS} different tokens, or an empty tuple for all tokens."
             )
     return [tuple(one) for one in tokens]
 
@@ -173,7 +173,7 @@ def value_of(metric: Metric, found: Logprobs, clean: Logprobs, where: str) -> fl
     except Exception as error:
         raise ScopeError(
             f"{type(metric).__name__}.value failed for a cell of {where} "
-            f"({type(error).__name__}: {error}); it returns a number."
+            f"({type(error).__name__}: {error}); it must return a number."
         ) from error
 
 
@@ -194,7 +194,7 @@ def _at(value: Any, i: int) -> object:
 
 
 def _tokens(value: Any, encode: Encode, num_prompts: int, where: str) -> list[int]:
-    """One token id for each prompt. A warning in the log names the texts of several tokens."""
+    """One token id for each prompt. A warning in the log names the texts with several tokens."""
     value = as_numbers(value)
     several = isinstance(value, Sequence) and not isinstance(value, str)
     each = list(value) if several else [value]
@@ -208,15 +208,15 @@ def _tokens(value: Any, encode: Encode, num_prompts: int, where: str) -> list[in
         return found * num_prompts
     if len(found) != num_prompts:
         raise SpecError(
-            f"{where} has {len(found)} tokens for {num_prompts} prompts; give one for each, or one "
-            "for all."
+            f"{where} has {len(found)} tokens for {num_prompts} prompts; give one for each prompt, "
+            "or one for all prompts."
         )
     return found
 
 
 @lru_cache(maxsize=256)
 def _warn(where: str, texts: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
-    """Log that these texts have several tokens; only once for the same texts."""
+    """Log that these texts have several tokens. The same texts are logged only one time."""
     some = [f"{shown(text)} ({', '.join(map(str, ids))})" for text, ids in texts[:_MOST_TOLD]]
     if len(texts) > _MOST_TOLD:
         some.append(f"{len(texts) - _MOST_TOLD} more")

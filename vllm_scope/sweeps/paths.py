@@ -4,18 +4,18 @@ Owns:  `parse_receivers`, and Paths, which makes the requests of a cell.
 From:  sweep (the receivers), plan (the edit, and the rows of the prompt's own run).   To: plan.
 
 In path patching, all attention and MLP outputs outside the direct paths have the values of the
-prompt's own run, which has no edit. Between the edited part of a layer and a receiver, the stream
-is then the prompt's own stream plus the change that the edit makes directly after that part. So no
-request has to set these outputs layer by layer. A cell has these requests:
+prompt's own run. This run has no edit. From the edited part of a layer to a receiver, the stream is
+then the prompt's own stream plus one change: the change that the edit makes right after the edited
+part. So no request has to set these outputs layer by layer. A cell has these requests:
 
-1. a request with the edit, which reads the stream after the edited part;
-2. a request that sets the streams before the receivers, each to the prompt's own stream plus that
-   change, and reads the receivers. It is left out if all receivers are on the stream;
+1. a request with the edit, which reads the stream after the edited part.
+2. a request that sets the stream before each receiver to the prompt's own stream plus the change.
+   This request also reads the receivers. If all receivers are on the stream, it is left out.
 3. a request that sets the receivers to the resulting rows. If receivers are heads of several
    layers, there is one more request for each further layer. The answer to the last request is the
    cell's answer.
 
-Source: Wang et al. 2022 (arXiv 2211.00593), section 3.1, where MLP outputs may change;
+Source: Wang et al. 2022 (arXiv 2211.00593), section 3.1, in which MLP outputs can change;
 Goldowsky-Dill et al. 2023 (arXiv 2304.05969)
 """
 
@@ -43,15 +43,14 @@ from vllm_scope.request.spec import MAX_EDITS, MAX_SPEC_BYTES
 from vllm_scope.sweeps.source import Floats, ReadRows, of_head
 
 LOGITS: Final = "logits"
-#: The largest count of numbers in the rows of one request of a cell. A number takes 16/3
-#: characters in base64; six are reserved, so that the positions of the rows and the names of the
-#: sites also have room.
+#: The most numbers in the rows of one request of a cell. A number takes 16/3 characters in base64.
+#: The limit allows six characters, so that positions and names of sites have room too.
 MAX_NUMBERS: Final = MAX_SPEC_BYTES // 6
-#: (site, layer, head) of each receiver; the head is None for the whole row.
+#: (site, layer, head) of each receiver. If the receiver is the whole row, the head is None.
 Receivers = tuple[tuple[str, int, int | None], ...]
-#: Called with the rows that a cell's request read, and with those of the prompt's own run. Returns
-#: the actions of the cell's next request, and the step after that request: None if that request is
-#: the cell's last one.
+#: A function. The arguments are the rows that a cell's request has read, and the rows of the
+#: prompt's own run. The function returns the actions of the cell's next request, and the Step after
+#: that request. If that request is the cell's last request, the Step is None.
 Step = Callable[[ReadRows, ReadRows], tuple[tuple[Action, ...], "Step | None"]]
 #: Sites where an edit at one position changes the layer's attention output at later positions.
 _SEEN_LATER: Final = ("attn_in", "k", "v")
@@ -63,7 +62,7 @@ def parse_receivers(value: Any) -> Receivers | None:
     """The receivers that `Sweep.receivers` names; None for the logits.
 
     Raises:
-        SpecError: neither "logits" nor a list of (site, layer) or (site, layer, head).
+        SpecError: `value` is not "logits", and not a list of (site, layer) or (site, layer, head).
     """
     if isinstance(value, str) and value == LOGITS:
         return None
@@ -88,7 +87,7 @@ def _receiver(value: Any, where: str) -> tuple[str, int, int | None]:
         raise SpecError(f"{where} is at {shown(site)}; a receiver is at {', '.join(allowed)}.")
     if len(numbers) == 2 and site not in ATTENTION_SITES:
         raise SpecError(
-            f"{where} names a head, and rows of {site!r} have none; a head is of "
+            f"{where} names a head, and rows of {site!r} have no heads; these sites have heads: "
             f"{', '.join(ATTENTION_SITES)}."
         )
     return site, numbers[0], numbers[1] if len(numbers) == 2 else None
@@ -130,14 +129,14 @@ class Paths:
         return place
 
     def senders(self, places: Sequence[Place], named: bool) -> tuple[Place, ...]:
-        """Those of `places` from which a path leads to a receiver.
+        """The places from which a direct path leads to a receiver.
 
         Args:
             named: True if the caller named the layers.
 
         Raises:
-            SpecError: no path leads from a layer that was named, or from any place; or the stream
-                after a place is not tapped.
+            SpecError: no direct path leads from a named layer, or from any place. Also if the
+                engine does not tap the stream after a place.
         """
         found = tuple(place for place in places if self._reached(_exit(place)))
         for place in places:
@@ -167,7 +166,7 @@ class Paths:
 
         Args:
             at, length: as for `begin`.
-            num_edited: number of rows in the cell's edits.
+            num_edited: number of rows in the edits of the cell.
             where: the prompt's name.
         """
         reached = self._reached(_exit(sender))
@@ -205,9 +204,9 @@ class Paths:
     def _positions(self, reached: list[Place], changed: list[int], length: int) -> list[int]:
         """The positions at which receivers are set.
 
-        If a receiver lies after its layer's attention (`z`, `attn_out`), or if the receivers do not
-        all follow the same place of the stream, rows at later positions may also differ from the
-        prompt's own. Receivers are then set at all later positions too.
+        Rows at later positions can differ from the prompt's own rows in two cases: a receiver lies
+        after its layer's attention (`z`, `attn_out`), or the receivers do not all follow the same
+        place of the stream. Receivers are then set at all later positions too.
         """
         alone = len({self._entries[place] for place in reached}) == 1
         if alone and not any(place.site in _SEES_EARLIER for place in reached):
@@ -236,7 +235,7 @@ class Paths:
         self, at: list[int], inner: list[Place], found: dict[Place, Floats], rows: ReadRows,
         plain: ReadRows,
     ) -> tuple[tuple[Action, ...], Step | None]:  # fmt: skip
-        """The step after the request that read the receivers inside of the layers."""
+        """The step after the request that read the receivers inside the layers."""
         found = {**found, **{place: rows.at(place, at) for place in inner}}
         depths: dict[tuple[int, int], list[Place]] = {}
         for place in found:
@@ -247,17 +246,16 @@ class Paths:
         self, at: list[int], depths: list[list[Place]], found: dict[Place, Floats],
         done: dict[Place, Floats], rows: ReadRows, plain: ReadRows,
     ) -> tuple[tuple[Action, ...], Step | None]:  # fmt: skip
-        """Actions that set receivers, from the first depth on; and the step after their request.
+        """The actions that set receivers, and the step after the request with these actions.
 
-        The other heads of a row, which are no receivers, depend on the receivers at earlier depths.
-        So if a receiver is a head, one request reads its row while the earlier receivers are set,
-        and the next request sets the row.
+        If a receiver is a head, the row's other heads depend on the receivers at earlier depths. So
+        one request sets the earlier receivers and reads the row. The next request sets the row.
 
         Args:
-            depths: the receivers that are not set yet, by depth, the earliest first.
-            found: the row of each receiver.
-            done: the rows that are set already.
-            rows: rows of the receivers of the first depth, read while those in `done` were set.
+            depths: the receivers that are not set yet, one list for each depth, the earliest first.
+            found: receiver -> its row.
+            done: receiver -> its row, for the receivers that are already set.
+            rows: the rows of the first depth's receivers, from a request that set `done`.
         """
         done = dict(done)
         for i, places in enumerate(depths):
@@ -270,7 +268,7 @@ class Paths:
         return _sets(done, at), None
 
     def _joined(self, place: Place, found: Floats, rows: ReadRows, at: list[int]) -> Floats:
-        """A receiver's row: the heads that are receivers from `found`, the others from `rows`."""
+        """A receiver's row: heads that are receivers from `found`, the other heads from `rows`."""
         heads = self._heads[place]
         if heads is None:
             return found
@@ -281,7 +279,7 @@ class Paths:
 
 
 def _changed(sender: Place, at: list[int], length: int) -> list[int]:
-    """The positions at which the stream after an edited part may change."""
+    """The positions at which the stream after an edited part can change."""
     return list(range(at[0], length)) if sender.site in _SEEN_LATER else at
 
 
@@ -306,8 +304,8 @@ def _of_attention(place: Place) -> bool:
 
 
 def _depth(receiver: Place) -> int:
-    """How many stages of its layer's attention lie before a receiver's row: 1 for `q`, `k` and
-    `v`, 2 for `z` and `attn_out`, else 0."""
+    """The number of stages of a layer's attention before a receiver's row: 1 for `q`, `k` and `v`,
+    2 for `z` and `attn_out`, else 0."""
     if receiver.site in _SEES_EARLIER:
         return 2
     return 1 if receiver.site in ATTENTION_SITES else 0

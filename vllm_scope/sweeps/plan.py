@@ -1,11 +1,11 @@
-"""The requests of a sweep, and the places of their answers in its table.
+"""The requests of a sweep, and the index of each answer in the sweep's table.
 
 Owns:  Job (one request), Cell, and Plan.
 From:  sweep, source.   To: engine.frontend.sweeping, which makes requests of the jobs; table.
 
-Order: the reads of a prompt, then its cells. The request without an edit comes first. So the prefix
-cache has the KV blocks that lie before an edited position, for all cells of the prompt. While the
-cells of a prompt run, the reads of the next prompt run too.
+Order: the reads of a prompt, then the prompt's cells. The request without an edit comes first, and
+fills the prefix cache. All cells of the prompt use the cache's KV blocks before the edited
+position. While the cells of a prompt run, the reads of the next prompt run too.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Cell(NamedTuple):
     """One value of a sweep, as it arrives.
 
     Attributes:
-        prompt: index among the prompts.
-        layer, position, head: as the table names them; None if the table has no such dimension.
+        prompt: index of the prompt.
+        layer, position, head: the names in the table; None if the table has no such dimension.
         value: the metric's value; NaN if the cell failed (`SweepTable.errors`).
     """
 
@@ -56,18 +56,18 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """One request of a sweep. It asks for one token.
+    """One request of a sweep. The request generates one token.
 
     Attributes:
-        prompt: index among the prompts.
+        prompt: index of the prompt.
         ids: token ids of the prompt, or of its source.
-        place: index into the table's values of this prompt; None for a read.
+        place: index of the cell in `table.values[prompt]`; None for a read.
         actions: the request's edits and reads; may be empty.
-        of_source: True if `ids` are those of the prompt's source.
-        error: the reason if the edit is impossible. Such a job goes to `take` at once, not to the
-            engine.
-        then: for path patching, the step that makes the cell's next request; None if the answer to
-            this job is the cell's.
+        of_source: True if `ids` are the token ids of the prompt's source.
+        error: why the edit is impossible, or None. A job with an error is not sent to the engine.
+            The job goes to `take` at once.
+        then: for path patching, the step that makes the cell's next request. None if this job is
+            the cell's last request.
     """
 
     prompt: int
@@ -97,7 +97,7 @@ class Job:
 def _checked(
     each: list[list[int]], where: str, check: Callable[[list[int], str], None] | None
 ) -> list[list[int]]:
-    """The prompts as they are, after a call of `check` for each."""
+    """The prompts, unchanged. Calls `check` for each prompt."""
     if check is not None:
         for i, ids in enumerate(each):
             check(ids, f"{where}[{i}]")
@@ -105,10 +105,10 @@ def _checked(
 
 
 class _Of:
-    """The rows and log-probabilities of one prompt, for as long as its cells run.
+    """The rows and log-probabilities of one prompt, which are kept until the prompt's cells end.
 
     Attributes:
-        source, plain: rows of the source, and of the prompt itself.
+        source, plain: rows of the source, and rows of the prompt itself.
         clean, of_source: log-probabilities without an edit, of the prompt and of the source.
     """
 
@@ -123,13 +123,13 @@ class Plan:
 
     Args:
         tokenizer: encodes prompts and tokens that are texts, and decodes the table's tokens.
-        most_cells: the most cells that the sweep may have; None: any number. This is checked before
-            the table is made.
-        check: called with the tokens and the name of each prompt and source, before these are used.
-            It raises SpecError for tokens that the engine does not take.
+        most_cells: the most cells that are allowed; None: no limit. The plan checks the number
+            before it allocates the table.
+        check: the plan calls this with the tokens and the name of each prompt and source. `check`
+            raises SpecError for tokens that the engine refuses.
 
     Raises:
-        SpecError: something in the sweep is not possible on this engine, with these prompts.
+        SpecError: the sweep is not possible on this engine or with these prompts.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Plan:
             [place.layer for place in self.places], None if sweep.together else positions,
             self.heads, sweep.metric.name, sweep.site, sweep.told_mode,
         )  # fmt: skip
-        #: Number of cells of each prompt that have not arrived yet.
+        #: For each prompt, the number of cells that have not arrived yet.
         self._left = [len(self._cells_of(i)) for i in range(len(self.ids))]
         #: The next requests of cells that have begun.
         self._next: list[Job] = []
@@ -177,7 +177,7 @@ class Plan:
 
     def _check_size(self, lengths: list[int], most: int) -> None:
         """Raises SpecError if the number of prompts times layers, positions and heads is above
-        `most`. A cell that edits several positions counts once for each of them."""
+        `most`. A cell that edits several positions counts one time for each position."""
         named = self.sweep.chosen_positions
         num_positions = max(lengths) if named is None else len(named)
         num_heads = 1 if self.heads is None else len(self.heads)
@@ -203,7 +203,7 @@ class Plan:
                 raise SpecError(
                     f"a cell of the sweep has {num_edits:,} edits of prompts[{i}], one for each "
                     f"{each}; at most {MAX_EDITS} are allowed, so name fewer positions, or give "
-                    f"rows of which at most {MAX_EDITS} differ: equal ones are one edit."
+                    f"rows of which at most {MAX_EDITS} differ (equal rows are one edit)."
                 )
             num_rows = len(at) if self.sweep.mode == "patch" else num_edits
             if self._paths is None:
@@ -234,12 +234,12 @@ class Plan:
 
     @property
     def _keeps_heads(self) -> bool:
-        """True if a cell replaces one head in the prompt's own row, which must then be read."""
+        """True if a cell replaces a head of the prompt's own row. The plan then reads this row."""
         return self.heads is not None and self.sweep.mode == "patch"
 
     def _num_edits(self, i: int, num_positions: int) -> int:
-        """The most edits of a cell of prompt i: one for each different row. Rows that have
-        not been read yet count as different."""
+        """The most edits in a cell of prompt i: one edit for each different row. Rows that have not
+        been read yet count as different."""
         if num_positions == 1 or self.sweep.mode == "patch" or self.sweep.module is not None:
             return 1
         if self._given is None:
@@ -273,8 +273,8 @@ class Plan:
             found = found * len(self.ids)
         if len(found) != len(self.ids):
             raise SpecError(
-                f"Sweep.source has {len(found)} prompts for {len(self.ids)}; give one for each, or "
-                "one for all."
+                f"Sweep.source has {len(found)} prompts for {len(self.ids)} prompts; give one "
+                "source for each prompt, or one for all prompts."
             )
         for i, (one, other) in enumerate(zip(found, self.ids, strict=True)):
             if len(one) != len(other):
@@ -285,7 +285,7 @@ class Plan:
         return found
 
     def jobs(self) -> Iterator[Job | None]:
-        """Yield the requests in order; None if the next one needs an answer that has not come."""
+        """Yield the requests in order. Yields None if the next request needs a missing answer."""
         yield from self._reads(0)
         for i in range(len(self.ids)):
             if i + 1 < len(self.ids):
@@ -303,7 +303,7 @@ class Plan:
     def _cell_job(self, i: int, place: tuple[int, ...]) -> Job:
         try:
             job = Job(i, self.ids[i], place, self._edits(i, place))
-        except SpecError as error:  # a row that was read may be zero, or not finite
+        except SpecError as error:  # a row of the source can be zero, or not finite
             return Job(i, self.ids[i], place, (), error=str(error))
         if self._paths is None:
             return job
@@ -328,7 +328,7 @@ class Plan:
         return found.clean is not None and (self.sources is None or found.source is not None)
 
     def _cells_of(self, i: int) -> list[tuple[int, ...]]:
-        """The index of each cell in the table's values of a prompt, position by position."""
+        """The index of each cell of a prompt in `table.values[i]`, position by position."""
         columns = [c for c, p in enumerate(self.at[i]) if p is not None]
         heads = [()] if self.heads is None else [(h,) for h in range(len(self.heads))]
         layers = range(len(self.places))
@@ -371,7 +371,7 @@ class Plan:
     def _along(
         self, groups: Sequence[tuple[Floats | Module, list[int]]], where: dict[str, Any]
     ) -> tuple[Action, ...]:
-        """One edit for each vector, at its positions."""
+        """One edit for each vector. The edit has the vector's positions."""
         scale = self.sweep.scale
         if self.sweep.mode == "add":
             return tuple(Add(vector, scale=scale, tokens=p, **where) for vector, p in groups)
@@ -391,11 +391,11 @@ class Plan:
     def take(
         self, job: Job, found: Logprobs | None, rows: ReadRows | None, error: str | None
     ) -> Cell | None:
-        """Take the answer to a job. Returns the cell, if the answer completes one.
+        """Process the answer to a job. Returns the cell if the answer completes a cell, else None.
 
         Args:
             found: log-probabilities of the next token; None if the request failed.
-            rows: the rows that the job read, if it reads.
+            rows: the rows that the job read; None if the job has no reads.
             error: why the request failed.
 
         Raises:
@@ -416,7 +416,7 @@ class Plan:
                 self.table.values[i, *job.place] = value
             self._left[i] -= 1
             if not self._left[i]:
-                self._of[i] = _Of()  # frees the log-probabilities, which may be many
+                self._of[i] = _Of()  # frees the log-probabilities, which can be large
             return self._cell(i, job.place, value)
         if found is None:
             raise ScopeError(f"{job.name} could not be read: {error}")

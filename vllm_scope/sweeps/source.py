@@ -27,7 +27,7 @@ def given_rows(value: Any, shape: tuple[int, int, int], row_shape: tuple[int, ..
         row_shape: [width], or [num_heads, size of a head].
 
     Raises:
-        SpecError: `value` has something other than numbers, numbers that are not finite, or a
+        SpecError: `value` has something other than numbers, a number that is not finite, or a
             wrong shape.
     """
     if hasattr(value, "detach"):
@@ -60,12 +60,11 @@ def given_rows(value: Any, shape: tuple[int, int, int], row_shape: tuple[int, ..
 
 
 class ReadRows:
-    """Rows of a prompt, in the dtype in which they were read. `at` converts a cell's rows to
-    float32.
+    """Rows of a prompt, in the dtype that the read had. `at` converts a cell's rows to float32.
 
     Args:
         result: ScopeResult of the request that read the rows.
-        share: the rows' share of the budget, which this object holds as long as it exists; or None.
+        share: the rows' share of the budget, or None. This object holds it until it is deleted.
     """
 
     def __init__(self, result: Any, share: object = None) -> None:
@@ -78,16 +77,16 @@ class ReadRows:
             raise ScopeError(f"rows of {where} are missing: {self._result.error}")
 
     def at(self, place: Place, positions: list[int]) -> Floats:
-        """Rows of a place, [num_positions, width]. The rows must have been read there."""
+        """Rows of a place, float32 [num_positions, width]. The result must have these rows."""
         known, rows = self._of(place)
         found = rows[np.searchsorted(known, positions)]
         return of_bfloat16(found) if found.dtype == np.uint16 else found.astype(np.float32)
 
     def _of(self, place: Place) -> tuple[NDArray[np.int64], NDArray[Any]]:
-        """The positions of a place's rows, and a view of the rows [n, width]; bfloat16 as uint16
-        bits. These are numpy arrays, because numpy picks rows on the calling thread. Torch would
-        wake a thread for each core; with 16 cores this took ten times as long as a cell."""
-        import torch  # not at the top: a client of a server uses Sweep without torch
+        """The positions of a place's rows, and a view of the rows, [num_rows, width]. bfloat16 rows
+        are uint16 bits. The arrays are numpy's, because numpy selects rows on the calling thread.
+        Torch would wake a thread on each core. With 16 cores, this took ten times a cell's time."""
+        import torch  # imported here, because an HTTP client uses Sweep without torch
 
         if place not in self._known:
             rows = self._result[place].flatten(1)
@@ -97,7 +96,7 @@ class ReadRows:
 
 
 def of_head(rows: Floats, head: int, sites: Sites, site: str, other: Floats | None) -> Floats:
-    """Rows [..., width]: one head's numbers from `rows`, the other heads' numbers from `other`.
+    """Rows [..., width] with one head's numbers of `rows` and the other heads' numbers of `other`.
 
     Args:
         other: [..., width]; None: the other heads' numbers are 0.

@@ -1,4 +1,4 @@
-"""The sweep that a caller asks for.
+"""The sweep that a caller requests.
 
 Owns:  Sweep, and `as_prompts`, which turns a caller's prompts into token ids.
 To:    plan.
@@ -29,34 +29,34 @@ MODES: Final = ("patch", "ablate", "add")
 
 @dataclass(frozen=True)
 class Sweep:
-    """One edit at each chosen layer and position of each prompt, in a request of its own.
+    """One edit for each chosen layer and position of each prompt. Each edit has its own request.
 
     Args:
-        source: the origin of the edits' vectors, in one of three forms. Prompts (a text,
-            {"prompt_token_ids": [...]}, or a list of these, one for each prompt): an edit takes the
-            source prompt's row at the same layer and position. A source prompt has as many tokens
-            as the prompt that is edited. Or given rows (a tensor, an array, numbers): [width] for
-            all cells, [num_layers, width], [num_layers, num_positions, width] or
-            [num_prompts, num_layers, num_positions, width]. Inside the attention the width may be
-            two dimensions, [num_heads, size of a head]. Or {"module": name}, for modes "ablate" and
-            "add": the vectors for the site of a steering module that the engine holds.
-        metric: makes a cell's value: `LogitDifference`, `Logprob`, `KL` or another `Metric`.
+        source: prompts, rows or a module, from which the edits take their vectors.
+            Prompts: a text, {"prompt_token_ids": [...]}, or a list of these, one for each prompt.
+            An edit takes the source prompt's row at the same layer and position. A source prompt
+            must have as many tokens as its prompt.
+            Rows (a tensor, an array, numbers): [width] for all cells, [num_layers, width],
+            [num_layers, num_positions, width] or [num_prompts, num_layers, num_positions, width].
+            Inside the attention, two dimensions [num_heads, size of a head] can replace `width`.
+            Module, for modes "ablate" and "add": {"module": name}, a steering module of the engine.
+        metric: computes a cell's value: `LogitDifference`, `Logprob`, `KL` or another `Metric`.
         site: the site of the edits.
-        layers: "all" layers that the engine taps, a layer, or a list.
-        positions: "all" tokens of the prompt, a position, or a list. Negative positions count from
-            the prompt's end.
-        mode: "patch": the row becomes the source's row (`Replace`). "ablate": the component along
+        layers: "all" (the layers that the engine taps), one layer, or a list.
+        positions: "all" (the tokens of the prompt), one position, or a list. Negative positions
+            count from the prompt's end.
+        mode: "patch": the source's row replaces the row (`Replace`). "ablate": the component along
             the source's row is removed from the row (`Ablate`). "add": `scale` times the source's
-            row is added (`Add`).
+            row is added to the row (`Add`).
         heads: at `z`, `q`, `k` and `v`: "all", a head, or a list. Each cell then edits one head,
             and the table has a dimension of heads. None: a cell edits the whole row.
         scale: for mode "add"; other modes have no scale.
-        together: True: a cell edits all chosen positions at once, and the table has no dimension
-            of positions.
-        receivers: path patching. "logits", or a list of (site, layer) and (site, layer, head): the
-            edit acts only along the direct paths to these places, while all other attention and
-            MLP outputs are those of the prompt's own run. Layers "all" then means the layers from
-            which such a path leads. None: the edit acts on everything after it.
+        together: True: a cell edits all chosen positions, and the table has no dimension of
+            positions.
+        receivers: path patching. "logits", or a list of (site, layer) and (site, layer, head). The
+            edit acts only along the direct paths to these places. All other attention and MLP
+            outputs are the outputs of the prompt's own run. Layers "all" then means the layers from
+            which a direct path leads. None: the edit acts on all layers after the edit.
 
     Raises:
         SpecError: a mode, metric, site, layer, position, head or receiver is not possible.
@@ -97,8 +97,8 @@ class Sweep:
             parse_receivers(self.receivers)
         if self.module is not None and (self.mode == "patch" or self.heads is not None):
             raise SpecError(
-                f"Sweep.source is the module {shown(self.module.name)}, whose vectors are added or "
-                'ablated, whole; take mode "add" or "ablate" without heads, or give rows.'
+                f"Sweep.source is the module {shown(self.module.name)}, whose vectors are whole "
+                'rows to add or ablate; take mode "add" or "ablate" without heads, or give rows.'
             )
         if self.heads is not None and self.site not in ATTENTION_SITES:
             raise SpecError(
@@ -122,7 +122,7 @@ class Sweep:
 
     @property
     def told_mode(self) -> str:
-        """The mode as the table names it: with the receivers, if there are any."""
+        """The mode's name in the table. If the sweep has receivers, the name includes them."""
         if self.receivers is None:
             return self.mode
         receivers = parse_receivers(self.receivers) or ((LOGITS,),)
@@ -131,14 +131,14 @@ class Sweep:
 
     @property
     def chosen_positions(self) -> list[int] | None:
-        """The positions as they were given; None for all."""
+        """The positions that the caller gave; None for all positions."""
         value = as_numbers(self.positions)
         if isinstance(value, str) and value == "all":
             return None
         return _whole_numbers(value, "Sweep.positions", "'all', a position or a list")
 
     def columns(self, lengths: Sequence[int]) -> tuple[list[int], list[list[int | None]]]:
-        """The names along the table's dimension of positions; and for each prompt the absolute
+        """The names along the table's dimension of positions. Also, for each prompt, the absolute
         position of each name, or None if the prompt has no such token.
 
         Args:
@@ -164,7 +164,7 @@ class Sweep:
             if len(set(found[-1])) < len(named):
                 raise SpecError(
                     f"Sweep.positions {named} has a token of prompts[{i}] twice; this prompt has "
-                    f"{length} tokens, so name each once, or give a longer one."
+                    f"{length} tokens, so name each token once, or give a longer prompt."
                 )
         return named, found
 
@@ -172,7 +172,7 @@ class Sweep:
         """The chosen heads; None if a cell edits the whole row.
 
         Raises:
-            SpecError: a head that the model does not have.
+            SpecError: the model does not have a chosen head.
         """
         value = as_numbers(self.heads)
         if value is None:

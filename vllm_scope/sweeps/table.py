@@ -1,7 +1,7 @@
 """The values of a sweep, with the names along their dimensions.
 
 Owns:  SweepTable, and its two files: Parquet (a row for each cell) and safetensors.
-From:  plan, which fills it.   To: the caller; views.heatmap.
+From:  plan, which fills the table.   To: the caller; views.heatmap.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class SweepTable:
     """The values of a sweep. As the last expression of a notebook's cell, the table is a picture.
 
     Attributes:
-        values: float64 [num_prompts, num_layers, num_positions, num_heads]. There is no dimension
-            of heads if a cell edits whole rows, and none of positions if a cell edits all
-            positions at once. NaN: the prompt has no such token, the cell has not arrived yet,
-            or the cell failed (`errors`).
+        values: float64 [num_prompts, num_layers, num_positions, num_heads]. If a cell edits whole
+            rows, the table has no dimension of heads. If a cell edits all positions, the table has
+            no dimension of positions. NaN: the prompt has no such token, the cell has not arrived
+            yet, or the cell failed (`errors`).
         plain: float64 [num_prompts], the metric of each prompt without an edit.
         source: float64 [num_prompts], the metric of each source; NaN if the source is not prompts.
         tokens: the texts of each prompt's tokens.
-        layers, positions, heads: the names along the dimensions. Positions are as they were given;
-            negative positions count from the prompt's end.
-        metric, site, mode: the sweep's. With path patching, the mode also names the receivers.
+        layers, positions, heads: the names along the dimensions. Positions are as the caller gave
+            them. Negative positions count from the prompt's end.
+        metric, site, mode: names from the sweep. With path patching, the mode includes receivers.
         errors: index into `values` -> the reason why the cell failed.
     """
 
@@ -74,7 +74,7 @@ class SweepTable:
 
     @property
     def coords(self) -> dict[str, tuple[int, ...]]:
-        """Each dimension of `values`, in order -> the names along this dimension."""
+        """Dimension of `values`, in order -> the names along this dimension."""
         found: dict[str, tuple[int, ...]] = {
             "prompt": tuple(range(len(self.tokens))), "layer": self.layers,
         }  # fmt: skip
@@ -208,7 +208,7 @@ class SweepTable:
         return HeatMap(mean, tuple(rows), tuple(columns), titles, middle, caption)
 
     def _column(self, position: int) -> str:
-        """The name of a column: the position, and its token if all prompts have the same one."""
+        """The name of a column: the position, and its token if all prompts have the same token."""
         found = {self._token(i, position) for i in range(len(self.tokens))} - {None}
         (token,) = found if len(found) == 1 else (None,)
         return f"{position}" if token is None else f"{position} {token}"

@@ -1,4 +1,4 @@
-"""A sweep and its table as JSON, as they travel over HTTP.
+"""A sweep and its table as JSON, for HTTP.
 
 Owns:  AskedSweep (a request's body), `head`, `cell`, `end` and `whole` (the server's answers), and
        TableReader (which makes a table of these answers).
@@ -40,7 +40,7 @@ class AskedSweep:
     """The request of POST /v1/scope/sweeps.
 
     Attributes:
-        prompts: as `vllm_scope.sweep` takes them.
+        prompts: prompts in a form that `vllm_scope.sweep` accepts.
         stream: True if cells are sent as they arrive.
     """
 
@@ -223,7 +223,7 @@ class _Cell(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """Any event of a stream; each has some of the fields."""
+    """Any event of a stream. An event has some of these fields."""
 
     table: _Head | None = None
     cells: list[_Cell] = []
@@ -243,7 +243,7 @@ class TableReader:
         self.table: SweepTable | None = None
 
     def take(self, body: object) -> list[Cell]:
-        """Put an event's cells into the table, and return them.
+        """Put an event's cells into the table, and return the cells.
 
         Raises:
             ScopeError: the event has a form that a server of this version does not send.

@@ -1,13 +1,13 @@
 """When a sweep may send cells while the engine has other requests.
 
 Owns:  Yielding.
-Runs:  where the sweep runs: on the caller's event loop or in an API server process.
+Runs:  in the process that runs the sweep: on the caller's event loop or in an API server process.
 From:  engine.frontend.sweeping, which looks for other requests; engine.core.variants, which sees
        requests of other front-ends.
 
-A step with cells in it takes several times as long as a step that only decodes. A few cells in
-every step would delay other requests in every step. So a sweep sends some cells at once, waits
-until they have ended, and pauses.
+A step with cells takes several times as long as a step that only decodes. A few cells in every step
+would delay other requests in every step. So a sweep sends a group of cells, waits until the group
+has ended, and pauses.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from __future__ import annotations
 import time
 from typing import Final
 
-#: The ids of all requests of sweeps begin with this.
+#: The ids of all requests of sweeps begin with this prefix.
 SWEPT: Final = "sweep-"
-#: While there are other requests, cells are in the engine for `TIME * share` of the time.
+#: While the engine has other requests, cells are in the engine for `TIME * share` of the time.
 TIME: Final = 0.2
-#: The largest number of tokens of the cells that are sent at once.
+#: The most tokens in one group of cells.
 TOKENS: Final = 256
-#: Other requests count as present for this long after the last one was seen, because a client that
-#: sends one request after another has none in the engine between two of them.
+#: After the last other request was seen, other requests count as present for this many seconds. A
+#: client that sends one request after another has no request in the engine for moments.
 LINGER_S: Final = 1.0
-#: The longest pause. A pause is a multiple of the time that the cells before it took, and that time
-#: is long if these cells had to wait in the engine.
+#: The longest pause, in seconds. A pause is a multiple of the time that the group of cells before
+#: the pause took. If that group had to wait in the engine, its time was long.
 LONGEST_PAUSE_S: Final = 10.0
 
 
@@ -33,16 +33,16 @@ class Yielding:
     """Decides when one sweep waits for other requests.
 
     Attributes:
-        share: the part of a step that the sweep's cells take while there are no other requests.
-        elsewhere: True if the engine had requests of other front-ends when it last answered.
+        share: the part of a step that the sweep's cells take if there are no other requests.
+        elsewhere: True if the engine's last answer said that it had requests of other front-ends.
     """
 
     def __init__(self, share: float) -> None:
         self.share, self.elsewhere = share, False
         #: The time until which other requests count as present.
         self._until = 0.0
-        #: The time when the running cells were sent, or None; the time when the last cells ended;
-        #: the seconds that these took.
+        #: `_sent`: the time when the running cells were sent, or None. `_ended`: the time when the
+        #: last cells ended. `_took`: the seconds that the last cells took.
         self._sent: float | None = None
         self._ended, self._took = 0.0, 0.0
 
@@ -58,8 +58,8 @@ class Yielding:
         return self.elsewhere or now < self._until
 
     def waits(self, num_running: int, others: bool) -> bool:
-        """True if no cells may be sent now, while `num_running` of the sweep's cells are in the
-        engine. Call it once before each group of cells that are sent at once."""
+        """True if the sweep must not send cells now. `num_running` of its cells are in the engine.
+        The sweep calls this one time before each group of cells."""
         now = time.monotonic()
         if self._sent is not None and not num_running:
             self._ended, self._took = now, now - self._sent
@@ -70,14 +70,14 @@ class Yielding:
         return num_running > 0 or now < self._resumes
 
     def send(self) -> None:
-        """Note that cells are sent now, while the sweep yields."""
+        """Record that a sweep that yields sends cells now."""
         if self._sent is None:
             self._sent = time.monotonic()
 
     @property
     def pause(self) -> float:
-        """Seconds for which `waits` stays True, if none of the sweep's cells is in the engine and
-        no other requests come."""
+        """Seconds for which `waits` stays True, if the sweep has no running cells and no other
+        requests arrive."""
         ends = self._resumes if self.elsewhere else min(self._resumes, self._until)
         return max(0.0, ends - time.monotonic())
 

@@ -1,11 +1,12 @@
-"""Folders of a process, which are removed however the process ends.
+"""Folders of a process, which are removed also if the process is killed.
 
-Owns:  `hold`, and the removal of folders that no process holds.
-Runs:  in every process that makes such a folder: an API server (results), a front-end (socket).
+Owns:  `hold`, and the removal of folders that no process has locked.
+Runs:  in an API server (folder of results) and in a front-end (folder of its socket).
 
-A process holds a lock on its folder, which the kernel releases when the process ends. A process
-that ends by itself removes its folder. API servers are killed by the process that started them,
-which then removes their folders. If a whole server is killed, the next server removes its folders.
+A process locks its folder. The kernel releases the lock when the process ends. A process that exits
+normally removes its own folder. The process that started the API servers also kills the API
+servers, and then removes their folders. If a whole server is killed, the next server removes the
+folders of the killed server.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-#: Environment variable with the run's identity. The first process of a server sets it; the
-#: processes that it starts inherit it.
+#: Environment variable with the identity of the run, which is one start of a server. The server's
+#: first process sets the variable. All other processes of the server inherit the variable.
 RUN = "VLLM_SCOPE_RUN"
-#: A folder younger than this may have no holder yet, because a process is just making it.
+#: `remove_abandoned` keeps folders younger than this: their process may not have locked them yet.
 _NEW_S = 60.0
-#: How long a killed process may take to release its lock.
+#: `end_run` waits at most _LAST_S for killed processes to release their locks.
 _LAST_S, _POLL_S = 5.0, 0.02
-#: Folders that this process holds.
+#: Folders that this process has locked.
 _own: set[Path] = set()
 
 
@@ -37,13 +38,13 @@ def prefix(kind: str) -> str:
 def short(run: str) -> str:
     """The first characters of a run's identity, for a folder's name.
 
-    The whole identity would be too long: the path of a socket has at most 107 bytes.
+    The whole identity is too long: the path of a socket has at most 107 bytes.
     """
     return run[:8]
 
 
 def hold(folder: Path) -> int:
-    """Lock a folder. Other processes do not remove it while the returned descriptor is open."""
+    """Lock a folder. Other processes keep the folder until the returned descriptor is closed."""
     holder = _opened(folder)
     fcntl.flock(holder, fcntl.LOCK_SH)
     _own.add(folder)
@@ -51,7 +52,7 @@ def hold(folder: Path) -> int:
 
 
 def is_held(folder: Path, holder: int) -> bool:
-    """True if the path `folder` still names the folder that `holder` has open."""
+    """True if the path `folder` still names the folder of the open descriptor `holder`."""
     try:
         return os.path.samestat(folder.lstat(), os.fstat(holder))
     except FileNotFoundError:
@@ -59,30 +60,30 @@ def is_held(folder: Path, holder: int) -> bool:
 
 
 def release(folder: Path, holder: int) -> None:
-    """Close `holder`, and remove its folder unless another process holds it."""
+    """Close the descriptor `holder`. If no other process has locked the folder, remove it."""
     _own.discard(folder)
     try:
         fcntl.flock(holder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if is_held(folder, holder):
             shutil.rmtree(folder, ignore_errors=True)
     except BlockingIOError:
-        pass  # held by a living process
+        pass  # a running process has locked the folder
     finally:
         os.close(holder)
 
 
 def remove_abandoned(parent: Path, kind: str) -> None:
-    """Remove the folders of this kind that no process holds, left by servers that were killed."""
+    """Remove the folders of this kind that no process has locked (folders of killed servers)."""
     _remove_free(parent.glob(f"{prefix(kind)}*"), _NEW_S)
 
 
 def end_run(run: str, owner: int, *parents: str | None) -> None:
-    """Remove the folders of the run's other processes, which this process started.
+    """Remove the folders of the processes that this process started for the run.
 
     Args:
-        owner: pid of the process that started the others. A call in any process but the owner,
-            such as a fork of it, removes nothing.
-        parents: folders that are searched, besides the system's temporary folder.
+        owner: pid of the process that started the run. In any other process, such as a fork of the
+            owner, the call removes nothing.
+        parents: Folders to search, in addition to the system's temporary folder.
     """
     if os.getpid() != owner:
         return
@@ -95,7 +96,7 @@ def end_run(run: str, owner: int, *parents: str | None) -> None:
 
 
 def _left(run: str, parents: set[str]) -> list[Path]:
-    """Folders of the run's other processes. This process removes its own folders by `release`."""
+    """The run's folders, without the folders that this process has locked."""
     name = f"vllm-scope-*-{os.getuid()}-{short(run)}*"
     return [
         folder for parent in parents for folder in Path(parent).glob(name) if folder not in _own
@@ -109,7 +110,7 @@ def _remove_free(folders: Iterable[Path], least_age_s: float) -> None:
             if age_s >= least_age_s and not folder.is_symlink():
                 release(folder, _opened(folder))
         except OSError:
-            continue  # the folder is another user's, or gone
+            continue  # another user owns the folder, or the folder does not exist any more
 
 
 def _opened(folder: Path) -> int:

@@ -4,7 +4,7 @@ Owns:  TcpListener.
 Runs:  `open` on the thread that calls `Receiver.listen`; the check on a thread that pyzmq starts.
 From:  receiver.
 
-Promise: a peer without the keys of the front-end's address is disconnected in the handshake.
+Promise: if a peer does not have the keys of the front-end's address, the handshake fails.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from zmq.auth.thread import ThreadAuthenticator
 from vllm_scope.errors import ConfigError
 from vllm_scope.transport.messages import MOST_FRAME_BYTES, TcpAddress, check_curve, keep_alive
 
-#: How many messages of one worker may wait at the front-end. If more come, TCP makes the worker
-#: wait.
+#: The largest number of messages of one worker that wait at the front-end. If the number is
+#: reached, TCP makes the worker wait.
 MOST_WAITING = 8
 
 
 @dataclass
 class _OneKey:
-    """Accepts one key. pyzmq's authenticator calls `callback`."""
+    """Accepts one client key. pyzmq's authenticator calls `callback`."""
 
     client_key: bytes
 
@@ -33,15 +33,15 @@ class _OneKey:
 
 
 class TcpListener:
-    """Opens the socket. Call `close` before the zmq context ends."""
+    """Opens the front-end's TCP socket. Call `close` before the zmq context ends."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._context = context
         self._authenticator: ThreadAuthenticator | None = None
 
     def open(self, host: str) -> tuple[zmq.Socket[bytes], TcpAddress]:
-        """Return a bound socket, and its address with new keys. If `open` fails, it can be called
-        again.
+        """Return a bound socket, and its address with new keys. After an error, the caller can call
+        `open` again.
 
         Raises:
             CompatError: this zmq cannot encrypt.
@@ -57,13 +57,13 @@ class TcpListener:
         socket = self._context.socket(zmq.ROUTER)
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = server_key, server_secret
-        # Unbounded: answers are small, and there is one for each message.
+        # Unbounded: the front-end sends one small answer for each message.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
         socket.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME_BYTES + 1024)  # CURVE adds some bytes
         keep_alive(socket)
-        # A connection keeps the linger that the socket had at `bind`. With zmq's own -1, an
-        # answer to a worker that is gone blocks `term` for ever, whatever `close` sets.
+        # A connection keeps the linger value that the socket had at `bind`. With zmq's default, -1,
+        # an answer to a worker that has ended blocks `term` for ever, also if `close` sets linger.
         socket.linger = 0
         socket.ipv6 = ":" in host
         try:
@@ -71,9 +71,9 @@ class TcpListener:
         except zmq.ZMQError as error:
             socket.close()
             raise ConfigError(
-                f"rows cannot come over TCP to {host!r}: {error.strerror}. Set "
-                "additional_config['scope'].road_host to the address of the front-end's "
-                "host that workers reach, or to an interface of it."
+                f"the front-end cannot listen for rows on TCP at {host!r}: {error.strerror}. Set "
+                "additional_config['scope'].road_host to an address of the front-end's "
+                "host that workers can reach, or to a network interface of this host."
             ) from None
         endpoint = bytes(socket.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
         keys = (key.decode() for key in (server_key, client_key, client_secret))

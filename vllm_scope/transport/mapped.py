@@ -1,4 +1,4 @@
-"""The rings that a front-end maps: those of the workers of its host.
+"""The rings that a front-end maps: the rings of the workers on the front-end's host.
 
 Owns:  MappedRings.
 Runs:  on the receiver's thread.
@@ -17,8 +17,8 @@ class MappedRings:
     """Maps each ring when its worker connects.
 
     Args:
-        on_gone: called when a new ring is mapped, with the identity of each mapped ring whose
-            worker is gone.
+        on_gone: When a new ring is mapped, MappedRings calls this with the identity of each older
+            ring whose worker has ended.
     """
 
     def __init__(self, on_gone: Callable[[int], None]) -> None:
@@ -28,7 +28,7 @@ class MappedRings:
         self.counters: dict[RingRef, int] = {}
 
     def answer(self, hello: SharedHello) -> Ack:
-        """Map the ring of a worker that connects. If that fails, the Ack has the reason."""
+        """Map the ring of a worker that connects. After an error, the Ack contains the reason."""
         try:
             self.get(hello.ring)
         except (OSError, ValueError) as error:
@@ -37,10 +37,10 @@ class MappedRings:
         return Ack(0)
 
     def get(self, ref: RingRef) -> RingReader:
-        """The reader of a ring. The first call maps the ring, and may raise as RingReader does:
-        OSError or ValueError."""
+        """The reader of a ring. The first call for a ring maps the ring, and can raise the errors
+        of RingReader."""
         if ref not in self.readers:
-            # Workers start and end with their engines. Keep only the rings of running workers.
+            # Remove the rings of workers that have ended.
             for other in [known for known, reader in self.readers.items() if reader.gone]:
                 del self.readers[other]
                 self.counters.pop(other, None)
@@ -49,6 +49,6 @@ class MappedRings:
         return self.readers[ref]
 
     def close(self) -> None:
-        """Tell the workers that this front-end reads no more."""
+        """Tell the workers, through the counters, that this front-end stops reading."""
         for ref, counter in self.counters.items():
             self.readers[ref].acknowledge(counter, CLOSED)

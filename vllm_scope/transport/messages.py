@@ -3,19 +3,19 @@
 Owns:  the addresses and the messages.
 Runs:  in workers (senders) and front-ends (receiver.py).
 
-Each front-end process binds one receiving socket and sends its address to the workers through
-vLLM's own control channel; the workers connect. Rows come straight from the rank that has
-them (any stage, any data-parallel replica). vLLM's message queue is not used: it pickles each
-message, and a message has at most 4 GiB.
+Each front-end process binds one receiving socket, and sends its address to the workers through
+vLLM's own control channel. The workers connect. Each rank with rows sends them directly to the
+front-end. vLLM's message queue is not used, because that queue pickles each message and limits a
+message to 4 GiB.
 
-The same messages travel in two ways. If the front-end can map the worker's memory, a message
-names rows in the HostRing, and the front-end copies them once, into the tensors that the
-caller gets. From another host, or if the mapping fails, the rows follow their header over TCP.
+The same messages travel in two ways. If the front-end can map the worker's memory, a message names
+slots of the HostRing. The front-end copies the rows from these slots into the caller's tensors. If
+the worker is on another host, or if the mapping fails, the rows follow their header over TCP.
 
-Promise: the local socket is a file in a folder that only this user may enter. The front-end
-listens on TCP only after a worker has said that it cannot share memory, and only workers with
-the CURVE keys of the front-end's address can connect. Nothing is unpickled: a message is a small
-typed header, and its sizes are checked before its rows are read.
+Promise: the local socket is a file in a folder that only this user can enter. The front-end listens
+on TCP only after a worker has reported that shared memory is not possible. Only workers with the
+CURVE keys of the front-end's address can connect over TCP. No data is unpickled: a message is a
+small typed header, and the front-end checks the sizes before it reads the rows.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from vllm_scope.request.heads import known_head
 from vllm_scope.sinks import Manifest
 from vllm_scope.transport.ring import RingRef
 
-#: The largest frame that is accepted over TCP. zmq allocates a frame as soon as it has read the
-#: frame's size, before it knows the sender.
+#: The largest frame that is accepted over TCP. zmq allocates memory for a frame from the size that
+#: the peer states, before zmq has authenticated the peer.
 MOST_FRAME_BYTES = 64 << 20
-#: If one end of a connection is silent for SILENCE_MS, the other end counts it as gone. zmq's own
+#: If an end of a connection gets no data for SILENCE_MS, the connection counts as lost. zmq's own
 #: thread sends a heartbeat every HEARTBEAT_MS, even while Python is busy.
 HEARTBEAT_MS = 2000
 SILENCE_MS = 8000
@@ -51,8 +51,8 @@ class TcpAddress(msgspec.Struct, frozen=True):
     Attributes:
         endpoint: tcp://host:port, in zmq's notation.
         server_key: the front-end's public key. A worker accepts answers only from the owner of the
-            secret key.
-        client_key, client_secret: the pair by which a worker proves that it has this address.
+            matching secret key.
+        client_key, client_secret: the key pair of every worker that connects to this front-end.
     """
 
     endpoint: str
@@ -60,7 +60,7 @@ class TcpAddress(msgspec.Struct, frozen=True):
     client_key: str
     client_secret: str
 
-    def __repr__(self) -> str:  # without keys: an address may be logged
+    def __repr__(self) -> str:  # without keys, because the log can contain an address
         return f"TcpAddress({self.endpoint})"
 
 
@@ -69,11 +69,11 @@ class Address(msgspec.Struct, frozen=True):
 
     Attributes:
         frontend: identity of the front-end; part of every request's Recipient.
-        path: the socket's file. In the same folder is a file whose name is the value of
-            `frontend`. A worker that sees this second file is on the same host.
-        pid: the front-end's process.
-        started: when that process started, in the kernel's clock ticks; a later process may
-            get the same pid.
+        path: the path of the socket. The same folder contains a file whose name is the value of
+            `frontend`. A worker that sees this file is on the same host.
+        pid: the pid of the front-end's process.
+        started: the start time of this process, in the kernel's clock ticks. A later process with
+            the same pid has another start time.
         tcp: the TCP address; None until a worker needs it.
     """
 
@@ -85,20 +85,20 @@ class Address(msgspec.Struct, frozen=True):
 
     @property
     def on_this_host(self) -> bool:
-        """True if this process sees the socket's folder."""
+        """True if this process can see the socket's folder."""
         return (Path(self.path).parent / self.frontend).exists()
 
     @property
     def alive(self) -> bool:
-        """True if the front-end's process runs. Ask only if `on_this_host`."""
+        """True if the front-end's process runs. Valid only if `on_this_host` is True."""
         try:
             return start_of(self.pid) == self.started
-        except OSError:  # unknown: this process may have no descriptor left for /proc
+        except OSError:  # not known: this process may have no free descriptor to read /proc
             return True
 
 
 def start_of(pid: int) -> int | None:
-    """The start time of a process, in clock ticks since boot; None if it does not run.
+    """The start time of a process, in clock ticks since boot; None if the process does not run.
 
     Raises:
         OSError: /proc cannot be read.
@@ -107,7 +107,7 @@ def start_of(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # proc(5): field 2, in parentheses, may have any text; field 3 is the state, 22 the start.
+    # proc(5): field 2, in parentheses, can be any text. Field 3: the state. Field 22: the start.
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
 
@@ -116,13 +116,13 @@ def check_curve() -> None:
     """Raise CompatError if this zmq cannot encrypt."""
     if not zmq.has("curve"):
         raise CompatError(
-            f"libzmq {zmq.zmq_version()} was built without CURVE, so rows cannot travel "
-            "over TCP; install pyzmq from its wheel, or run workers and front-end on one host"
+            f"rows cannot travel over TCP, because libzmq {zmq.zmq_version()} was built without "
+            "CURVE; install pyzmq from its wheel, or run workers and front-end on one host"
         )
 
 
 def keep_alive(socket: zmq.Socket[bytes]) -> None:
-    """Make zmq notice when the other end of a TCP connection is gone."""
+    """Make zmq close a TCP connection whose other end does not answer."""
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
 
@@ -131,11 +131,10 @@ def keep_alive(socket: zmq.Socket[bytes]) -> None:
 
 
 class SharedHello(msgspec.Struct, array_like=True, tag="shared"):
-    """A worker asks the front-end to try its ring. Answered by an Ack.
+    """A worker asks the front-end to map the worker's ring. The front-end answers with an Ack.
 
     Attributes:
-        ring: the worker's ring.
-        reader: the front-end's counter in the ring.
+        reader: the index of the front-end's counter in the ring.
     """
 
     ring: RingRef
@@ -143,10 +142,10 @@ class SharedHello(msgspec.Struct, array_like=True, tag="shared"):
 
 
 class TcpHello(msgspec.Struct, array_like=True, tag="tcp"):
-    """First message of a TCP connection. Answered by an Ack.
+    """First message of a TCP connection. The front-end answers with an Ack.
 
     Attributes:
-        session: a random number. A worker that dials again after a lost connection sends it again.
+        session: a random number. A worker uses the same number if it connects again.
     """
 
     session: int
@@ -156,10 +155,9 @@ class Ack(msgspec.Struct, array_like=True, tag="answer"):
     """The front-end's answer to a worker.
 
     Attributes:
-        read: over TCP, the number of this worker's messages that were read, over all connections
-            of the session; CLOSED if the front-end closes. With shared memory always 0, because
-            the ring has a counter.
-        error: the reason why the ring cannot be shared; None if it can.
+        read: over TCP, how many messages of the session the front-end has read, on all connections;
+            CLOSED if the front-end closes. With shared memory, 0: the ring has a counter.
+        error: why the front-end cannot map the ring; None if it has mapped the ring.
     """
 
     read: int
@@ -171,9 +169,9 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
 
     Attributes:
         start, stop: the rows are in slots `start` to `stop - 1` of the ring.
-        reader: this front-end's counter in the ring; -1 over TCP.
-        message: the value to which the front-end sets its counter when it has read the rows.
-        boundary: the tap whose rows these are, or None for whole tokens.
+        reader: the index of this front-end's counter in the ring; -1 over TCP.
+        message: the front-end sets its counter to this number after it has read the rows.
+        boundary: the boundary of the only tap with rows in the batch; None for rows of all taps.
         row_bytes: bytes of one row, by its kind, as in layout.Widths.
         layouts: `points` of each Layout.
         also: `also` of each Layout; empty if `also` is empty in all Layouts.
@@ -238,10 +236,10 @@ class RowsHeader(msgspec.Struct, array_like=True, tag="rows"):
 
 
 class FinishHeader(msgspec.Struct, array_like=True, tag="finish"):
-    """The end of a request: this pipeline stage sends nothing more for it.
+    """The end of a request: this pipeline stage sends no more messages for the request.
 
     Attributes:
-        manifests: sink -> the request's manifest at this sink, for sinks other than memory.
+        manifests: name of a sink -> the request's manifest at this sink, without the memory sink.
     """
 
     key: int
@@ -251,13 +249,13 @@ class FinishHeader(msgspec.Struct, array_like=True, tag="finish"):
 
 
 class EndsHeader(msgspec.Struct, array_like=True, tag="ends"):
-    """Several FinishHeaders in one message: requests of a batch often end in the same step."""
+    """Several FinishHeaders in one message, because many requests can end in the same step."""
 
     ends: list[FinishHeader]
 
 
 class DecidedHeader(msgspec.Struct, array_like=True, tag="decided"):
-    """A decision of a request's policy. Sent before the request's FinishHeader."""
+    """A decision of a request's policy. This header is sent before the request's FinishHeader."""
 
     key: int
     decided: Decided
@@ -278,15 +276,13 @@ class CountersHeader(msgspec.Struct, array_like=True, tag="counters"):
 class RowsMessage(msgspec.Struct):
     """A received batch, the argument of `Receiver`'s `on_rows`.
 
-    `slots` is valid only until `on_rows` returns.
-
     Attributes:
         keys, positions: int64 [num_tokens].
         layout_of: int32 [num_tokens], index into `layouts`.
         widths: bytes of a raw row, by its kind.
-        slots: uint8 [num_slots, SLOT_BYTES].
-        valid: call it after the slots are copied. It returns False if the slots may have been
-            overwritten; the copy must then be discarded.
+        slots: uint8 [num_slots, SLOT_BYTES], valid only until `on_rows` returns.
+        valid: Call this function after you copied the slots. If the result is False, the worker may
+            have overwritten the slots, and you must discard the copy.
     """
 
     keys: np.ndarray

@@ -1,12 +1,11 @@
-"""The front-end's end: receives the messages of all workers.
+"""The front-end's end of all connections: receives the messages of all workers.
 
 Owns:  the sockets that workers connect to, and the session of each worker on TCP.
 Runs:  on a thread of the front-end.
 From:  senders.   To: results.inbox.
 
-Promise: the messages of one worker are handed to the callbacks in the order of sending, each once.
-A message is acknowledged when its callback has returned. A message that cannot be read is
-acknowledged too.
+Promise: the callbacks get each message of a worker exactly one time, in the order of sending. A
+message is acknowledged after its callback has returned or failed.
 """
 
 from __future__ import annotations
@@ -50,11 +49,11 @@ from vllm_scope.transport.ring import CLOSED
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: The largest number of messages that are read from one socket before the other socket's turn.
+#: The receiver reads at most this many messages from one socket before it reads the other socket.
 MOST_IN_TURN = 16
-#: A worker whose connection has been gone for FORGET_S no longer dials again (senders.tcp).
+#: FORGET_S after a connection was lost, its worker does not try to connect again (senders.tcp).
 FORGET_S = 60.0
-#: The kind, in folders.py, of a folder with a front-end's socket.
+#: The `kind` argument in folders.py for the folder of a front-end's socket.
 KIND = "rows"
 
 
@@ -62,12 +61,12 @@ KIND = "rows"
 class _Session:
     """A worker on TCP: its connection, and how many of its messages were read.
 
-    A worker that dials again repeats the messages that were not read. Messages that still arrive
-    over the old connection are ignored, so no message is read twice.
+    A worker that connects again repeats the messages that were not read. Messages that arrive later
+    over the old connection are ignored. Therefore no message is read twice.
 
     Attributes:
         worker: the identity of the worker's ring; None until the worker has sent its counters.
-        lost_at: when the connection was found to be gone; monotonic seconds.
+        lost_at: when the front-end noticed that the connection was lost; monotonic seconds.
     """
 
     peer: bytes
@@ -77,14 +76,14 @@ class _Session:
 
 
 class Receiver:
-    """Binds the sockets, and hands messages to callbacks on its own thread.
+    """Binds the sockets, and calls the callbacks with the messages, on the receiver's own thread.
 
     Args:
-        on_lost: called with the keys of requests whose rows were read too late: the worker
-            has revoked this front-end. If the worker revokes it while `on_rows` copies, the
-            message's `valid` returns False.
-        on_gone: called with the identity of a ring whose worker is gone, when a new worker
-            connects.
+        on_lost: The receiver calls this if the worker has revoked this front-end. The argument is
+            the keys of requests whose rows were read too late. If the worker revokes the front-end
+            while `on_rows` copies rows, the message's `valid` returns False.
+        on_gone: When a new worker connects, the receiver calls this with the identity of each ring
+            whose worker has ended.
     """
 
     def __init__(
@@ -107,8 +106,7 @@ class Receiver:
         self._on_gone, self._on_decided = on_gone, on_decided
         self._rings = MappedRings(lambda identity: self._on_gone(identity))
         self._sessions: dict[int, _Session] = {}
-        #: The sessions by their connection. At the end each worker is told that nothing more is
-        #: read.
+        #: Connection -> its session. `_say_goodbye` sends CLOSED to each of these workers.
         self._peers: dict[bytes, _Session] = {}
         self._context = zmq.Context()
         self._local = self._context.socket(zmq.ROUTER)
@@ -122,16 +120,16 @@ class Receiver:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="vllm-scope-inbox", daemon=True)
         self._thread.start()
-        # API servers are children of multiprocessing, which do not run atexit functions.
+        # API servers are processes of multiprocessing, and such processes run no atexit functions.
         self._cleanup = Finalize(self, release, (folder, holder), exitpriority=0)
 
     def listen(self, host: str) -> None:
-        """Bind the TCP socket too, and put its address into `address`. Do nothing if the receiver
-        listens on TCP already, or is closed.
+        """Also bind the TCP socket, and put its address into `address`. If the receiver listens on
+        TCP already, or is closed, do nothing.
 
         Args:
-            host: the address, or interface, of this host that workers reach. The socket is bound
-                to no other: a port that is not reachable cannot be attacked.
+            host: an address, or a network interface, of this host that workers can reach. For
+                safety, the socket is bound to this address only.
 
         Raises:
             CompatError: this zmq cannot encrypt.
@@ -140,7 +138,7 @@ class Receiver:
         with self._lock:
             if self.address.tcp is not None or self._wake < 0:
                 return
-            self._tcp, tcp = self._listener.open(host)  # from here on only the thread uses it
+            self._tcp, tcp = self._listener.open(host)  # after this, only the thread uses `_tcp`
             os.eventfd_write(self._wake, 1)
             self.address = msgspec.structs.replace(self.address, tcp=tcp)
 
@@ -176,7 +174,7 @@ class Receiver:
             except zmq.Again:
                 return
             except Exception:
-                # Only the rows of this message are lost; they are reported as dropped.
+                # The rows of this message are lost. Requests report these rows as dropped.
                 logger.exception("vllm-scope: a message could not be read")
 
     def _say_goodbye(self) -> None:
@@ -234,7 +232,7 @@ class Receiver:
         if session is None:
             header = decode(frames[0].buffer)
             if not isinstance(header, TcpHello):
-                return  # the message came over a connection that was replaced
+                return  # the message came over the session's old connection
             self._forget_sessions(header.session)
             session = self._sessions.setdefault(header.session, _Session(peer))
             self._peers.pop(session.peer, None)
@@ -246,13 +244,13 @@ class Receiver:
         self._tcp.send_multipart([peer, encode(Ack(session.num_read))])
 
     def _forget_sessions(self, coming: int) -> None:
-        """Forget workers whose connection has been gone for FORGET_S.
+        """Forget workers whose connection was lost FORGET_S ago.
 
         Args:
-            coming: the session of the worker that is dialling. It is not forgotten.
+            coming: the session of the worker that connects now. This session is never forgotten.
         """
         assert self._tcp is not None
-        self._tcp.router_mandatory = True  # makes a send fail if the connection is gone
+        self._tcp.router_mandatory = True  # a send over a lost connection then fails
         try:
             for number, session in list(self._sessions.items()):
                 try:
@@ -289,14 +287,14 @@ def _slots_of(header: RowsHeader, frame: zmq.Frame) -> torch.Tensor:
     """
     num_slots = header.stop - header.start
     if len(frame) != num_slots * SLOT_BYTES:
-        raise ValueError(f"{len(frame)} bytes came as {num_slots} slots of {SLOT_BYTES}")
+        raise ValueError(f"{len(frame)} bytes are not {num_slots} slots of {SLOT_BYTES} bytes")
     if not num_slots:
         return torch.empty((0, SLOT_BYTES), dtype=torch.uint8)
     return torch.frombuffer(frame.buffer, dtype=torch.uint8).view(num_slots, SLOT_BYTES)
 
 
 def _make_folder() -> tuple[Path, int]:
-    """Make a folder of mode 0700. Return it, and the descriptor that holds its lock."""
+    """Make a folder of mode 0700. Return the folder, and the descriptor that locks the folder."""
     parent = Path(tempfile.gettempdir())
     remove_abandoned(parent, KIND)
     run = short(os.environ.get(RUN, "alone"))

@@ -1,22 +1,22 @@
-"""Host memory that rows are copied into, shared with front-ends on this host.
+"""The ring of host memory for rows, shared with front-ends on this host.
 
 Owns:  HostRing (the worker's side) and RingReader (a front-end's side).
 Runs:  `acquire` on the worker's main thread; leases are released on the drain thread;
        `RingReader` on the front-end's receiving thread.
-From:  worker.filler (writes).   To: messages (name spans), receiver (reads them).
+From:  worker.filler (writes).   To: messages (name spans), receiver (reads the spans).
 
-The memory is a memfd: it has no name in any file system, only processes of this user can open
-it (through /proc), and it is freed when they have ended. For a GPU it is registered with CUDA,
-so that the device copies straight into the memory that the front-end reads. Some processes on
-the host cannot open it (another pid namespace, hidepid). In another namespace the same path may
-name another file, so a reader compares the identity in the first page with that of the RingRef.
+The memory is a memfd. A memfd has no name in any file system. Only processes of the same user can
+open the memfd, through /proc. The kernel frees the memory when all these processes have ended. For
+a GPU, the memory is registered with CUDA: the device then copies directly into the memory that the
+front-end reads. Some processes on the host cannot open the memfd (another pid namespace, hidepid).
+In another namespace, the same path can name another file. Therefore a reader compares the identity
+in the ring's header with the identity in the RingRef.
 
-Promise: a span is written again only when every lease on it is released. A reader has a counter
-in the ring's first page. It reads messages in order, and sets the counter to the number of the
-last message that it has read. A counter goes to another reader only when its last owner will not
-write to it again. If a live reader does not read
-for `patience_s`, the worker sets its revoked flag before it reuses the slots. A reader that
-sees the flag must discard what it copied.
+Promise: the worker writes a span again only after every lease on the span is released. Each reader
+has a counter in the ring's header. The reader reads messages in order, and sets the counter to the
+number of the last message that was read. A counter is reused only if its last reader cannot write
+to it any more. If a running reader does not read for `patience_s`, the worker sets the reader's
+revoked flag before the worker reuses the slots. A reader that sees the flag must discard its copy.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from vllm_scope.errors import CapacityError
 from vllm_scope.program.layout import SLOT_BYTES
 from vllm_scope.transport.spans import SpanRing
 
-#: Size of the header before the rows. Its int64 numbers are the readers' counters (each reader
-#: writes its own), their revoked flags (the worker writes them), and the ring's identity.
+#: Size of the header before the rows. The header contains int64 numbers: the counters (each reader
+#: writes one counter), the revoked flags (the worker writes all flags), and the ring's identity.
 HEADER_BYTES = 4096
 MAX_READERS = (HEADER_BYTES // 8 - 1) // 2
-#: The value of a counter whose reader has closed: all messages count as read.
+#: A reader that closes sets its counter to this value. All messages then count as read.
 CLOSED = 1 << 62
 Ints = NDArray[np.int64]
-#: How long `acquire` sleeps between looks at the readers' counters.
+#: How long `acquire` sleeps before it reads the counters again.
 POLL_S = 0.0002
 
 
@@ -53,8 +53,7 @@ class RingRef(msgspec.Struct, array_like=True, frozen=True):
     """Where another process finds the ring.
 
     Attributes:
-        identity: a random number that tells rings apart: a process may close a ring and reuse its
-            file descriptor.
+        identity: a random number. Another ring with the same `pid` and `fd` has another identity.
     """
 
     identity: int
@@ -64,7 +63,7 @@ class RingRef(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Lease:
-    """A span of the ring. It is in use until every holder has released it."""
+    """A span of the ring. The span is in use until every holder has released the lease."""
 
     def __init__(self, start: int, stop: int, ring: Tensor, lock: threading.Lock) -> None:
         self.start, self.stop = start, stop
@@ -121,11 +120,12 @@ class HostRing(SpanRing[Lease]):
         ref: the RingRef that another process needs to map the ring.
         slots: uint8 [num_slots, SLOT_BYTES].
         num_slots: the number of slots.
-        counters: int64 [MAX_READERS], written by readers.
-        reclaim: called while `acquire` waits, to release the leases whose rows have been read.
-        give_up: called every patience_s / 2 while `acquire` waits, with the lease for which
-            `acquire` waits. A reader with no progress between two calls is revoked.
-        wait_ms: total time that `acquire` has waited for readers.
+        counters: int64 [MAX_READERS]. Readers write the counters.
+        reclaim: `acquire` calls this while it waits. The function releases the leases whose rows
+            have been read.
+        give_up: `acquire` calls this every patience_s / 2 while it waits, with the lease for which
+            it waits. The function revokes a reader with no progress since the last call.
+        wait_ms: how long `acquire` has waited for readers in total, in milliseconds.
     """
 
     def __init__(self, num_slots: int, cuda: bool) -> None:
@@ -153,38 +153,38 @@ class HostRing(SpanRing[Lease]):
         self._lock = threading.Lock()
 
     def num_used(self) -> int:
-        """The number of slots whose leases are not released. Call it on the thread of `acquire`."""
+        """The number of slots in use. Call this on the thread that calls `acquire`."""
         return sum(lease.stop - lease.start for lease in self._spans if not lease.free)
 
     def add_reader(self) -> int:
-        """Reserve a counter for one more reader, and set it to zero.
+        """Allocate a counter for one more reader, and set the counter to zero. Returns the index.
 
         Raises:
-            CapacityError: all counters are taken.
+            CapacityError: all counters are in use.
         """
         gone = [reader for reader, is_gone in self._leaving if is_gone()]
         self._leaving = [(r, is_gone) for r, is_gone in self._leaving if r not in gone]
         self._free_readers += gone
         if not self._free_readers:
             raise CapacityError(
-                f"{MAX_READERS} front-ends read from this worker; at most as many can. "
-                "Close one, or start another engine"
+                f"{MAX_READERS} front-ends read from this worker, which is the largest number. "
+                "Close one of them, or start another engine"
             )
         reader = self._free_readers.pop()
         self.counters[reader] = self._revoked[reader] = 0
         return reader
 
     def revoke(self, reader: int) -> None:
-        """Set the reader's revoked flag. Call this before its unread leases are released."""
+        """Set the reader's revoked flag. Call this before the reader's leases are released."""
         self._revoked[reader] = 1
 
     def free_reader(self, reader: int) -> None:
-        """Free the counter of a reader that has closed, or whose process is gone."""
+        """Free the counter of a reader that has closed, or whose process has ended."""
         self._free_readers.append(reader)
 
     def free_reader_later(self, reader: int, is_gone: Callable[[], bool]) -> None:
-        """Free the counter of a reader once `is_gone` returns True. Until then the reader may write
-        to its counter."""
+        """Free the counter of a reader after `is_gone` has returned True. Before, the reader can
+        still write to the counter."""
         if is_gone():
             self.free_reader(reader)
         else:
@@ -209,7 +209,7 @@ class HostRing(SpanRing[Lease]):
         self.wait_ms += 1e3 * (time.monotonic() - started)
 
     def close(self) -> None:
-        """Free the memory. Readers that map it keep their mapping."""
+        """Free the memory. Readers that map the ring keep their mapping."""
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered)
             self._registered = 0
@@ -219,7 +219,7 @@ class HostRing(SpanRing[Lease]):
 
 
 def _parts(memory: mmap.mmap, num_slots: int) -> tuple[Ints, Ints, Ints, Tensor]:
-    """Views of the counters, the revoked flags, the identity [1] and the slots."""
+    """Views of the ring's memory: the counters, the revoked flags, the identity [1], the slots."""
     header = np.frombuffer(memory, np.int64, 2 * MAX_READERS + 1)
     slots = torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER_BYTES)
     counters, revoked, identity = np.split(header, [MAX_READERS, 2 * MAX_READERS])
@@ -230,8 +230,8 @@ class RingReader:
     """A front-end's view of a worker's ring.
 
     Raises:
-        OSError: this process may not open the ring, or the ring does not exist.
-        ValueError: the descriptor is that of another file.
+        OSError: this process is not allowed to open the ring, or the ring does not exist.
+        ValueError: the descriptor in `ref` belongs to another file.
     """
 
     def __init__(self, ref: RingRef) -> None:
@@ -248,8 +248,8 @@ class RingReader:
 
     @property
     def gone(self) -> bool:
-        """True if the worker has closed the ring, or is gone. Inodes are compared, because another
-        file may have got the same descriptor."""
+        """True if the worker has closed the ring, or has ended. The inodes are compared, because
+        the worker can reuse the descriptor for another file."""
         try:
             return os.stat(self._path).st_ino != self._inode
         except OSError:
@@ -260,11 +260,10 @@ class RingReader:
         return self._slots[start:stop]
 
     def revoked(self, reader: int) -> bool:
-        """True if the worker has revoked the reader. Call it after a copy: if it returns True, the
-        copied rows may be those of other requests."""
+        """True if the worker has revoked the reader. Call this after a copy. If the result is True,
+        the copy may contain rows of other requests."""
         return bool(self._revoked[reader])
 
     def acknowledge(self, reader: int, message: int) -> None:
-        """Report that all messages up to number `message` are read. If `message` is CLOSED, report
-        that this front-end reads no more."""
+        """Report that all messages up to number `message` are read; CLOSED ends the reading."""
         self._counters[reader] = message

@@ -1,9 +1,9 @@
-"""A ring of slots whose spans are handed out in order.
+"""A ring of slots whose spans are allocated in order.
 
-Owns:  SpanRing, the arithmetic of worker.arena.Arena and transport.ring.HostRing.
+Owns:  SpanRing, the base class of worker.arena.Arena and transport.ring.HostRing.
 
-Promise: slots are handed out again only after `_wait_for` has returned for every earlier span
-that has one of these slots.
+Promise: a slot is allocated again only after `_wait_for` has returned for every earlier span with
+this slot.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ S = TypeVar("S", bound=Span)
 
 
 class SpanRing(ABC, Generic[S]):
-    """A ring of `num_slots` slots. `acquire` is called from one thread."""
+    """A ring of `num_slots` slots. Only one thread may call `acquire`."""
 
     name = "a ring"
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._head = 0
-        #: Spans that may be in use, in the order in which they were handed out.
+        #: Spans that may be in use, in the order of allocation.
         self._spans: deque[S] = deque()
 
     def acquire(self, num_slots: int) -> S:
@@ -45,12 +45,12 @@ class SpanRing(ABC, Generic[S]):
         if num_slots > self.num_slots:
             raise ValueError(f"{num_slots} slots asked of {self.name} of {self.num_slots}")
         if num_slots == 0:
-            # An empty span is not queued: the search below would stop at it.
+            # An empty span is not queued, because the search below would stop at an empty span.
             return self._new_span(self._head, self._head)
         start = self._head
         if start + num_slots > self.num_slots:
-            # Wrap. The spans at the ring's end are older than those at its beginning, so the
-            # queue stays in order.
+            # Start again at slot 0. The spans at the ring's end are the oldest spans, so the queue
+            # stays in order.
             while self._spans and self._spans[0].start >= start:
                 self._wait_for(self._spans.popleft())
             start = 0
@@ -67,4 +67,4 @@ class SpanRing(ABC, Generic[S]):
 
     @abstractmethod
     def _wait_for(self, span: S) -> None:
-        """Return once the slots of a span are free."""
+        """Return as soon as the slots of a span are free."""

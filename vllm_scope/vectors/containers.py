@@ -1,11 +1,10 @@
-"""Arrays from files of other programs: safetensors, npz, GGUF; and a writer of GGUF files.
+"""Reads arrays from files of other programs (safetensors, npz, GGUF), and writes GGUF files.
 
-Owns:  the readers of containers with their bounds, and the writer.
-To:    files.py, probe_files.py, as {name: array}.
+Owns:  the readers of the file formats, the limits of sizes, and the writer of GGUF files.
+To:    files.py, probe_files.py.
 
-Promise: a size is compared with `MAX_BYTES` and with the container's real size before anything of
-that size is allocated or looped over. Nothing is unpickled. A SpecError names the array that is
-wrong.
+Promise: before memory of a claimed size is allocated, the size is compared with `MAX_BYTES` and
+with the file's real size. No pickle is read. A SpecError names the wrong array.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from numpy.typing import DTypeLike
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.arrays import of_bfloat16
 
-#: A vector for every layer of a large model at three sites takes 20 MiB.
+#: The largest size of a file. Vectors for three sites of every layer of a large model take 20 MiB.
 MAX_BYTES = 64 << 20
-#: Limit of the reads of one GGUF file. Each field of the file takes a few small reads.
+#: The largest number of reads from one GGUF file. Each field takes a few small reads.
 MAX_GGUF_READS = 100_000
 
 Arrays = dict[str, np.ndarray]
@@ -38,7 +37,7 @@ _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file. Raises SpecError if it is larger than `MAX_BYTES`."""
+    """The content of a file. Raises SpecError if the file is larger than `MAX_BYTES`."""
     check_size(path.stat().st_size, str(path))
     return path.read_bytes()
 
@@ -58,13 +57,13 @@ def read_safetensors(data: bytes) -> tuple[Arrays, dict[str, str]]:
         ({name: array in its own float dtype, bfloat16 as float32}, metadata)
 
     Raises:
-        SpecError: the content is too large or malformed, or has tensors that are not floats.
+        SpecError: the content is too large or malformed, or a tensor is not of floats.
     """
     import safetensors
 
     check_size(len(data), "the safetensors content")
     try:
-        # Checks the header against the data: lengths, shapes, overlaps.
+        # `deserialize` compares the header with the data: lengths, shapes, overlaps.
         tensors = safetensors.deserialize(data)
     except safetensors.SafetensorError as error:
         raise SpecError(f"the content is not safetensors: {error}.") from None
@@ -80,13 +79,12 @@ def read_safetensors(data: bytes) -> tuple[Arrays, dict[str, str]]:
 
 
 def read_npz(data: bytes) -> Arrays:
-    """The arrays of an .npz, in their own dtypes.
+    """The arrays of an .npz file, in their own dtypes.
 
-    `numpy.load` is not used, because it allocates any size that a member's header claims.
+    `numpy.load` is not used, because `numpy.load` allocates any size that a header claims.
 
     Raises:
-        SpecError: the content is too large once unpacked, or malformed, or has arrays that are not
-            floats.
+        SpecError: the content is malformed or too large, or an array is not of floats.
     """
     arrays: Arrays = {}
     try:
@@ -96,13 +94,13 @@ def read_npz(data: bytes) -> Arrays:
                 name = info.filename.removesuffix(".npy")
                 arrays[name] = _read_npy(archive.read(info), name)
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
-        # NotImplementedError and RuntimeError: zipfile does not know the compression or encryption.
+        # zipfile raises the last two types for an unknown compression or encryption.
         raise SpecError(f"the content is not an .npz: {error}.") from None
     return arrays
 
 
 def read_npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """The shape of an .npy array, whether it is in Fortran order, and its dtype. Reads no values.
+    """Read the header of an .npy array: the shape, True if in Fortran order, and the dtype.
 
     Raises:
         ValueError, SyntaxError, TokenError: the header is malformed.
@@ -123,7 +121,7 @@ def _read_npy(data: bytes, name: str) -> np.ndarray:
     try:
         shape, _, dtype = read_npy_header(stream)
     except (ValueError, SyntaxError, TokenError) as error:
-        # numpy parses a header as a Python literal; if that fails, it tokenizes the header.
+        # numpy parses a header as a Python literal. If this fails, numpy tokenizes the header.
         raise SpecError(f"{shown(name)} is not an .npy array: {error}.") from None
     if dtype.kind != "f":
         raise SpecError(f"{shown(name)} has dtype {dtype}; save it as float32.")
@@ -136,18 +134,18 @@ def _read_npy(data: bytes, name: str) -> np.ndarray:
 
 
 def read_gguf(path: Path) -> tuple[Arrays, dict[str, str]]:
-    """The tensors of a GGUF file, and its text fields.
+    """The tensors and the text fields of a GGUF file.
 
     Raises:
-        SpecError: the file is too large or malformed, or has quantised tensors.
+        SpecError: the file is too large or malformed, or a tensor is quantised.
         ImportError: the `gguf` library is not installed.
     """
     _gguf(path)
     import gguf
 
     class BoundedReader(gguf.GGUFReader):
-        # The library's reader does not notice the file's end, and loops over a length of 2**64 if
-        # a file claims it.
+        # The library's reader does not notice the file's end. If a file claims a length of 2**64,
+        # the library's reader loops 2**64 times.
         num_reads = 0
 
         def _get(
@@ -176,7 +174,7 @@ def read_gguf(path: Path) -> tuple[Arrays, dict[str, str]]:
         kind = tensor.tensor_type.name
         if kind not in _DTYPES:
             raise SpecError(f"{shown(tensor.name)} has type {kind}; {', '.join(_DTYPES)} are read.")
-        # A copy: the reader's arrays are views of the mapped file.
+        # A copy, because the reader's arrays are views of the mapped file.
         array = np.array(tensor.data)
         arrays[tensor.name] = of_bfloat16(array.view("<u2")) if kind == "BF16" else array
     return arrays, texts
@@ -185,7 +183,7 @@ def read_gguf(path: Path) -> tuple[Arrays, dict[str, str]]:
 def write_gguf(
     path: Path, architecture: str, fields: Mapping[str, str | int], arrays: Arrays
 ) -> None:
-    """Write a GGUF file with float32 arrays and some fields.
+    """Write a GGUF file with float32 arrays and fields.
 
     Raises:
         ImportError: the `gguf` library is not installed.

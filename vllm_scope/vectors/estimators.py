@@ -1,8 +1,8 @@
 """Weights of a probe from a fitted estimator of scikit-learn.
 
 Owns:  `from_sklearn`.
-Runs:  anywhere; scikit-learn is imported only when `from_sklearn` is called.
-To:    probe_weights, from which callers import it.
+Runs:  anywhere. Only a call of `from_sklearn` imports scikit-learn.
+To:    probe_weights, from which callers import `from_sklearn`.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from vllm_scope.request.nets import Hidden
 from vllm_scope.vectors.layers import Floats, Layers, ProbeWeights, of_layers
 from vllm_scope.vectors.probe_files import fold
 
-#: Activation of scikit-learn's hidden layers -> `hidden` of an Mlp.
+#: scikit-learn's activation of hidden layers -> `hidden` of an `Mlp`.
 _HIDDEN: dict[str, Hidden] = {"relu": "relu", "tanh": "tanh", "logistic": "tanh"}
 
 
 def from_sklearn(estimator: object) -> ProbeWeights:
     """The weights of a fitted estimator of scikit-learn.
 
-    A probe with these weights and no activation has the scores of the estimator's
-    `decision_function` (for class `classes_[1]`), or of the `predict` of a regressor. With the
-    activation "sigmoid" its scores are the `predict_proba` of class `classes_[1]`.
+    Without an activation, the probe's scores equal the estimator's `decision_function` for class
+    `classes_[1]`, or a regressor's `predict`. With the activation "sigmoid", the scores equal
+    `predict_proba` of class `classes_[1]`.
 
     Args:
-        estimator: a LogisticRegression, LinearDiscriminantAnalysis or MLPClassifier, whose weights
-            have the activation "sigmoid"; a LinearSVC, RidgeClassifier, Ridge, LinearRegression or
-            MLPRegressor, whose weights have no activation; a `CV` variant of one of these; or a
-            Pipeline of StandardScaler and one of these. An MLP has at most two hidden layers of
-            relu, tanh or logistic.
+        estimator: with the activation "sigmoid": LogisticRegression, LinearDiscriminantAnalysis or
+            MLPClassifier. Without an activation: LinearSVC, RidgeClassifier, Ridge,
+            LinearRegression or MLPRegressor. `CV` variants are allowed. A Pipeline of
+            StandardScaler and an allowed estimator is allowed too. An MLP has at most two hidden
+            layers of relu, tanh or logistic.
 
     Raises:
-        SpecError: the estimator is of another type, is not fitted, or has several outputs.
+        SpecError: the estimator has another type, is not fitted, or has several outputs.
         ImportError: scikit-learn is not installed.
     """
     try:
@@ -53,14 +53,14 @@ def from_sklearn(estimator: object) -> ProbeWeights:
                 "becomes a part of a probe."
             )
         _check_fitted(scaler)
-        # A scaler with with_mean=False does not subtract its mean, but may still have `mean_`.
+        # With with_mean=False a scaler does not subtract the mean, but can still have `mean_`.
         mean = scaler.mean_ if scaler.with_mean else None
         layers[0] = _scaled(*layers[0], mean, scaler.scale_ if scaler.with_std else None)
     return of_layers(layers, hidden, activation)
 
 
 def _steps(estimator: object) -> list[object]:
-    """The steps of a pipeline and of all pipelines inside it; or the estimator alone."""
+    """The steps of a pipeline and of all pipelines inside it, or [estimator]."""
     from sklearn.pipeline import Pipeline
 
     if not isinstance(estimator, Pipeline):
@@ -70,7 +70,7 @@ def _steps(estimator: object) -> list[object]:
 
 
 def _read(estimator: object) -> tuple[Layers, Hidden, Literal["sigmoid"] | None]:
-    """The layers of an estimator, the function between them, and the activation of the score."""
+    """The layers of an estimator, the function between layers, and the score's activation."""
     from sklearn import discriminant_analysis, linear_model, neural_network, svm
 
     logits = (linear_model.LogisticRegression, discriminant_analysis.LinearDiscriminantAnalysis)
@@ -93,8 +93,8 @@ def _read(estimator: object) -> tuple[Layers, Hidden, Literal["sigmoid"] | None]
     weight, bias = estimator.coef_, np.atleast_1d(estimator.intercept_)
     if hasattr(weight, "toarray"):  # after `sparsify`
         weight = weight.toarray()
-    # In old releases of scikit-learn, multi_class may be "multinomial". The probability is then the
-    # sigmoid of twice the score.
+    # In old releases of scikit-learn, multi_class can be "multinomial". Then the probability is the
+    # sigmoid of the doubled score.
     twice = getattr(estimator, "multi_class", None) == "multinomial"
     found = [(np.atleast_2d(_floats(weight)), _floats(bias))]
     return found, "relu", "sigmoid" if isinstance(estimator, logits) and not twice else None
@@ -120,7 +120,7 @@ def _perceptron(
 
 
 def _with_tanh(layers: Layers) -> Layers:
-    """Layers with tanh that equal `layers` with logistic: logistic(z) = (1 + tanh(z / 2)) / 2."""
+    """Convert layers with logistic to layers with tanh: logistic(z) = (1 + tanh(z / 2)) / 2."""
     found = []
     for i, (weight, bias) in enumerate(layers):
         if i:
@@ -134,7 +134,7 @@ def _with_tanh(layers: Layers) -> Layers:
 def _scaled(
     weight: Floats, bias: Floats, mean: Floats | None, scale: Floats | None
 ) -> tuple[Floats, Floats]:
-    """The layer with the scaler folded into it, so that it takes rows that are not scaled."""
+    """Fold a scaler into a layer. The new layer takes rows that are not scaled."""
     width = weight.shape[1]
     mean = np.zeros(width) if mean is None else mean
     scale = np.ones(width) if scale is None else scale
@@ -153,7 +153,7 @@ def _check_fitted(estimator: object) -> None:
 
 
 def _kind(estimator: object) -> str:
-    # Not its repr, which has several lines.
+    # The type's name, because an estimator's repr has several lines.
     return type(estimator).__name__
 
 

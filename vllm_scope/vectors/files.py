@@ -1,18 +1,18 @@
-"""Steering modules in files and as bytes, and the conventions of the programs that write them.
+"""Steering modules in files and as bytes, in the formats of several programs.
 
-Owns:  the names of tensors, which give site and layer; the metadata.
-From:  containers.py (arrays), hooks.py (JSON).   To: SteeringModule.
+Owns:  the names of tensors, which give site and layer; the metadata; readers and writers.
+From:  containers.py, hooks.py. To: SteeringModule.
 
-| name of a tensor    | who writes it so      | site                      | layer           |
+| name of a tensor    | written by            | site                      | layer           |
 |---------------------|-----------------------|---------------------------|-----------------|
-| `{site}.{layer}`    | we                    | the name's                | the name's      |
-| `{tier}:` before it | we                    | for `prompt` or `generated` tokens alone    |
-| `direction.{layer}` | we, repeng, llama.cpp | metadata's, or resid_post | less index base |
-| `{layer}`           | people                | metadata's, or resid_post | less index base |
+| `{site}.{layer}`    | vllm-scope            | in the name               | in the name     |
+| `{tier}:` as prefix | vllm-scope            | only for `prompt` or `generated` tokens     |
+| `direction.{layer}` | vllm-scope and others | metadata's, or resid_post | less index base |
+| `{layer}`           | users                 | metadata's, or resid_post | less index base |
 
-JSON files have the steering fork's form: see hooks.py. The metadata also have the index base, "0"
-or "1"; the default is "0". repeng's `direction.5` was computed on Hugging Face's
-`hidden_states[6]`, the exit of layer 5 counted from 0, and llama.cpp adds it there: our
+JSON files have the form of the steering fork (hooks.py). The metadata can have the index base, "0"
+or "1". The default is "0". repeng computes `direction.5` on Hugging Face's `hidden_states[6]`: the
+exit of layer 5, counted from 0. llama.cpp adds the vector at the same place. This place is
 `resid_post` 5.
 """
 
@@ -39,24 +39,22 @@ from vllm_scope.vectors.hooks import module_from_json
 from vllm_scope.vectors.module import Provenance, SteeringModule, as_stream, name_of
 
 DEFAULT_SITE = "resid_post"
-#: In GGUF files: the architecture of a control vector, and the prefix of our own fields.
+#: In GGUF files: the architecture of a control vector, and the prefix of vllm-scope's fields.
 _CONTROL, _OURS = "controlvector", "vllm_scope."
 
-# as_stream refuses a layer of five digits.
+# `as_stream` refuses layers with five digits.
 _NAME = re.compile(r"(?:(?P<tier>[a-z]+):)?(?:(?P<site>[a-z_]+)\.)?(?P<number>[0-9]{1,5})")
 
 
 def load_vectors(path: str | Path) -> SteeringModule:
-    """A steering module from a .safetensors, .gguf, .npz or .json file.
+    """Load a steering module from a .safetensors, .gguf, .npz or .json file.
 
-    Every tensor of the file must be a vector with a name from this module's table. Unknown
-    metadata are ignored.
+    Each tensor must be a vector with a name from the table above. Unknown metadata are ignored.
 
     Raises:
         SpecError: the file has another ending, is too large or malformed, or has a wrong name or
-            vector; the message names the file and the tensor.
-        ImportError: the file is a .gguf file, and the `gguf` library (`vllm-scope[gguf]`) is not
-            installed.
+            vector. The message names the file and the tensor.
+        ImportError: the `gguf` library (`vllm-scope[gguf]`) for .gguf files is not installed.
         OSError: the file cannot be read.
     """
     path = Path(path)
@@ -75,15 +73,15 @@ def load_vectors(path: str | Path) -> SteeringModule:
 
 
 def save_vectors(path: str | Path, module: SteeringModule) -> None:
-    """Write a module to a file: .safetensors has `to_bytes(module)`, and .gguf is a control vector
-    in repeng's form. `load_vectors` reads both. llama.cpp reads .gguf too, but not a vector of
-    layer 0.
+    """Write a module to a .safetensors or .gguf file.
+
+    A .safetensors file has `to_bytes(module)`. A .gguf file is a control vector in repeng's form.
+    `load_vectors` reads both formats. llama.cpp reads .gguf files, but not a vector of layer 0.
 
     Raises:
-        SpecError: the path has another ending; or the path ends in .gguf, and the module has
-            vectors of a tier or of another site than `resid_post`.
-        ImportError: the file is a .gguf file, and the `gguf` library (`vllm-scope[gguf]`) is not
-            installed.
+        SpecError: the path has another ending. Or the path ends in .gguf, and the module has a
+            vector of a tier, or of another site than `resid_post`.
+        ImportError: the `gguf` library (`vllm-scope[gguf]`) for .gguf files is not installed.
     """
     path = Path(path)
     if path.suffix == ".gguf":
@@ -97,11 +95,11 @@ def save_vectors(path: str | Path, module: SteeringModule) -> None:
 
 
 def to_bytes(module: SteeringModule) -> bytes:
-    """The module as the content of a safetensors file; `from_bytes` is its inverse.
+    """The module as the content of a safetensors file. `from_bytes` is the inverse.
 
-    If the module has one site and no tiers, its tensors are named `direction.{layer}`, as other
-    programs name them, and the metadata have the site. Otherwise its tensors are named
-    `{site}.{layer}`, and the tensors of a tier are named `{tier}:{site}.{layer}`.
+    If the module has one site and no tiers, the tensors have the names `direction.{layer}` that
+    other programs use, and the metadata have the site. Otherwise the names are `{site}.{layer}`, or
+    `{tier}:{site}.{layer}` for a tier.
     """
     from safetensors.numpy import save
 
@@ -113,9 +111,9 @@ def to_bytes(module: SteeringModule) -> bytes:
 
 
 def from_bytes(data: bytes) -> SteeringModule:
-    """The module in the content of a safetensors file, ours or another program's.
+    """Read a module from the content of a safetensors file of vllm-scope or of another program.
 
-    Safe for content from an untrusted source: the size is bounded, and no code runs.
+    Safe for content from an untrusted source. The size is bounded, and no code in the content runs.
 
     Raises:
         SpecError: the content is too large or malformed, or has a wrong name or vector.
@@ -182,7 +180,7 @@ def _module(arrays: Arrays, site: str, base: int, provenance: Provenance) -> Ste
 
 
 def _place_of(name: str, site: str, base: int) -> tuple[SiteLayer, str | None]:
-    """The stream of a vector, and its tier."""
+    """The stream and the tier of a vector."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise SpecError(
@@ -196,7 +194,7 @@ def _place_of(name: str, site: str, base: int) -> tuple[SiteLayer, str | None]:
 
 
 def _provenance_to_metadata(provenance: Provenance) -> dict[str, str]:
-    """Field -> text, for the fields that are not None; repr keeps a float exactly."""
+    """Field -> text, for fields that are not None. repr keeps floats exactly."""
     return {
         name: value if isinstance(value, str) else repr(value)
         for name, value in vars(provenance).items()

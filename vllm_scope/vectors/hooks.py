@@ -1,16 +1,16 @@
-"""Vectors in JSON by hook and layer, as the steering fork of vLLM writes them.
+"""Vectors in JSON by hook and layer, in the form of the steering fork of vLLM.
 
     {"post_block": {"15": [0.1, ...], "20": {"vector": [0.4, ...], "scale": 2.0}}}
     {"post_block": {"dtype": "float32", "shape": [2, 4096], "layer_indices": [15, 20],
                     "data": "<base64>", "scales": [1.0, 2.0]}}
 
-Each hook has one of the two forms. A module's file has such an object for each of its
-tiers: {"vectors": ..., "prefill_vectors": ..., "decode_vectors": ...}. A file that has only the
-tier `vectors` may be the tier's object itself.
+Each hook has one of the two forms. A module's file has an object of hooks for each tier:
+{"vectors": ..., "prefill_vectors": ..., "decode_vectors": ...}. If a module has only the tier
+`vectors`, the file can be the tier's object.
 
-Owns:  HookVectors and its parsing; modules in this form.
-Runs:  anywhere. numpy only.
-To:    SteeringModule; compat.steering_http, which takes the same form in requests.
+Owns:  HookVectors, and the parsers of hooks and modules.
+Runs:  anywhere, with numpy only.
+To:    SteeringModule; compat.steering_http, for requests in the same form.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from vllm_scope.vectors.module import SteeringModule, Vector
 
 
 def tiers(word: str) -> dict[str, str]:
-    """Each of the fields `word`, `prefill_word` and `decode_word` -> its tokens, as a selector."""
+    """The fields `word`, `prefill_word` and `decode_word` -> the selector of the field's tokens."""
     return {word: "all", f"prefill_{word}": "prompt", f"decode_{word}": "generated"}
 
 
-#: Fields of a module and of a request.
+#: The fields of a module, and the fields of a request.
 MODULE_TIERS, REQUEST_TIERS = tiers("vectors"), tiers("steering_vectors")
-#: A request's fields -> a module's.
+#: A request's field -> the module's field.
 _MODULE_NAMES: dict[object, object] = dict(zip(REQUEST_TIERS, MODULE_TIERS, strict=True))
 _PACKED = {"dtype", "shape", "data", "layer_indices"}
 
-#: (site, layer) -> [hidden_size], float32, multiplied by its scale.
+#: (site, layer) -> [hidden_size], float32. The vectors are already multiplied by their scales.
 HookVectors = dict[SiteLayer, Vector]
 
 
 def parse_hooks(body: object, where: str) -> HookVectors:
-    """The vectors of one tier, from its JSON; no vectors if the body is None or empty.
+    """The vectors of one tier, from JSON. If the body is None or empty, an empty dict.
 
     Raises:
-        SpecError: the body is malformed; the message names the path of the wrong value.
+        SpecError: the body is malformed. The message has the path of the wrong value.
     """
     found: HookVectors = {}
     for hook, by_layer in mapping(parsed(body, where), where).items():
@@ -73,7 +73,7 @@ def module_from_json(data: bytes) -> SteeringModule:
     """A module from the content of a JSON file.
 
     Raises:
-        SpecError: the content is not JSON; or as `parse_module`.
+        SpecError: the content is not JSON. Other reasons as in `parse_module`.
     """
     try:
         text = data.decode()
@@ -83,16 +83,16 @@ def module_from_json(data: bytes) -> SteeringModule:
 
 
 def parse_module(body: object, where: str) -> SteeringModule:
-    """A module from an object that has a field for each tier, or that is the tier `vectors` itself.
+    """A module from JSON: an object with a field for each tier, or the object of the tier
+    `vectors`.
 
     Raises:
-        SpecError: as `parse_hooks`; or the object has another field, has clamps, or has only
-            vectors of zeros.
+        SpecError: as `parse_hooks`; or an unknown field, clamps, or only vectors of zeros.
     """
     fields = mapping(body, where)
     if set(fields) <= set(ALIASES):
         fields = {"vectors": fields}
-    # A file may have the field names of a request, because people save requests that they sent.
+    # A file can have the field names of a request, because users save requests to files.
     for old, new in _MODULE_NAMES.items():
         if old in fields and new in fields:
             raise SpecError(f"{where} has {new} and {old}, which mean the same; keep one.")
@@ -111,7 +111,7 @@ def parse_module(body: object, where: str) -> SteeringModule:
     found = {}
     for name, tokens in MODULE_TIERS.items():
         vectors = parse_hooks(fields.get(name), f"{where}[{name!r}]")
-        # Vectors of zeros add nothing, so a module does not hold them.
+        # A module does not store vectors of zeros, because they have no effect.
         found[tokens] = {stream: v for stream, v in vectors.items() if v.any()}
     everywhere = found.pop("all")
     if not everywhere and not any(found.values()):
@@ -120,7 +120,7 @@ def parse_module(body: object, where: str) -> SteeringModule:
 
 
 def parsed(body: object, where: str) -> object:
-    """The value of a JSON text; any other value as it is."""
+    """Parse a JSON text. Any other value is returned unchanged."""
     if not isinstance(body, str):
         return body
     try:
@@ -146,7 +146,7 @@ def site_of(hook: object, where: str) -> str:
 
 
 def layer_of(layer: object, where: str) -> int:
-    """A layer's number, from a number or from a string, because JSON's keys are strings."""
+    """A layer's number, from a number or from a string. Keys in JSON are always strings."""
     if isinstance(layer, str) and layer.isascii() and layer.isdecimal() and len(layer) < 9:
         return int(layer)
     if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or layer < 0:
@@ -170,10 +170,10 @@ def is_packed(by_layer: object) -> TypeGuard[Mapping[object, object]]:
 def packed_rows(
     body: Mapping[object, object], where: str, also: set[str]
 ) -> list[tuple[int, Vector]]:
-    """The vectors of the packed form as (layer, vector), in their order.
+    """The vectors of the packed form as (layer, vector), in the order of the file.
 
     Args:
-        also: fields that are allowed besides the fields of the packed form.
+        also: additional field names that are allowed.
     """
     if unknown := sorted(set(body) - _PACKED - also, key=str):
         allowed = ", ".join(sorted(_PACKED | also))
@@ -213,7 +213,7 @@ def _scaled(entry: object, where: str) -> Vector:
 
 
 def one_vector(value: object, where: str) -> Vector:
-    """A vector from its JSON, [hidden_size], float32."""
+    """Parse one vector from JSON, [hidden_size], float32."""
     found = Array.parse(value, where)
     if len(found.shape) != 1:
         raise SpecError(f"{where} has shape {found.shape}; it must be one vector, [hidden_size].")
@@ -224,5 +224,5 @@ def _times(vector: Vector, scale: object, where: str) -> Vector:
     with np.errstate(over="ignore", invalid="ignore"):
         product: Vector = vector * np.float32(number_of(scale, where))
     if not np.isfinite(product).all():
-        raise SpecError(f"{where} is {shown(scale)}; what it makes of the vector is not finite.")
+        raise SpecError(f"{where} is {shown(scale)}; the vector times this scale is not finite.")
     return product

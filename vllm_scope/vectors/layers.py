@@ -1,8 +1,7 @@
 """The weights of a probe, from the layers of a linear model or of a perceptron.
 
 Owns:  ProbeWeights; `of_layers`.
-From:  estimators, probe_weights (tensors by name).   To: `weight`, `bias` and `activation` of
-       request.actions.Probe.
+From:  estimators, probe_weights.   To: request.actions.Probe.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ Layers = list[tuple[Floats, Floats]]
 
 @dataclass(frozen=True, eq=False)
 class ProbeWeights:
-    """The weight, the bias and the activation for a Probe.
+    """The weight, the bias and the activation of a probe.
 
     Attributes:
-        weight: float32 [width of a row], read-only; or an Mlp, or an AttentionPool.
-        bias: added to the score. 0 for an Mlp, which has its bias in its last layer.
-        activation: "sigmoid" if the score with its bias is the logit of a probability.
+        weight: float32 [width of a row], read-only; or an `Mlp`; or an `AttentionPool`.
+        bias: a number to add to the score. 0 for an `Mlp`, because its last layer has the bias.
+        activation: "sigmoid" if score + bias is the logit of a probability; else None.
     """
 
     weight: NDArray[np.float32] | Mlp | AttentionPool

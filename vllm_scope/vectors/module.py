@@ -1,10 +1,10 @@
 """A steering module: float32 vectors by (site, layer), identified by a digest of its content.
 
-Owns:  SteeringModule, Provenance, and the conversion of a list, an array or a tensor to a vector.
-Runs:  anywhere. numpy only.
-To:    files (as bytes), analysis (which makes modules), core.registry.
+Owns:  SteeringModule, Provenance; `as_vector`, which converts a list, an array or a tensor.
+Runs:  anywhere, with numpy only.
+To:    files, analysis, core.registry.
 
-Promise: a module is well formed and never changes. Two modules of the same digest steer alike.
+Promise: a module is well formed, and never changes. Modules with equal digests steer equally.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.sites import ALIASES, STREAM_SITES, SiteLayer
 
-#: No model has more layers; a larger number in a file is a mistake.
+#: The largest layer number. No model has more layers: a larger number in a file is a mistake.
 MAX_LAYER = 9999
 MAX_VECTORS = 4096
-#: Selectors for vectors that are not for every token.
+#: The tiers: selectors for vectors that act only on some tokens.
 TIERS = ("prompt", "generated")
 
 Vector = NDArray[np.float32]
@@ -34,15 +34,15 @@ VectorKey = tuple[str, int] | tuple[str, int, str]
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where vectors come from. Not part of a module's identity.
+    """The origin of vectors. It is not part of a module's identity.
 
     Attributes:
-        model, revision: the model and its revision on which the vectors were computed.
-        method: how they were computed, such as "mean_difference".
-        dataset: "sha256:..." of the contrast pairs; see `analysis.contrast.pairs_digest`.
-        scale: the factor that the vectors' author uses. The vectors are not multiplied by it.
-        normalised: True if the vectors have length 1; None: unknown.
-        created_by: the program that made them, and its version.
+        model, revision: the model, and the model's revision, on which the vectors were computed.
+        method: the method of the computation, such as "mean_difference".
+        dataset: "sha256:..." of the contrast pairs, as `analysis.contrast.pairs_digest` returns it.
+        scale: the factor that the author uses. The stored vectors do not include the factor.
+        normalised: True if the vectors have length 1. None: unknown.
+        created_by: the program that made the vectors, and the program's version.
     """
 
     model: str | None = None
@@ -54,7 +54,7 @@ class Provenance:
     created_by: str | None = None
 
     def __post_init__(self) -> None:
-        # repr of numpy's numbers differs from Python's.
+        # float(), because the repr of a numpy number differs from Python's.
         object.__setattr__(self, "scale", float(self.scale))
         if self.normalised is not None:
             object.__setattr__(self, "normalised", bool(self.normalised))
@@ -62,21 +62,21 @@ class Provenance:
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class SteeringModule(Mapping[SiteLayer, Vector]):
-    """Vectors by (site, layer), of one hidden size. Read-only; modules of equal content are equal.
+    """Read-only vectors by (site, layer), of one hidden size. Modules with equal content are equal.
 
-    The mapping has only the vectors for every token. The vectors of tiers are in `tiers`.
+    The mapping has the vectors that act on every token. `tiers` has the vectors of tiers.
 
     Args:
-        vectors: (site, layer) -> [hidden_size]: a list of numbers, a numpy array, or
-            a torch tensor of any float dtype and device. Copied, as float32. Sites
-            are those of the residual stream; `embed` has layer 0.
-        provenance: where the vectors come from.
-        tiers: "prompt" or "generated" -> vectors in the same form, which are added for those
-            tokens only, besides the vectors for every token.
+        vectors: (site, layer) -> [hidden_size]: a list of numbers, a numpy array, or a torch tensor
+            of any float dtype and device. The module copies the vectors as float32. Sites must be
+            on the residual stream. `embed` has layer 0.
+        provenance: the origin of the vectors.
+        tiers: "prompt" or "generated" -> vectors in the same form. These vectors are added only for
+            the prompt's or the generated tokens, in addition to the vectors for every token.
 
     Raises:
-        SpecError: there are no vectors; a key is not (site, layer); or a vector has the
-            wrong rank or type, NaN or Inf (in float32), or another size than the first.
+        SpecError: the module has no vectors; a key is not (site, layer); a vector has a wrong rank
+            or type; a vector has NaN or infinity in float32; or vectors have different sizes.
     """
 
     vectors: Mapping[SiteLayer, Vector]
@@ -110,14 +110,14 @@ class SteeringModule(Mapping[SiteLayer, Vector]):
                 )
 
     def placed(self) -> Iterator[tuple[VectorKey, Vector]]:
-        """Yield each vector with its key: (site, layer), or for a tier (site, layer, tier)."""
+        """Yield each vector with its key: (site, layer), or (site, layer, tier) for a tier."""
         yield from self.vectors.items()
         for tier, vectors in self.tiers.items():
             for stream, vector in vectors.items():
                 yield (*stream, tier), vector
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A copy, or an unpickled module, is made by the constructor, so that it is read-only too.
+        # The constructor makes copies and unpickled modules. Therefore they are read-only.
         tiers = {tier: dict(vectors) for tier, vectors in self.tiers.items()}
         return SteeringModule, (dict(self.vectors), self.provenance, tiers)
 
@@ -180,10 +180,10 @@ def name_of(place: VectorKey) -> str:
 
 
 def as_stream(key: object) -> SiteLayer:
-    """(site, layer); an alias of a site is replaced by the site's own name.
+    """Check a key, and return (site, layer). An alias of a site is replaced by the site's name.
 
     Raises:
-        SpecError: `key` is not a pair of a site of the residual stream and a layer from 0.
+        SpecError: `key` is not a pair of a site on the residual stream and a layer from 0.
     """
     if not isinstance(key, tuple) or len(key) != 2:
         raise SpecError(f"{shown(key)} is no (site, layer), such as ('resid_post', 5).")
@@ -209,7 +209,7 @@ def as_vector(value: object, where: str) -> Vector:
         SpecError: the values are not numbers, not of rank 1, empty, or not finite in float32.
     """
     if hasattr(value, "detach"):
-        # A torch tensor; torch is not imported. As float32, because numpy has no bfloat16.
+        # A torch tensor. float(), because numpy has no bfloat16. This module does not import torch.
         value = value.detach().cpu().float().numpy()
     try:
         array = np.asarray(value)

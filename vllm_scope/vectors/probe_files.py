@@ -1,14 +1,13 @@
-"""A linear probe's two files: NAME.safetensors and NAME.json beside it.
+"""The two files of a linear probe: NAME.safetensors and NAME.json, in one folder.
 
-Owns:  the files' content, and `doubts`, which compares a request with the data to which the probe
-       was fitted.
-       Imports no torch, because clients read the files too.
+Owns:  the files' content; `doubts`, which compares a request with the probe's training data.
+Runs:  anywhere, also in clients. Therefore torch is not imported.
 To:    analysis.probes, cli.watch, probe_weights.
 
 NAME.safetensors has `weight` [hidden_size] and `bias` [1]. If a scaler comes before the probe, the
-file also has the scaler's `mean` and `scale`, which are folded into weight and bias when the file
-is read. NAME.json has the probe's `site` and `layer`. It may also have `pooling` (the tokens to
-whose rows the probe was fitted), `template` (the chat template of their prompts), `calibration`,
+file also has the scaler's `mean` and `scale`. The reader folds the scaler into weight and bias.
+NAME.json has the probe's `site` and `layer`. Optional fields of NAME.json are `pooling` (a selector
+of the training tokens), `template` (the chat template of the training prompts), `calibration`,
 `model` and `threshold`.
 """
 
@@ -29,11 +28,11 @@ from vllm_scope.request.selectors import WORDS, Tokens, parse_selector
 from vllm_scope.vectors.containers import check_size, read_bytes, read_safetensors
 from vllm_scope.vectors.module import as_stream, as_vector
 
-#: `template` of prompts without a chat template, and of prompts with an unknown chat template.
+#: Values of `template`: for prompts without a chat template, and for an unknown chat template.
 RAW, CHAT = "none", "chat"
 _DIGEST = re.compile("sha256:[0-9a-f]{64}")
-#: Number of positions of the sample request on which two selectors are compared. The first half
-#: of the positions is the prompt.
+#: Two selectors are compared on a sample request with this number of positions. The first half of
+#: the positions is the prompt.
 _POSITIONS = 4096
 
 
@@ -55,18 +54,17 @@ class ProbeFields(TypedDict):
 
 
 class ProbeWarning(UserWarning):
-    """A probe is served on tokens, or in a chat template, that it was not fitted to."""
+    """A request uses a probe on tokens or a chat template outside the training data."""
 
 
 def doubts(
     name: str, pooling: str | None, tokens: object, fitted: str | None, template: str | None
 ) -> list[str]:
-    """Reasons why a probe's scores may mean nothing in a request, a sentence each.
+    """Reasons why a probe's scores can be meaningless in a request. Each reason is one sentence.
 
     Args:
-        name: the probe's name, for the sentences.
-        pooling, fitted: the tokens and the template to which the probe was fitted; None: unknown
-            and not compared.
+        name: the probe's name, for the messages.
+        pooling, fitted: the tokens and the template of the training data. None: not compared.
         tokens, template: the tokens and the template of the request.
     """
     found = []
@@ -86,7 +84,7 @@ def doubts(
 
 
 def _covers(pooling: str, tokens: object) -> bool:
-    """True if `pooling` selects all of the tokens. False if the pooling is a mean of rows."""
+    """True if `pooling` selects all tokens of `tokens`. False for a mean of rows."""
     if pooling not in WORDS:
         return False
     sample = Tokens(
@@ -110,7 +108,7 @@ def _said(template: str) -> str:
 
 
 def checked_template(template: object) -> str | None:
-    """The template itself. Raises SpecError unless it is None, "none", "chat" or a digest."""
+    """The template. Raises SpecError if it is not None, "none", "chat" or a digest."""
     if template is None or template in (RAW, CHAT):
         return None if template is None else str(template)
     if not isinstance(template, str) or not _DIGEST.fullmatch(template):
@@ -122,7 +120,7 @@ def checked_template(template: object) -> str | None:
 
 
 def probe_path(path: str | Path) -> Path:
-    """The path as a Path. Raises SpecError unless it ends in .safetensors."""
+    """The path as a Path. Raises SpecError if the path does not end in .safetensors."""
     path = Path(path)
     if path.suffix != ".safetensors":
         raise SpecError(f"{path} ends in {path.suffix!r}; a probe's file ends in .safetensors.")
@@ -159,10 +157,10 @@ def read_weights(path: Path) -> tuple[NDArray[np.float32], float]:
 
 
 def read_place(path: Path) -> ProbeFields:
-    """The fields of NAME.json: site, layer, and the optional ones that are present.
+    """The fields of NAME.json: site, layer, and the optional fields in the file.
 
     Raises:
-        SpecError: the file is too large or malformed, or its fields are missing or unknown.
+        SpecError: the file is too large or malformed, or a field is missing or unknown.
         OSError: the file cannot be read.
     """
     check_size(path.stat().st_size, str(path))
@@ -194,7 +192,7 @@ def read_place(path: Path) -> ProbeFields:
 
 
 def finite(value: object, name: str) -> float:
-    """The value as a float. Raises SpecError unless it is a finite number."""
+    """The value as a float. Raises SpecError if the value is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise SpecError(f"{name} is {shown(value)}; it must be a number.")
     try:
@@ -209,7 +207,8 @@ def finite(value: object, name: str) -> float:
 def fold_tensors(
     weight: np.ndarray, bias: float, tensors: Mapping[str, object]
 ) -> tuple[NDArray[np.float64], float]:
-    """`fold` with the `mean` and `scale` in `tensors`. Raises SpecError if they do not fit."""
+    """`fold` with `mean` and `scale` from `tensors`. Raises SpecError if the sizes do not fit, or
+    if `scale` is not above 0."""
     mean, scale = (as_vector(tensors[name], name) for name in ("mean", "scale"))
     if not len(mean) == len(scale) == len(weight) or not (scale > 0).all():
         raise SpecError(f"mean and scale are of {len(weight)} values, scale above 0.")
@@ -219,6 +218,6 @@ def fold_tensors(
 def fold(
     weight: np.ndarray, bias: float, mean: np.ndarray, scale: np.ndarray
 ) -> tuple[NDArray[np.float64], float]:
-    """(folded, folded_bias): x . folded + folded_bias is ((x - mean) / scale) . weight + bias."""
+    """(folded, folded_bias): x . folded + folded_bias = ((x - mean) / scale) . weight + bias."""
     folded = np.asarray(weight, np.float64) / scale
     return folded, bias - float(folded @ np.asarray(mean, np.float64))

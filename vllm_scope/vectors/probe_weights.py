@@ -1,11 +1,11 @@
 """Weights of a probe from other libraries: scikit-learn, torch, safetensors.
 
-Owns:  `from_state_dict`, `from_safetensors`; callers import `from_sklearn` from here, too.
-Runs:  anywhere. numpy; torch is not imported, and scikit-learn only by `from_sklearn`.
+Owns:  `from_state_dict`, `from_safetensors`. Callers import `from_sklearn` from this module too.
+Runs:  anywhere, with numpy. Does not import torch. Only `from_sklearn` imports scikit-learn.
 From:  layers, estimators.   To: request.actions.Probe.
 
-Promise: nothing is unpickled. A probe with these weights gives a row the same score as the
-estimator or the module. Weights that cannot be a probe are refused: no tensor is ignored.
+Promise: no pickle is read. A probe with these weights computes the same score as the estimator or
+the module. If a tensor cannot be part of a probe, an error is raised.
 
     found = from_sklearn(make_pipeline(StandardScaler(), LogisticRegression()).fit(rows, labels))
     Probe(found.weight, bias=found.bias, activation=found.activation, layer=5, name="mood")
@@ -32,9 +32,9 @@ from vllm_scope.vectors.probe_files import finite, fold_tensors, probe_path
 
 Kind = Literal["linear", "mlp", "attention"]
 KINDS = ("linear", "mlp", "attention")
-#: Usual names of an attention probe's query and value.
+#: Names of the query and the value of an attention probe, in the order of search.
 QUERY_AND_VALUE = (("query", "value"), ("q", "v"))
-#: Tensors of a scaler that comes before a linear probe.
+#: Names of the tensors of a scaler before a linear probe.
 SCALER = ("mean", "scale")
 
 
@@ -45,24 +45,23 @@ def from_state_dict(
     hidden: Hidden = "relu",
     names: Sequence[str] | None = None,
 ) -> ProbeWeights:
-    """The weights of a torch module. No activation, because the tensors do not tell which it is.
+    """The weights of a torch module. `activation` is None, because the tensors do not show it.
 
     Args:
-        state: a module's `state_dict()`, or arrays by the same names. Any float dtype and device.
-        kind: "linear": one torch.nn.Linear with one output. The state may also have `mean` and
-            `scale` of a scaler that comes before it.
-            "mlp": the torch.nn.Linear layers of a torch.nn.Sequential.
-            "attention": query and value, each a torch.nn.Linear or a parameter, [num_heads, width]
-            or [width]. The state may also have `bias`, which is added to the score. A bias of the
-            query changes nothing. If the module scales its logits, multiply the query by the scale,
-            because the tensors do not contain the scale.
+        state: a module's `state_dict()`, or arrays with the same names. Any float dtype and device.
+        kind: "linear": one torch.nn.Linear with one output. The state can also have `mean` and
+            `scale` of a scaler before the layer. "mlp": the torch.nn.Linear layers of a
+            torch.nn.Sequential. "attention": query and value. Each is a torch.nn.Linear or a
+            parameter, [num_heads, width] or [width]. The state can also have `bias`, which is added
+            to the score. A bias of the query has no effect. If the module scales its logits, the
+            caller must multiply the query by the scale.
         hidden: the function between the layers of an mlp.
-        names: the names of the layers in their order, or of the query and the value. They may be
-            left out if there is one layer, if the layers' names differ only in a number, such as
-            `net.0` and `net.2`, or if the names are `query` and `value`, or `q` and `v`.
+        names: the names of the layers in order, or of the query and the value. None is allowed in
+            three cases: there is only one layer; the layers' names differ only in a number, such as
+            `net.0` and `net.2`; or the names are `query` and `value`, or `q` and `v`.
 
     Raises:
-        SpecError: a tensor is missing, has a wrong shape, or is not used by `kind`.
+        SpecError: a tensor is missing or has a wrong shape, or `kind` does not use the tensor.
     """
     if kind not in KINDS:
         raise SpecError(f"kind is {shown(kind)}; it must be one of {', '.join(KINDS)}.")
@@ -98,14 +97,14 @@ def from_safetensors(
     hidden: Hidden = "relu",
     names: Sequence[str] | None = None,
 ) -> ProbeWeights:
-    """The weights in a .safetensors file that has the tensors of `from_state_dict`.
+    """The weights from a .safetensors file with the tensors that `from_state_dict` takes.
 
     Args:
-        path: the path of a file of at most `containers.MAX_BYTES`.
+        path: the file, of at most `containers.MAX_BYTES` bytes.
         kind, hidden, names: as for `from_state_dict`.
 
     Raises:
-        SpecError: as `from_state_dict`; or the file is too large or malformed.
+        SpecError: the file is too large or malformed. Other reasons as in `from_state_dict`.
         OSError: the file cannot be read.
     """
     path = probe_path(path)
@@ -117,7 +116,7 @@ def from_safetensors(
 
 
 def _names_of(state: Mapping[str, object], kind: str) -> Sequence[str]:
-    """The names of the layers, in their order; or of the query and the value."""
+    """The names of the layers in order, or the names of the query and the value."""
     if kind == "attention":
         for pair in QUERY_AND_VALUE:
             if all(name in state or f"{name}.weight" in state for name in pair):
@@ -140,7 +139,7 @@ def _names_of(state: Mapping[str, object], kind: str) -> Sequence[str]:
 
 
 def _taken(rest: dict[str, object], name: str) -> tuple[Floats, Floats]:
-    """The weight and the bias of a layer, removed from `rest`. A missing bias becomes zeros."""
+    """Remove weight and bias of a layer from `rest`, and return both. A missing bias is zero."""
     prefix = f"{name}." if name else ""
     key = name if name in rest else f"{prefix}weight"
     if key not in rest:
@@ -153,8 +152,7 @@ def _taken(rest: dict[str, object], name: str) -> tuple[Floats, Floats]:
 
 
 def _numbers(value: object, name: str) -> Floats:
-    """The numbers of a tensor; [1] if it is one number. Raises SpecError unless they are finite in
-    float32."""
+    """The numbers of a tensor, [1] for a scalar. Raises SpecError if not finite in float32."""
     if getattr(value, "shape", None) == ():
         return np.array([number(value, name)])
     return Array.parse(value, name).numpy.astype(np.float64)
@@ -172,8 +170,8 @@ def _linear(layer: tuple[Floats, Floats], scaler: dict[str, object]) -> ProbeWei
 
 
 def _pool(layers: Layers, bias: Floats) -> ProbeWeights:
-    # A bias of the query adds the same number to the logits of all positions, so the softmax does
-    # not change. The weights of an average sum to 1, so the bias of the value is added unchanged.
+    # A bias of the query adds the same number to the logits of all positions. Therefore the softmax
+    # does not change. The weights of an average sum to 1. Therefore the value's bias is added.
     (query, _), (value, of_value) = layers
     if bias.size != 1 or of_value.shape != np.atleast_2d(value).shape[:1]:
         raise SpecError(

@@ -1,29 +1,29 @@
-"""Scores, features, sweeps and attention as pictures, for notebooks and as files. Needs no engine.
+"""Pictures of scores, features, sweeps and attention, in notebooks and in files. Needs no engine.
 
-strip.py         the tokens of an answer, coloured by a probe's score
+strip.py         the tokens of an answer, coloured by the scores of a probe
 page.py          several strips with one legend
-side.py          two answers side by side
+side.py          two answers next to each other
 heatmap.py       a grid of numbers, such as the table of a sweep
 sparse.py        likeliest tokens by layer and position; strongest features of each token
 attention.py     attention patterns of heads
 result.py        an overview of a result
-feature_page.py  features: their strongest tokens, histograms and densities
-monitors.py      the operator's page: what a server's monitors find, and the plugin's state
+feature_page.py  strongest tokens, histograms and densities of features
+monitors.py      the operator's page: the findings of monitors, and the plugin's state
 harvest.py       counts and figures of a harvest
-parts.py         the JSON of which every view is made
+parts.py         the JSON of all views
 scope.js         draws the JSON, in a notebook and in a file; scope.css is its style
-live.js          gets data from a server at intervals, and draws them
+live.js          gets data from a server at intervals, and draws the data
 static.py        draws the JSON as HTML without a script
 checks.py        checks of the functions' arguments
-document.py      what all views share: the notebook's output, the widget, the file
+document.py      the base of all views: the notebook's output, the widget, the file
 widget.py        the view in a notebook, drawn by scope.js
 
     from vllm_scope.views import token_strip
-    strip = token_strip(texts, out.scope.scores["risk"], threshold=0.5)  # a notebook shows it
-    strip.widget()  # with movement by keyboard; `.show(another)` draws another view in it
-    strip.save("strip.html")  # writes a page
+    strip = token_strip(texts, out.scope.scores["risk"], threshold=0.5) # a notebook shows the strip
+    strip.widget() # with keyboard control; `.show(another)` draws another view
+    strip.save("strip.html") # writes a page
 
-A view loads nothing from elsewhere, and no text of a model or of a user becomes markup.
+A view does not load external content. A text of a model or of a user never becomes markup.
 """
 
 from vllm_scope.views.attention import attention_map

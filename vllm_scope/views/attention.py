@@ -1,8 +1,7 @@
-"""The attention pattern: for each head, the weight with which a token attends to itself and to each
-token before it.
+"""The attention pattern of each head: the weights with which tokens attend to earlier tokens.
 
 Owns:  `attention_map`.
-From:  rows of q and k in a result, or weights.   To: a notebook, a file.
+From:  a result's rows of q and k, or weights. To: a notebook, a file.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from vllm_scope.views.parts import Part, cell, choice, colour, grid, legend
 if TYPE_CHECKING:
     from vllm_scope.results.result import ScopeResult
 
-#: The largest number of cells of a view, so that its page has at most about 10 MB.
+#: The largest number of cells of a view. Then the page has at most about 10 MB.
 MOST_CELLS = 262_144
 
 
@@ -32,22 +31,22 @@ def attention_map(
     heads: Iterable[int] | None = None,
     tokens: Sequence[str] | None = None,
 ) -> Picture:
-    """A picture of the attention patterns of some heads; the reader chooses one head.
+    """A picture of the attention patterns of some heads. The reader chooses one head.
 
     Args:
-        found: a result with the layer's rows of `q` and `k`, as
-            `vllm_scope.analysis.attention.attention_pattern` needs them; the queries are the
-            positions of the rows of `q`. Or weights, [num_heads, num_queries, num_keys] on the CPU;
-            the queries are then the last num_queries positions.
-        layer: a layer of the result; None for weights.
-        heads: the heads that are shown; None: all.
+        found: a result with the rows of `q` and `k` that
+            `vllm_scope.analysis.attention.attention_pattern` needs; the queries are the positions
+            of the rows of `q`. Or weights, [num_heads, num_queries, num_keys] on the CPU; the
+            queries are the last num_queries positions.
+        layer: a layer of the result. None for weights.
+        heads: the heads to show. None: all.
         tokens: the text of each token of prompt and answer, from position 0.
 
     Raises:
         KeyError: the result has no rows of q and k of this layer.
-        ScopeError: rows are missing, or the pattern does not follow from q and k.
-        SpecError: `layer` is None for a result, the weights are not numbers or have another
-            shape, a head does not exist, a token is no text, or there are too many cells.
+        ScopeError: rows are missing, or the pattern cannot be computed from q and k.
+        SpecError: `layer` is None for a result, the weights are not numbers or have another shape,
+            a head does not exist, a token is not a text, or there are too many cells.
     """
     of_result = hasattr(found, "keys") and hasattr(found, "positions")
     if of_result and layer is None:

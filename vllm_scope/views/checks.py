@@ -1,7 +1,7 @@
-"""Checks of the arguments of views. Each error is one sentence.
+"""Checks the arguments of views. Each error is one sentence.
 
 Owns:  `expect`, `words_of`, `whole_of`, `texts_of`, `labels_of`, `numbers_of`, `decoder_of`.
-To:    attention, feature_page, monitors, page, result, side, sparse, strip; analysis.
+To:    all views; analysis.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from vllm_scope.errors import SpecError, shown
 
 
 def expect(is_so: bool, name: str, value: object, allowed: str) -> None:
-    """Raise SpecError unless `is_so`. The message has the value and what is allowed."""
+    """Raise SpecError if `is_so` is False. The message has the value, and the allowed values."""
     if not is_so:
         raise SpecError(f"{name} is {shown(value)}; it must be {allowed}.")
 
 
 def words_of(value: str, name: str) -> str:
-    """The value itself. Raises SpecError unless it is a text, such as a title."""
+    """The value unchanged. Raises SpecError if the value is not a text."""
     expect(isinstance(value, str), name, value, "a text")
     return value
 
 
 def whole_of(value: SupportsIndex, name: str) -> int:
-    """The value as an int. Raises SpecError unless it is a whole number."""
+    """The value as an int. Raises SpecError if the value is not a whole number."""
     try:
         found = None if isinstance(value, bool) else index(value)
     except TypeError:
@@ -37,7 +37,7 @@ def whole_of(value: SupportsIndex, name: str) -> int:
 
 
 def decoder_of(tokenizer: Any) -> Callable[[int], str] | None:
-    """A function from a token id to its text; None if `tokenizer` is None.
+    """A function from a token id to the token's text. None if `tokenizer` is None.
 
     Raises:
         SpecError: the tokenizer has no `decode`.
@@ -45,14 +45,14 @@ def decoder_of(tokenizer: Any) -> Callable[[int], str] | None:
     if tokenizer is None:
         return None
     decode = getattr(tokenizer, "decode", None)
-    # bytes, too, have a `decode`
+    # bytes also have a `decode`
     is_one = callable(decode) and not isinstance(tokenizer, str | bytes | type)
     expect(is_one, "tokenizer", tokenizer, "one with `decode`, such as llm.get_tokenizer()")
     return lambda token: str(tokenizer.decode([token]))
 
 
 def texts_of(value: Sequence[str] | None, name: str) -> tuple[str, ...]:
-    """The texts of a list; empty for None. Raises SpecError if an item is not a text."""
+    """The texts of a list; () for None. Raises SpecError if an item is not a text."""
     given = () if value is None else _items(value)
     found = () if given is None else tuple(given)
     is_so = given is not None and all(isinstance(one, str) for one in found)
@@ -61,17 +61,17 @@ def texts_of(value: Sequence[str] | None, name: str) -> tuple[str, ...]:
 
 
 def _items(value: object) -> list[Any] | None:
-    """The items of a list or of another iterable object; None for a text and all other values."""
+    """The items of a list or of another iterable object. None for a text and for other values."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         return None
     try:
         return list(value)
-    except TypeError:  # an array or a tensor of one number
+    except TypeError:  # an array or a tensor without axes
         return None
 
 
 def labels_of(value: Mapping[int, str] | None) -> Mapping[int, str]:
-    """The labels, feature's number -> text; empty for None. Raises SpecError for other values."""
+    """The labels: a feature's number -> text. Empty for None. Raises SpecError for other values."""
     is_so = value is None or (
         isinstance(value, Mapping)
         and all(isinstance(i, int) and isinstance(label, str) for i, label in value.items())
@@ -86,8 +86,8 @@ def numbers_of(
     """The whole numbers of a list.
 
     Args:
-        there: the numbers that are allowed; None: any.
-        of: the allowed numbers in words, for the message: "the layer has heads 0 to 3".
+        there: the allowed numbers. None: any number.
+        of: a description of the allowed numbers, such as "the layer has heads 0 to 3".
 
     Raises:
         SpecError: `value` is not a list of whole numbers, or a number is not allowed.

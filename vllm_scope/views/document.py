@@ -1,11 +1,11 @@
-"""What all views share: how a notebook and a file show the parts.
+"""The base of all views: how a notebook and a file show the parts.
 
-Owns:  View; Picture, a view that only has parts; `live_page`, which draws a server's data.
+Owns:  View; Picture, a view of given parts; `live_page`, a page that draws a server's data.
 To:    every view; server.pages.
 
-Promise: a saved page has no address, and no script but scope.js. Its policy allows this script, by
-hash; it allows no other script, and no load. A live page has live.js too, and may send requests
-only to its own server.
+Promise: a saved page has no address, and only the script scope.js. The page's policy allows this
+script by its hash. The policy forbids all other scripts and all loads. A live page also has
+live.js, and can send requests only to its own server.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vllm_scope.views.static import html_of
 if TYPE_CHECKING:
     from vllm_scope.views.widget import ScopeWidget
 
-#: The module and the style of all views; and a live page's second script.
+#: The script and the style of all views, and the second script of a live page.
 MODULE, STYLE, LIVE = map(Path(__file__).with_name, ("scope.js", "scope.css", "live.js"))
 
 _PAGE: Final = """<!doctype html>
@@ -61,8 +61,8 @@ def _script(live: bool) -> tuple[str, str]:
 
 
 def _page(title: str, data: Mapping[str, object], live: bool = False) -> str:
-    """The HTML of a whole page that draws the data."""
-    # Each "<" is escaped, so that nothing in the data ends the script element.
+    """The HTML of a page that draws the data."""
+    # Each "<" is escaped. Then the data cannot end the script element.
     text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     return _PAGE.format(
         title=escape(visible(title)), style=STYLE.read_text(encoding="utf-8"), data=text,
@@ -71,7 +71,7 @@ def _page(title: str, data: Mapping[str, object], live: bool = False) -> str:
 
 
 def _policy(live: bool) -> str:
-    """A page's content security policy. A live page may send requests to its own server."""
+    """A page's content security policy. A live page can send requests to its own server."""
     own = "; connect-src 'self'; form-action 'none'; base-uri 'none'" if live else ""
     digest = _script(live)[1]
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'{own}"
@@ -80,16 +80,16 @@ def _policy(live: bool) -> str:
 def live_page(
     title: str, address: str, every_s: float, timeout_s: float
 ) -> tuple[str, dict[str, str]]:
-    """A page that repeatedly gets a view's data from its server and draws them. First the page asks
-    its reader for the API key and the operator's key. The page itself has no data.
+    """A page that repeatedly gets a view's data from the server, and draws the data. The page first
+    asks the reader for the API key and the operator's key. The HTML contains no data.
 
     Args:
         address: the address of the data, relative to the page.
-        every_s: seconds from an answer to the next request.
-        timeout_s: seconds that an answer may take.
+        every_s: seconds between an answer and the next request.
+        timeout_s: the timeout of a request in seconds.
 
     Returns:
-        The HTML, and the HTTP headers with which it is sent.
+        The HTML, and the HTTP headers of the answer.
     """
     headers = {
         "Content-Security-Policy": f"{_policy(live=True)}; frame-ancestors 'none'",
@@ -101,7 +101,7 @@ def live_page(
 
 
 class View(ABC):
-    """Something that a notebook shows, and that can be saved."""
+    """A display for notebooks, which can be saved as a page."""
 
     @abstractmethod
     def parts(self) -> list[Part]:
@@ -109,7 +109,7 @@ class View(ABC):
 
     @abstractmethod
     def heading(self) -> str:
-        """The title of the view's page, as plain text."""
+        """The title of the page, as plain text."""
 
     def data(self) -> dict[str, Any]:
         """The JSON from which scope.js draws the view."""
@@ -123,9 +123,8 @@ class View(ABC):
         return f'<div class="vllm-scope"><style>{style}</style>\n{html_of(self.parts())}\n</div>'
 
     def widget(self) -> ScopeWidget:
-        """The view as a notebook's widget, with movement by keyboard and with lists to choose from.
-        The widget's `.show(view)` draws another view in its place, such as the same answer with
-        more tokens.
+        """The view as a notebook's widget, with keyboard control and choice lists. The widget's
+        `.show(view)` replaces the view by another, such as the same answer with more tokens.
 
         Raises:
             ConfigError: anywidget is not installed.
@@ -135,11 +134,11 @@ class View(ABC):
         return ScopeWidget(self)
 
     def page(self) -> str:
-        """The HTML of a whole page."""
+        """The view as the HTML of a page."""
         return _page(self.heading(), self.data())
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the view as a whole page, in UTF-8. An existing file is replaced.
+        """Write the view as an HTML page in UTF-8. An existing file is replaced.
 
         Raises:
             SpecError: the path does not end in .html or .htm.
@@ -152,7 +151,7 @@ class View(ABC):
 
 @dataclass(frozen=True, repr=False)
 class Picture(View):
-    """A view that only has parts."""
+    """A view with given parts."""
 
     title: str
     content: Sequence[Part]

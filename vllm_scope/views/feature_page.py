@@ -1,10 +1,9 @@
-"""A page of features: the strongest tokens in context, a histogram and the density of each.
+"""A page with the strongest tokens, a histogram and the density of each feature.
 
 Owns:  FeaturePage, `feature_page`.
-From:  saes.max_activating (a table), strip.   To: a file, a notebook.
+From:  saes.max_activating, strip. To: a file, a notebook.
 
-The reader opens and closes a feature by mouse or keyboard. At first, only the first feature is
-open.
+The reader opens and closes features by mouse or keyboard. At first, only the first feature is open.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from vllm_scope.views.document import View
 from vllm_scope.views.parts import Part, bar, bars, legend, section, text
 from vllm_scope.views.strip import TokenStrip
 
-#: The largest number of features without a label that are shown if the caller names no features;
-#: and the number of tokens that are shown for each feature.
+#: Default limits: the number of features without a label, and of tokens for each feature.
 MOST_FEATURES, MOST_TOKENS = 100, 8
 _LEGEND = legend(
     "0", "the feature's largest value", "the middle of the colours is 0",
@@ -36,9 +34,13 @@ _LEGEND = legend(
 
 @dataclass(frozen=True, eq=False)
 class _Feature:
-    """The numbers and texts that a page shows of one feature. `strips` show the strongest tokens in
-    context. `usual` has the commonest text among the strongest tokens, the number of strongest
-    tokens with this text, and the number of all strongest tokens."""
+    """The numbers and texts of one feature on a page.
+
+    Attributes:
+    strips: the strongest tokens in context.
+    usual: the most frequent text among the strongest tokens, the number of strongest tokens
+    with this text, and the number of all strongest tokens.
+    """
 
     index: int
     label: str
@@ -53,7 +55,7 @@ class _Feature:
 
 @dataclass(frozen=True, repr=False)
 class FeaturePage(View):
-    """A page of features, one below the other. At first, only the first feature is open."""
+    """A page of features, one below the other."""
 
     title: str
     intro: Sequence[str]
@@ -77,19 +79,18 @@ def feature_page(
     strongest: int = MOST_TOKENS,
     intro: Sequence[str] = (),
 ) -> FeaturePage:
-    """A page of features; `.save(path)` writes it.
+    """A page of features. `.save(path)` writes the page to a file.
 
     Args:
         decode: returns the text of a token id, such as `lambda i: tokenizer.decode([i])`.
-        features: numbers of the features, in the order of the page. None: those with a label, then
-            the 100 that are active most often.
-        labels: number of a feature -> a word or two about the feature.
-        strongest: the most tokens of each feature that are shown.
-        title, intro: plain text; `intro` is a list of paragraphs.
+        features: numbers of the features, in the order of the page. None: all features with a
+            label, then the 100 most frequently active features.
+        labels: number of a feature -> a short description.
+        strongest: the largest number of tokens to show for each feature.
+        title, intro: plain text. `intro` is a list of paragraphs.
 
     Raises:
-        SpecError: `found` is no table, the SAE does not have a named feature, or no feature is
-            active.
+        SpecError: `found` is not a table, a feature does not exist, or no feature is active.
     """
     expect(
         isinstance(found, MaxActivating), "found", found,
@@ -161,7 +162,7 @@ def _section(one: _Feature, is_open: bool) -> Part:
 
 
 def _histogram(one: _Feature) -> Part:
-    """A histogram from 0 to the largest value. Each bar says its range and count."""
+    """A histogram from 0 to the largest value. Each bar has its range and count as text."""
     num_bars = int(np.flatnonzero(one.counts).max(initial=0)) + 1
     most = int(one.counts.max())
     each = [

@@ -1,7 +1,7 @@
 """A page of a harvest: its counts, its settings, and the figures of each stream.
 
 Owns:  HarvestPage.
-From:  a manifest, `vllm_scope.harvests.manifest`.
+From:  harvests.manifest.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The heat map: a number for each row and column of a grid, coloured.
+"""The heat map: a grid of numbers, with a colour for each cell.
 
 Owns:  HeatMap.
 From:  sweeps.table.   To: a notebook, a file.
 
-Colour is never the only sign: each cell has its number as text.
+Each cell shows its number as text too.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class HeatMap(View):
     """A grid of numbers in colour.
 
     Attributes:
-        values: float64 [num_rows, num_columns]; NaN: the cell is empty.
+        values: float64 [num_rows, num_columns]. NaN: the cell is empty.
         rows, columns: the name of each row and of each column.
-        titles: the title of the rows, and that of the columns.
-        middle: the number at the middle of the colours.
+        titles: the title of the rows, and the title of the columns.
+        middle: the number at the middle of the colour scale.
         caption: the text above the grid.
     """
 
@@ -39,7 +39,7 @@ class HeatMap(View):
 
     @property
     def spread(self) -> float:
-        """The largest distance of a number from the middle, at which a colour is strongest."""
+        """The largest distance of a number from the middle: the strongest colour."""
         finite = self.values[np.isfinite(self.values)]
         return float(np.abs(finite - self.middle).max(initial=0)) or 1.0
 

@@ -1,17 +1,17 @@
-/* The script of a live page: it asks the reader for the keys, and then gets a view's JSON from the
-   server and draws it, again and again. In the page this script follows scope.js, which defines
-   `element` and `draw`. Saved pages do not have this script. */
+/* The script of a live page. The script asks the reader for the keys. Then it repeatedly gets a
+   view's JSON from the server, and draws the view. In the page this script comes after scope.js,
+   which defines `element` and `draw`. Saved pages do not have this script. */
 
-/** Draw the view that a server sends, again and again. The reader types the keys. They stay in this
-    function, are sent as headers, and are gone when the reader leaves the page.
+/** Repeatedly get a view from the server, and draw the view. The reader types the keys. Only this
+    function stores the keys, and it sends them as headers.
     @param live the address of the view's JSON, relative to the page.
-    @param every_s seconds from an answer to the next request.
-    @param timeout_s seconds that an answer may take. */
+    @param every_s seconds between an answer and the next request.
+    @param timeout_s the timeout of a request, in seconds. */
 function drawLive(root, { live, every_s, timeout_s }) {
   const field = (name, made) => element("label", {}, name, made);
   const [api, admin] = [0, 1].map(() =>
     element("input", { type: "password", autocomplete: "off", spellcheck: "false" }));
-  // The inputs have no names, and the method is "post", so that a key never gets into an address.
+  // The inputs have no names, and the method is "post". Therefore a key never gets into an address.
   const form = element("form", { class: "keys", method: "post" }, field("API key", api),
     field("Operator's key", admin), element("button", {}, "Show"));
   const pause = element("button", { type: "button", "aria-pressed": "false" }, "Pause");
@@ -23,7 +23,7 @@ function drawLive(root, { live, every_s, timeout_s }) {
   bar.hidden = true;
   root.before(form, failed, bar);
 
-  // While a key or a button is down, nothing is drawn: it must act on the elements that are there.
+  // While a key or a button is down, nothing is drawn. The event must reach the current elements.
   const hold = down => () => {
     held = down;
     if (!down && later) setTimeout(() => show(later));
@@ -36,7 +36,7 @@ function drawLive(root, { live, every_s, timeout_s }) {
     if (!held && view && headers) draw(root, view, state);
   };
 
-  /** Ask for the keys again, and remove what was drawn with the old keys. */
+  /** Ask for the keys again, and remove the view that was drawn with the old keys. */
   const refuse = why => {
     headers = later = null;
     turn++;
@@ -95,7 +95,7 @@ function drawLive(root, { live, every_s, timeout_s }) {
   });
 }
 
-/** Draw a live page, after the element that has the address of the page's data. */
+/** Draw a live page, after the element with the address of the data. */
 function drawLivePage() {
   const data = document.querySelector("script.vllm-scope-data");
   const root = element("main");

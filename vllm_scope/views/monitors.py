@@ -1,8 +1,7 @@
-"""The operator's page: the rates, scores, threshold and last verdicts of each monitor, and the
-plugin's state.
+"""The operator's page: the findings of each monitor, and the plugin's state.
 
 Owns:  `monitor_page`.
-From:  control.activity.   To: server.pages (live), cli.monitor (a file), a notebook.
+From:  control.activity. To: server.pages, cli.monitor, a notebook.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from vllm_scope.views.checks import expect, words_of
 from vllm_scope.views.document import Picture
 from vllm_scope.views.parts import Part, bar, bars, cell, grid, heading, section, text
 
-#: The largest number of monitors that are open at first.
+#: The number of monitors that are open at the start.
 _MOST_OPEN = 4
-#: Seconds of a bar, and number of bars, in the histogram of the last ten minutes' requests.
+#: In the histogram of requests: the seconds of one bar, and the number of bars.
 _BAR_S, _NUM_BARS = 2 * SLICE_S, 60
 _COUNTERS = {
     "rows": "rows", "bytes": "bytes", "drops": "rows dropped", "errors": "errors",
@@ -31,11 +30,11 @@ def monitor_page(activity: Activity, title: str = "Monitors") -> Picture:
     """A page of a server's monitors.
 
     Args:
-        activity: what the monitors have found, as `ScopeClient.activity()` returns it.
+        activity: the findings of the monitors, as `ScopeClient.activity()` returns them.
         title: the title of the page, as plain text.
 
     Raises:
-        SpecError: `activity` is no Activity, or the title is no text.
+        SpecError: `activity` is not an Activity, or the title is not a text.
     """
     is_activity = isinstance(activity, Activity)
     expect(is_activity, "activity", activity, "an Activity, such as ScopeClient.activity() returns")
@@ -56,7 +55,7 @@ def _date(time_s: float) -> str:
 
 
 def time_of(time_s: float) -> str:
-    """The time of day, UTC."""
+    """The time of day in UTC, as text."""
     return f"{datetime.fromtimestamp(time_s, UTC):%H:%M:%S}"
 
 
@@ -80,12 +79,12 @@ def _overview(activity: Activity) -> Part:
 
 
 def share(one: Found) -> str:
-    """The share of a monitor's requests that have a verdict, as text."""
+    """The share of a monitor's requests with a verdict, as text."""
     return f"{one.verdicts / one.requests:.1%}" if one.requests else "-"
 
 
 def place(one: Found) -> str:
-    """The site and the layers of a monitor, and the monitor that its `after` names, as text."""
+    """The site and the layers of a monitor, and the monitor in its field `after`, as text."""
     told = " ".join([one.site, ", ".join(map(str, one.layers))]).strip()
     return told if one.after is None else f"{told}, after {one.after}"
 
@@ -103,14 +102,14 @@ def _monitor(name: str, one: Found, now_s: float, index: int) -> Part:
     facts = f"{one.requests:,} requests, {one.verdicts:,} verdicts since {since}"
     shown = [text(f"{place(one)}, above {one.threshold:g}: {one.action}."), _scores(one)]
     shown += [_requests(one, now_s), _recent(one)]
-    # The id has the monitor's name, not its index in the page. So a section that the reader has
-    # opened stays open if other monitors are added or removed.
+    # The id has the monitor's name, not the monitor's index. If other monitors are added or
+    # removed, a section that the reader has opened stays open.
     id = f"monitor-{quote(name, safe='', errors='replace')}"
     return section(name, one.action, facts, shown, id, index < _MOST_OPEN)
 
 
 def _scores(one: Found) -> Part:
-    """A histogram of scores. It has at least one bar on each side of the threshold."""
+    """A histogram of scores, with at least one bar on each side of the threshold."""
     histogram = one.histogram
     if not histogram.counts:
         return text("No score yet.")
@@ -135,7 +134,7 @@ def _scores(one: Found) -> Part:
 
 
 def _requests(one: Found, now_s: float) -> Part:
-    """A histogram of requests: a bar for each _BAR_S seconds of the last ten minutes."""
+    """A histogram of requests, with one bar for each _BAR_S seconds of the last ten minutes."""
     end = (int(now_s) // _BAR_S + 1) * _BAR_S
     start = end - _NUM_BARS * _BAR_S
     counts = [[0, 0] for _ in range(_NUM_BARS)]
@@ -173,13 +172,13 @@ def _recent(one: Found) -> Part:
 
 
 def mib(num_bytes: float, most: float | None = None) -> str:
-    """A number of bytes in MiB, and the bound `most` if there is one, as text."""
+    """A number of bytes in MiB, and the limit `most` if given, as text."""
     told = f"{num_bytes / 2**20:,.1f}"
     return f"{told} MiB" if most is None else f"{told} of {most / 2**20:,.1f} MiB"
 
 
 def fill(ring: Ring) -> str:
-    """How much of a ring is in use, in percent, as text."""
+    """The used share of a ring in percent, as text."""
     return f"{ring.used_bytes / ring.num_bytes:.1%}" if ring.num_bytes else "-"
 
 

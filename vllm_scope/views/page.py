@@ -1,4 +1,4 @@
-"""A page of token strips with one legend, so that a colour means the same score in each.
+"""A page of token strips with one legend. A colour means the same score in each strip.
 
 Owns:  TokenPage.
 From:  strip.   To: a file, a notebook.
@@ -19,7 +19,7 @@ from vllm_scope.views.strip import TokenStrip, score_legend
 
 @dataclass(frozen=True, repr=False)
 class TokenPage(View):
-    """Strips under headings. `intro` has the paragraphs above them."""
+    """Strips under headings. `intro` has the paragraphs above the strips."""
 
     title: str
     groups: Mapping[str, Sequence[TokenStrip]]
@@ -44,15 +44,15 @@ def token_page(
     *,
     intro: Sequence[str] = (),
 ) -> TokenPage:
-    """A page of strips; `.save(path)` writes it.
+    """A page of strips. `.save(path)` writes the page to a file.
 
     Args:
-        title, intro: plain text; `intro` is a list of paragraphs.
-        strips: the strips in their order; or heading -> the strips below that heading.
+        title, intro: plain text. `intro` is a list of paragraphs.
+        strips: a list of strips, or a mapping: heading -> the strips below the heading.
 
     Raises:
-        SpecError: there is no strip, an item is no strip, the strips' thresholds differ, or the
-            title is no text.
+        SpecError: `strips` is empty, an item or the title has a wrong type, or the thresholds
+            differ.
     """
     words_of(title, "title")
     groups = strips if isinstance(strips, Mapping) else {"": strips}

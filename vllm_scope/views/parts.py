@@ -1,10 +1,10 @@
-"""The parts of which every view is made, as JSON: scope.js and static.py draw them.
+"""The parts of views, as JSON. scope.js and static.py draw the parts.
 
 Owns:  the fields of each kind of part, and `visible`.
-To:    every view, which makes parts; static and scope.js, which draw them.
+To:    every view; static.py and scope.js.
 
-Promise: a part has no number that JSON lacks (NaN, infinity) and no control character but the
-newline. Python makes all words and numbers that are shown, so scope.js and static.py show the same.
+Promise: a part never contains NaN, infinity, or a control character other than the newline. Python
+makes all shown texts and numbers. Therefore scope.js and static.py show the same content.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ Part = dict[str, Any]
 
 
 def visible(text: str) -> str:
-    """The text with a sign for each character that is not printed, such as `⏎` or `\\u202e`.
+    """The text, with a visible sign for each character that is not printable, such as `⏎` or
+    `\\u202e`.
 
-    A new line still begins after each `⏎`. An empty text becomes `∅`.
+    After each `⏎` there is still a line break. An empty text becomes `∅`.
     """
     shown = (c if c.isprintable() else "⏎\n" if c == "\n" else _escaped(c) for c in text)
     return "".join(shown) or "∅"
 
 
 def line(text: str) -> str:
-    """The text as `visible` makes it, but in one line."""
+    """The text as `visible` returns it, but without line breaks."""
     return visible(text).replace("\n", "")
 
 
@@ -36,10 +37,10 @@ def _escaped(character: str) -> str:
 
 
 def colour(value: float, middle: float, spread: float) -> float | None:
-    """The place of a value on the scale of colours, -1 (low) to 1 (high); None for NaN.
+    """The place of a value on the colour scale, -1 (low) to 1 (high). None for NaN.
 
     Args:
-        spread: distance from the middle at which a colour is strongest.
+        spread: the distance from the middle at which the colour is strongest.
     """
     return None if math.isnan(value) else round(min(max((value - middle) / spread, -1), 1), 3)
 
@@ -57,12 +58,12 @@ def legend(
     low: str, high: str, note: str, marks: Iterable[tuple[str, tuple[str, ...]]] = (),
     up: bool = False,
 ) -> Part:  # fmt: skip
-    """A legend: what colours and marks mean.
+    """A legend: the meaning of colours and marks.
 
     Args:
         low, high: the ends of the scale.
-        marks: pairs of a text, and the marks of an item that the text explains.
-        up: True: the scale has no low side, so it begins at the colour of the middle.
+        marks: pairs: a text, and the marks that the text explains.
+        up: True if the scale has no low side, and begins at the colour of the middle.
     """
     shown = [{"text": line(words), "marks": list(names)} for words, names in marks]
     return {"kind": "legend", "low": low, "high": high, "note": note, "marks": shown, "up": up}
@@ -72,7 +73,7 @@ def item(words: str, part: float | None, said: str, marks: Iterable[str] = ()) -
     """A token of a strip.
 
     Args:
-        part: the token's colour, -1 to 1; None: no colour.
+        part: the token's colour, -1 to 1. None: no colour.
         said: the token's numbers, as text.
         marks: names of the token's marks: "above", "unscored", "verdict", "differs".
     """
@@ -87,7 +88,7 @@ def cell(words: str, part: float | None = None, more: Iterable[tuple[str, float]
     """A cell of a grid.
 
     Args:
-        more: lines that are shown when the cell is chosen, each with the length of its bar, 0 to 1.
+        more: lines that a chosen cell shows: pairs of text and bar length, 0 to 1.
     """
     lines = [{"text": line(told), "part": round(length, 3)} for told, length in more]
     return {"text": line(words), "part": part} | ({"more": lines} if lines else {})
@@ -100,9 +101,9 @@ def grid(
     """A table with headers.
 
     Args:
-        cells: by row; None is an empty cell.
-        titles: the title of the rows, and that of the columns; each may be empty.
-        style: "words" for cells of text, "tight" for small cells that show colour alone.
+        cells: the cells of each row. None is an empty cell.
+        titles: the title of the rows, and the title of the columns. A title can be empty.
+        style: "words" for cells with text; "tight" for small cells that show only a colour.
     """
     return {
         "kind": "grid", "caption": line(caption) if caption else "",
@@ -113,7 +114,7 @@ def grid(
 
 
 def section(title: str, name: str, facts: str, parts: Sequence[Part], id: str, open: bool) -> Part:
-    """A section that the reader opens and closes: parts below a line of facts."""
+    """A section that the reader can open and close: a line of facts, and parts below the line."""
     return {
         "kind": "section", "title": line(title), "name": line(name) if name else "",
         "facts": line(facts), "parts": list(parts), "id": id, "open": open,
@@ -124,9 +125,9 @@ def bar(height: float, said: str, above: float = 1.0) -> Part:
     """A bar of a histogram.
 
     Args:
-        height: 0 to 1. Any height above 0 is visible, however small it is.
-        said: what the bar counts, as text.
-        above: the part of the bar, 0 to 1, that has the colour of values above a threshold.
+        height: 0 to 1. Even the smallest height above 0 is visible.
+        said: the meaning of the bar, as text.
+        above: the share of the bar, 0 to 1, that has the colour for values above a threshold.
     """
     part = max(round(height, 4), 1e-4) if height > 0 else 0
     return {"part": part, "said": line(said), "above": round(above, 3)}
@@ -138,8 +139,8 @@ def bars(
     """A histogram.
 
     Args:
-        said: what the histogram shows, for a screen reader.
-        mark: the index of a bar before which a line is drawn, and what the line means.
+        said: the meaning of the histogram, for a screen reader.
+        mark: the index of the bar after the line that marks a value, and the meaning of the line.
     """
     shown = {"at": mark[0], "said": line(mark[1])} if mark is not None else None
     return {
@@ -149,12 +150,12 @@ def bars(
 
 
 def choice(label: str, options: Iterable[tuple[str, Sequence[Part]]]) -> Part:
-    """Named lists of parts, of which the reader chooses one."""
+    """Named lists of parts. The reader chooses one list."""
     return {"kind": "choice", "label": line(label), "options": _named(options)}
 
 
 def side(options: Iterable[tuple[str, Sequence[Part]]]) -> Part:
-    """Named lists of parts beside each other."""
+    """Named lists of parts, next to each other."""
     return {"kind": "side", "options": _named(options)}
 
 

@@ -1,4 +1,4 @@
-"""An overview of a result: its status, what arrived, and its scores token by token.
+"""An overview of a result: the status, the arrived values, and the scores of each token.
 
 Owns:  `result_picture`.
 From:  results.result.   To: a notebook, a file.
@@ -19,15 +19,15 @@ from vllm_scope.views.strip import token_strip
 if TYPE_CHECKING:
     from vllm_scope.results.result import ScopeResult
 
-#: The largest number of probes that have a strip, and the largest number of tokens of each strip.
+#: The largest number of strips (one for each probe), and of tokens in each strip.
 MOST_STRIPS, MOST_TOKENS = 4, 512
 
 
 def result_picture(result: ScopeResult, tokenizer: Any = None) -> Picture:
-    """Status, counts, a table of what arrived, and a strip for each of the first probes.
+    """A picture: the status, counts, a table of arrived values, and strips of the first probes.
 
     Args:
-        tokenizer: an object with `decode`; if None, token ids are shown.
+        tokenizer: an object with `decode`. None: token ids are shown.
 
     Raises:
         SpecError: the tokenizer has no `decode`.

@@ -1,19 +1,19 @@
-/* Draws views from JSON: in a notebook (anywidget calls `render`), and in a saved page, which has
-   this module, its data, and a call of `drawPage`.
+/* Draws views from JSON. In a notebook, anywidget calls `render`. A saved page has this module, the
+   data, and a call of `drawPage`.
 
-   A view is {parts: [...]}; each part has a `kind`, the name of a function in DRAW, and the fields
-   that vllm_scope/views/parts.py lists. Every text becomes a text node or an attribute, never
-   markup.
+   A view is {parts: [...]}. Each part has a `kind`, which is the name of a function in DRAW.
+   vllm_scope/views/parts.py lists the other fields. A text becomes a text node or an attribute,
+   never markup.
 
-   Keys: Tab goes from one strip or grid to the next; the arrow keys, Home and End go from item to
-   item within a strip or grid. The numbers of the item that has the focus, or is under the pointer,
-   are shown below. */
+   Keys: Tab goes to the next strip or grid. The arrow keys, Home and End go from item to item in a
+   strip or grid. A line below the items shows the numbers of the item with the focus, or of the
+   item under the pointer. */
 
 const DRAW = { text, heading, legend, strip, grid, section, bars, choice, side };
 
-/** Draw a view into an element, in place of the element's children. `state` is a Map, empty before
-    the first drawing. It keeps, from one drawing to the next, which item of a part has the focus
-    and what is open. */
+/** Draw a view into an element, and replace the element's children. `state` is a Map. It is empty
+    before the first drawing. `state` keeps the focused items and the open sections between two
+    drawings. */
 function draw(root, view, state) {
   const active = root.getRootNode().activeElement;
   const focused = active && root.contains(active) ? active.closest("[data-key]")?.dataset.key : null;
@@ -22,14 +22,14 @@ function draw(root, view, state) {
   root.replaceChildren(...drawn(view.parts ?? [], { key: "", state }));
   root.querySelectorAll("div.grid").forEach((grid, i) => { grid.scrollLeft = scrolled[i] ?? 0; });
   const there = focused && root.querySelector(`[data-key="${CSS.escape(focused)}"]`);
-  // The page stays where the reader has scrolled it.
+  // The focus must not change the scroll position of the page.
   if (there) (there.querySelector('[tabindex="0"]') ?? there).focus({ preventScroll: true });
 }
 
-/** The elements of some parts. A part's key is its kind and place: "side0.1.strip2" is the third
-    part of the second option of the first part. Because a key has the kind, the state of a strip is
-    never used for a grid in the same place. A section has its id as its place, because other
-    sections may come and go before it. */
+/** The elements of some parts. A part's key is its kind and place. "side0.1.strip2" is the third
+    part of the second option of the first part. The key contains the kind. Therefore a grid never
+    gets the state of a strip in the same place. The place of a section is the section's id, because
+    the number of sections before the section can change. */
 function drawn(parts, { key, state }) {
   return parts.map((part, i) => {
     const place = part.kind === "section" ? `[${part.id}]` : i;
@@ -72,16 +72,16 @@ function tint(item, part) {
   item.style.setProperty("--p", part.toFixed(3));
 }
 
-/** What an item says in one line, for screen readers. */
+/** The text of an item in one line, for screen readers. */
 function label(said, more = []) {
   return [said, ...more.map(line => line.text)].join("; ");
 }
 
-/** Let the keyboard and the pointer move over items.
-    @param figure the element of the items; gets a line below, which shows an item's numbers.
-    @param rows [[{item, said, more}]], in the order of reading.
-    @param beside (row, column, step) -> the [row, column] to which the key arrow up (step -1) or
-    arrow down (1) leads; null if it leads nowhere. */
+/** Add keyboard and pointer control to items.
+    @param figure the element of the items. This function adds a line that shows an item's numbers.
+    @param rows [[{item, said, more}]], in reading order.
+    @param beside (row, column, step) -> the target [row, column] of the key arrow up (step -1) or
+    arrow down (step 1). null if there is no target. */
 function navigable(figure, rows, { key, state }, beside) {
   const told = element("div", { class: "told", "aria-hidden": "true" });
   const places = new Map();
@@ -149,7 +149,7 @@ function strip(part, at) {
     { class: "tokens", role: "listbox", dir: "auto", "aria-label": part.caption || "Tokens",
       "aria-orientation": "horizontal" });
   const row = part.items.map(({ text, part: p, said, marks = [] }) => {
-    // The line break comes after the frame of the line's last token.
+    // The line break must come after the frame of the line's last token.
     const end = text.endsWith("\n") ? "\n" : "";
     const seen = end ? text.slice(0, -1) : text;
     const item = element("span", { class: ["t", ...marks].join(" "), role: "option",
@@ -166,7 +166,7 @@ function strip(part, at) {
   return figure;
 }
 
-/** Index of the token that is nearest on the next line (step 1) or on the line before (-1). */
+/** Index of the nearest token on the next line (step 1) or on the line before (step -1). */
 function lineBeside(row, from, step) {
   const box = i => row[i].item.getClientRects()[0] ?? row[i].item.getBoundingClientRect();
   const start = box(from);
@@ -251,7 +251,7 @@ function bars(part, at) {
   return figure;
 }
 
-/** One of several options, which the reader chooses from a list. */
+/** Several options. The reader chooses one option from a list. */
 function choice(part, at) {
   const options = part.options.map((option, i) => element("option", { value: i }, option.name));
   const select = element("select", { "data-key": at.key }, ...options);
@@ -278,7 +278,7 @@ function side(part, at) {
 
 /* --- Where views are drawn --- */
 
-/** Draw the views of a saved page, each after the element that has its data. */
+/** Draw the views of a saved page. Each view comes after the element with the view's data. */
 function drawPage() {
   for (const data of document.querySelectorAll("script.vllm-scope-data")) {
     const root = element("main");
@@ -287,9 +287,9 @@ function drawPage() {
   }
 }
 
-/** For anywidget: draw the model's `view`, and again whenever it changes. */
+/** For anywidget: draw the model's `view` now and after each change. */
 function render({ model, el }) {
-  // With this, JupyterLab does not use the keys of this element for its shortcuts.
+  // JupyterLab then does not use the keys of this element for shortcuts.
   el.dataset.lmSuppressShortcuts = "true";
   const state = new Map();
   const redraw = () => draw(el, model.get("view"), state);

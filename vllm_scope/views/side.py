@@ -1,4 +1,4 @@
-"""Two answers side by side, such as a plain and a steered one; tokens that differ are marked.
+"""Two answers next to each other, such as plain and steered. Tokens that differ are marked.
 
 Owns:  `side_by_side`.
 From:  strip.   To: a notebook, a file.
@@ -25,15 +25,14 @@ def side_by_side(
     names: tuple[str, str] = ("plain", "steered"),
     title: str = "Two answers",
 ) -> Picture:
-    """Two answers beside each other, coloured by their scores if they have any.
+    """A picture of two answers next to each other. If answers have scores, scores give the colours.
 
     Args:
-        plain, other: strips with the same threshold; or the texts of tokens, without scores.
+        plain, other: strips with the same threshold, or texts of tokens (without scores).
         names: the names of the two answers.
 
     Raises:
-        SpecError: a token, a name or the title is no text, the thresholds differ, or there are not
-            two names.
+        SpecError: a text has a wrong type, the thresholds differ, or there are not two names.
     """
     words_of(title, "title")
     expect(len(texts_of(names, "names")) == 2, "names", names, "a name for each of the two")

@@ -15,8 +15,7 @@ from vllm_scope.views.checks import decoder_of, expect, labels_of, numbers_of, t
 from vllm_scope.views.document import Picture
 from vllm_scope.views.parts import Part, cell, grid, legend, text
 
-#: The largest number of positions that are shown if the caller names none, and the largest number
-#: of features that are shown at each position.
+#: The default limits of shown positions, and of shown features at each position.
 MOST_POSITIONS, MOST_FEATURES = 64, 8
 
 
@@ -27,18 +26,18 @@ def lens_grid(
     tokens: Sequence[str] | None = None,
     positions: Sequence[int] | None = None,
 ) -> Picture:
-    """A picture of the likeliest next token by position and layer. A cell that is chosen lists all
-    tokens that the lens has for it.
+    """A picture of the likeliest next token by position and layer. If the reader chooses a cell,
+    the picture lists all tokens of the lens for the cell.
 
     Args:
-        found: layer -> its tokens, such as `out.scope.lens["lens"]`.
-        tokenizer: has `decode`, such as `llm.get_tokenizer()`; if None, token ids are shown.
+        found: layer -> the lens's tokens, such as `out.scope.lens["lens"]`.
+        tokenizer: has `decode`, such as `llm.get_tokenizer()`. None: token ids are shown.
         tokens: the text of each token of prompt and answer, from position 0.
-        positions: the positions that are shown, as far as the lens has them; None: the first 64.
+        positions: the positions to show, if the lens has them. None: the first 64.
 
     Raises:
-        SpecError: `found` is no lens, a token is no text, the tokenizer has no `decode`, or the
-            lens has none of the positions.
+        SpecError: `found` is not a lens, a token is not a text, the tokenizer has no `decode`, or
+            the lens does not have any of the positions.
     """
     is_lens = isinstance(found, Mapping) and all(
         hasattr(one, "top") and hasattr(one, "positions") for one in found.values()
@@ -82,13 +81,13 @@ def feature_list(
     Args:
         found: `SparseFeatures`, such as `out.scope.features["toy"]`.
         tokens: the text of each token of prompt and answer, from position 0.
-        labels: number of a feature -> a word or two about the feature.
-        positions: the positions that are shown, as far as `found` has them; None: the first 64.
+        labels: number of a feature -> a short description.
+        positions: the positions to show, if `found` has them. None: the first 64.
         strongest: the most features of each token that are shown.
 
     Raises:
-        SpecError: `found` is no SparseFeatures, a token is no text, `found` has none of the
-            positions, or `strongest` is below 1.
+        SpecError: `found` is not a SparseFeatures, a token is not a text, `found` does not have any
+            of the positions, or `strongest` is below 1.
     """
     is_sparse = hasattr(found, "tokens") and hasattr(found, "top")
     expect(is_sparse, "found", found, "SparseFeatures, such as out.scope.features['toy']")
@@ -112,7 +111,7 @@ def feature_list(
 
 
 def _chosen(there: set[int], asked: Sequence[int] | None) -> tuple[list[int], list[Part]]:
-    """The positions that are shown; and a paragraph that says so if only the first are shown."""
+    """The positions to show. If not all positions are shown, also a paragraph that says this."""
     if asked is not None:
         found = [position for position in numbers_of(asked, "positions") if position in there]
         ends = f"are at positions {min(there)} to {max(there)}" if there else "are at no position"

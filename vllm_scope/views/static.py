@@ -1,11 +1,11 @@
-"""Views as HTML for places that run no scripts, such as a notebook on a code forge, or a report.
+"""Views as HTML without scripts, for example for a notebook on a code forge, or for a report.
 
 Owns:  `html_of`.
 From:  parts.   To: View._repr_html_.
 
-The HTML shows what scope.js shows, without movement by keyboard and lists to choose from. Each
-token has its numbers as a title, and as text that screen readers read. The text is visible while
-the token has the keyboard's focus.
+The HTML shows the same content as scope.js, but without keyboard control and choice lists. Each
+token has its numbers as a title, and as text for screen readers. If the token has the keyboard's
+focus, the text is visible.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _token(item: Part) -> str:
     if item["part"] is not None:
         marks, style = ["scored", *marks], f' style="--p:{item["part"]:.3f}"'
     flag = '<span class="flag" aria-hidden="true">⚑</span>' if "verdict" in marks else ""
-    # The line break comes after the frame of the line's last token.
+    # The line break must follow the frame of the line's last token.
     end = "\n" if text.endswith("\n") else ""
     return (
         f'<span class="{" ".join(["t", *marks])}" role="listitem" tabindex="0" title="{said}"'
@@ -107,8 +107,8 @@ def _bars(part: Part) -> str:
 
 
 def _options(part: Part) -> str:
-    """Options, one below the other, each with its name. The options of a choice open and close; at
-    first, only the first option is open."""
+    """Options with their names, one below the other. The reader can open and close the options of a
+    choice. At the start only the first option is open."""
     if part["kind"] == "side":
         return "\n".join(
             f"<h3>{escape(one['name'])}</h3>\n{html_of(one['parts'])}" for one in part["options"]

@@ -1,9 +1,9 @@
-"""The token strip: the tokens of an answer, each coloured by a probe's score.
+"""The token strip: the tokens of an answer, coloured by the scores of a probe.
 
 Owns:  TokenStrip, its part and its legend.
-From:  texts of tokens, and their scores.   To: a notebook, a file, page.
+From:  texts and scores of tokens. To: a notebook, a file, page.
 
-Colour is never the only sign. A token above the threshold is underlined; the verdict's token has a
+Colour is never the only sign. A token above the threshold is underlined. The verdict's token has a
 flag and a frame. Each token has its value as text.
 """
 
@@ -25,7 +25,7 @@ from vllm_scope.views.parts import Part, colour, item, legend, strip
 
 
 class HasPosition(Protocol):
-    """A `Verdict` of a result or of a client's answer."""
+    """An object with a position, such as a `Verdict`."""
 
     @property
     def position(self) -> int: ...
@@ -33,14 +33,14 @@ class HasPosition(Protocol):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenStrip(View):
-    """The tokens of an answer with a score each; a notebook shows them in colour.
+    """The tokens of an answer with their scores. A notebook shows the tokens in colour.
 
     Attributes:
-        scores: float32 [num_tokens]; NaN: the token has no score.
-        threshold: the middle of the colours; None: the middle is 0, and no token counts as above.
-        verdict: index of the token that has the verdict, or None.
-        first_position: position of `tokens[0]`.
-        caption: the text above the tokens; may be empty.
+        scores: float32 [num_tokens]. NaN: the token has no score.
+        threshold: the middle of the colour scale. None: 0, and no token is marked as above.
+        verdict: the index of the token with the verdict, or None.
+        first_position: the position of `tokens[0]`.
+        caption: the text above the tokens. It can be empty.
         mark: the meaning of the flag, in words.
     """
 
@@ -54,7 +54,7 @@ class TokenStrip(View):
 
     @property
     def spread(self) -> float:
-        """The largest distance of a score from the middle, at which a colour is strongest."""
+        """The largest distance of a score from the middle: the strongest colour."""
         finite = self.scores[np.isfinite(self.scores)].astype(np.float64)
         return float(np.abs(finite - (self.threshold or 0)).max(initial=0)) or 1.0
 
@@ -68,7 +68,7 @@ class TokenStrip(View):
         """The tokens, without the legend.
 
         Args:
-            spread: as the property `spread`; the same for all strips that share a legend.
+            spread: as the property `spread`. Strips with the same legend must have the same spread.
             differs: indices of tokens that are marked as different.
         """
         items = [self._token(i, spread, i in differs) for i in range(len(self.tokens))]
@@ -84,7 +84,7 @@ class TokenStrip(View):
         return item(self.tokens[i], part, self._said(i, differs), marks)
 
     def _is_above(self, i: int) -> bool:
-        # Compared in float32, as in the engine.
+        # The comparison is in float32, as in the engine.
         return self.threshold is not None and bool(self.scores[i] > self.threshold)
 
     def _said(self, i: int, differs: bool) -> str:
@@ -112,24 +112,21 @@ def token_strip(
     first_position: int = 0,
     caption: str = "",
 ) -> TokenStrip:
-    """A strip of tokens coloured by score. A notebook shows it; `.save(path)` writes a page.
+    """A strip of tokens, coloured by score. `.save(path)` writes the strip as a page.
 
     Args:
         tokens: the text of each token, such as `tokenizer.decode([i])`.
         scores: [num_tokens] numbers on the CPU: scores, or aggregates. NaN or None: the token has
-            no score. There may be one score fewer than tokens: the last token was then sampled but
-            not processed, and has no score.
-        threshold: the probe's threshold; None: the middle of the colours is 0, and no token counts
-            as above.
-        verdict: the position that has the verdict, or the `Verdict`.
-        first_position: the position of `tokens[0]`: the number of prompt tokens, if the tokens are
-            the generated ones.
+            no score. One score fewer than tokens is allowed: the last token was sampled but not
+            processed, and therefore has no score.
+        threshold: the probe's threshold. None: no token is marked as above.
+        verdict: the position of the verdict, or the `Verdict`.
+        first_position: the position of `tokens[0]`: the prompt's length for generated tokens.
         caption: plain text above the tokens.
 
     Raises:
-        SpecError: the numbers of tokens and scores disagree; a token is no text, or a score no
-            number; the verdict is at none of the tokens; the threshold is no finite number, the
-            first position no whole number, or the caption no text.
+        SpecError: the numbers of tokens and scores disagree; the position of the verdict is outside
+            the tokens; or an argument has a wrong type or is not finite.
     """
     expect(tokens is not None, "tokens", tokens, "a list of texts")
     texts = texts_of(tokens, "tokens")
@@ -172,7 +169,7 @@ def _as_index(
 
 
 def score_legend(threshold: float | None, spread: float, mark: str = "verdict") -> Part:
-    """The legend of strips: what colours and marks mean."""
+    """The legend of strips: the meaning of colours and marks."""
     middle = threshold or 0.0
     low, high = f"{middle - spread:.3g}", f"{middle + spread:.3g}"
     marks = [(mark, ("verdict",)), ("no score", ("unscored",))]

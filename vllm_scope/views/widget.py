@@ -1,8 +1,7 @@
-"""A view in a notebook, drawn by scope.js. The view may change while it is shown.
+"""A view in a notebook, drawn by scope.js. Another view can replace it in place.
 
 Owns:  ScopeWidget, and `shown_live`.
-Runs:  in the process of a notebook. Importing this module needs anywidget: pip
-       install vllm-scope[notebook].
+Runs:  in a notebook's process. Needs anywidget: pip install vllm-scope[notebook].
 From:  document.
 """
 
@@ -28,8 +27,8 @@ except ImportError as error:
         "notebook show the view itself."
     ) from error
 
-#: The shortest time from one drawing of a changing view to the next: in seconds, and as a multiple
-#: of the time that the drawing took.
+#: The shortest time between two drawings of a changing view: in seconds, and as a multiple of the
+#: duration of the last drawing.
 _EVERY_S, _REST = 0.25, 10
 
 
@@ -44,17 +43,17 @@ class ScopeWidget(anywidget.AnyWidget):
         super().__init__(view=view.data())
 
     def show(self, view: View) -> None:
-        """Draw another view in the place of this one. The item with the focus keeps the focus."""
+        """Replace the view by another view. The item with the focus keeps the focus."""
         self.view = view.data()
 
 
 @contextmanager
 def shown_live(make: Callable[[], View]) -> Iterator[Callable[[], None]]:
-    """Show a changing view in the output of the running cell. Yields a function; call it
-    after each change. The view is drawn at most four times a second, and once more at the end.
+    """Show a changing view in the output of the running cell. Yields a function that the caller
+    calls after each change. The view is drawn at most four times a second, and at the end.
 
     Args:
-        make: returns the view as it is now.
+        make: returns the current view.
     """
     from IPython.display import display
 

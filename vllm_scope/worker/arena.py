@@ -1,11 +1,11 @@
-"""The ring of rows that taps write and the drain empties.
+"""The ring of slots in device memory. Taps write rows to the ring, and the drain copies the rows.
 
-Owns:  the arena tensor, and which part of it a step may write.
-Runs:  in the worker that drains its stage, in device memory.
-From:  plan (how many slots a step needs).   To: graph.tap (writes), drain (copies out).
+Owns:  the arena tensor, and the allocation of regions to steps.
+Runs:  in the worker that delivers the rows of its pipeline stage.
+From:  plan (how many slots a step needs).   To: graph.tap (writes), drain (copies the rows).
 
-Promise: a region is reused only after the fence of its last copy, so a row is never overwritten
-before it is copied. If the ring is full, the stream waits on a GPU; on a CPU, the thread waits.
+Promise: a region is reused only after the fence of its last copy. Therefore no row is overwritten
+before it is copied. If the ring is full, on a GPU the stream waits, and on a CPU the thread waits.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from vllm_scope.transport.spans import SpanRing
 
 
 class HostFence(threading.Event):
-    """An event that the drain thread sets after the copy. The worker's thread waits for it."""
+    """The drain thread sets this event after the copy. The worker's thread waits for the event."""
 
 
 class StreamFence:
-    """A CUDA event after the copy. The current stream waits for the event; the host waits only
-    until the copy is enqueued."""
+    """A CUDA event that follows the copy. The current stream waits for the event. The host waits
+    only until the copy is enqueued."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()
@@ -34,11 +34,11 @@ class StreamFence:
         self._hurry: Callable[[], None] = _nothing
 
     def put_off(self, hurry: Callable[[], None]) -> None:
-        """Note that another thread will enqueue the copy, soon after `hurry` is called."""
+        """Note that another thread will enqueue the copy later. `wait` calls `hurry` if needed."""
         self._enqueued, self._hurry = threading.Event(), hurry
 
     def set(self) -> None:
-        """Record the event: the copy is enqueued on the current stream."""
+        """Record the event on the current stream, on which the copy is enqueued."""
         self._event.record()
         if self._enqueued is not None:
             self._enqueued.set()
@@ -47,7 +47,7 @@ class StreamFence:
         if self._enqueued is not None and not self._enqueued.is_set():
             self._hurry()
             self._enqueued.wait()
-        # Usually the copy is done. To ask takes a fifth of the time of a wait that is enqueued.
+        # Usually the copy is done. A query takes a fifth of the time of an enqueued wait.
         if not self._event.query():
             self._event.wait()
 
@@ -58,7 +58,7 @@ def _nothing() -> None:
 
 @dataclass
 class Region:
-    """Slots `start` to `start + num_slots - 1`, of one step or one tap of a step."""
+    """Slots `start` to `start + num_slots - 1`, for one step or for one tap of a step."""
 
     start: int
     num_slots: int
@@ -70,11 +70,11 @@ class Region:
 
 
 class Arena(SpanRing[Region]):
-    """A ring of slots.
+    """A ring of slots in device memory.
 
     Attributes:
-        slots: [num_slots, elements of a slot], model dtype. Its address never changes:
-            CUDA graphs hold it.
+        slots: [num_slots, elements of a slot], model dtype. The address of this tensor never
+            changes, because CUDA graphs contain the address.
         num_slots: how many slots the ring has.
     """
 
@@ -83,7 +83,7 @@ class Arena(SpanRing[Region]):
     def __init__(self, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(num_slots)
         shape = (num_slots, SLOT_BYTES // dtype.itemsize)
-        # Filled now: if host pages were first touched later, the growth would look like a leak.
+        # Filled now. If the first use of host pages came later, the growth would look like a leak.
         self.slots = torch.empty(shape, dtype=dtype, device=device).fill_(0)
         self._new_fence = StreamFence if device.type == "cuda" else HostFence
 
@@ -101,7 +101,7 @@ class Arena(SpanRing[Region]):
         span.fence.wait()
 
     def give_back(self, region: Region) -> None:
-        """Free a region that nothing will copy."""
+        """Free a region that will not be copied."""
         if isinstance(region.fence, HostFence):
             region.fence.set()
 

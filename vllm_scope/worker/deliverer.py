@@ -4,9 +4,9 @@ Owns:  Deliverer; Waiting, the steps that are written together.
 Runs:  on the drain thread.
 From:  drain (the items), filler.   To: a BatchSink (sinks.router), the score store.
 
-Promise: rows reach the sink in the order of their steps, and `finish` is called after all rows of
-its request. If rows cannot be delivered, the error is logged, and their requests report them as
-dropped; the engine and later steps go on.
+Promise: the sink gets rows in the order of their steps. The sink's `finish` for a request is called
+after all rows of the request. If rows cannot be delivered, the error is logged, and the requests
+report these rows as dropped. The engine and later steps continue.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 @dataclass
 class Waiting:
-    """Steps that will be written together, and the work that follows them: first the store keeps
-    scores, then it forgets scores, then requests end."""
+    """Steps that will be written together, and the work after the steps. First the store keeps
+    scores, then the store forgets scores, then requests end."""
 
     steps: list[Rows] = field(default_factory=list)
     kept: list[Filled] = field(default_factory=list)
@@ -50,11 +50,11 @@ class Waiting:
     ended: list[Finish] = field(default_factory=list)
 
     def may_take(self, step: Rows) -> bool:
-        """True if the step may be written together with those that wait. The end of a request does
-        not wait for a later step that the device has not finished: the request's caller waits."""
+        """True if the step can be written together with the waiting steps. The end of a request
+        must not wait for a later unfinished step, because the request's caller waits."""
         if self.ended and not (self.steps and step.is_done):
             return False
-        # The store holds single tokens of only so many steps before it keeps their block.
+        # The store has room for the single tokens of only MOST_STEPS_KEPT steps before a Keep.
         late = bool(self.kept) and len(self.steps) >= MOST_STEPS_KEPT
         return not self.steps or (not late and may_join(self.steps, step))
 
@@ -65,13 +65,13 @@ class Waiting:
             self.forgotten.update(item.keys)
         else:
             self.kept += item.filled
-            if self.forgotten:  # a block that is kept again must not be forgotten
+            if self.forgotten:  # if a block is kept again, do not forget the block
                 for one in item.filled:
                     self.forgotten.difference_update((each, one.probes) for each in one.hashes)
 
 
 class Deliverer:
-    """Gives rows, scores and the ends of requests to a sink. Gives the store the scores to keep."""
+    """Gives rows, scores and ends of requests to a sink, and scores of full blocks to the store."""
 
     def __init__(
         self, filler: Filler, ring: HostRing, sink: BatchSink, widths: Widths,
@@ -81,17 +81,19 @@ class Deliverer:
         self._widths, self._store = widths, store
 
     def deliver(self, items: Sequence[Item]) -> None:
-        """Do the items: write rows and scores, keep and forget scores, end requests, make calls.
+        """Process the items: write rows and scores, keep and forget scores, end requests, call
+        functions.
 
-        Steps are written together as far as `Waiting.may_take` allows. A Keep, Forget or Finish may
-        therefore be done after later steps, but never before earlier steps. A call and a Stored
-        wait for all rows, Keeps, Forgets and ends before them. A Collect is done at once.
+        `Waiting.may_take` decides which steps are written together. Therefore a Keep, Forget or
+        Finish can be processed after later steps, but never before earlier steps. A function call
+        or a Stored is processed after all earlier rows, Keeps, Forgets and ends. A Collect is
+        processed at once.
         """
         waiting = Waiting()
         stored: list[Stored] = []
         for item in items:
-            # A call changes no scores in the ring, so the Stored items before and after it may be
-            # one batch.
+            # A function call changes no scores in the ring. The Stored items before and after the
+            # call can be one batch.
             if stored and isinstance(item, Rows | Finish):
                 self._write_all_stored(stored)
                 stored = []
@@ -110,10 +112,10 @@ class Deliverer:
                 self._do(waiting)
                 waiting = Waiting()
                 if isinstance(item, Stored):
-                    # Fill the lease now: a later item may make the store forget these scores.
+                    # Fill the lease now, because after a later Forget the store has no such scores.
                     self._guard(partial(self._fill_stored, item))
                     stored.append(item)
-                else:  # a call
+                else:  # a function to call
                     self._guard(item)
         self._do(waiting)
         if stored:
@@ -151,13 +153,13 @@ class Deliverer:
             logger.exception("vllm-scope: rows could not be delivered")
 
     def write(self, steps: Sequence[Rows]) -> None:
-        """Wait until the rows of steps that may be joined (`may_join`) are in the ring, then give
-        them to the sink, without those that are lost. Releases the leases."""
+        """Wait until the rows of some steps are in the ring, then give the rows to the sink and
+        release the leases. Lost rows are left out. `may_join` is True for the steps."""
         try:
             waiting = [step for step in steps if step.waits]
             lost = {id(step) for step in waiting} - set(map(id, self._filler.fill_waiting(waiting)))
-            # The side stream copies rows; taps write into the ring on the model's stream. On each
-            # stream, the last event follows all earlier ones.
+            # The side stream copies rows. Taps write into the ring on the model's stream. On each
+            # stream, the last event follows all earlier events.
             for written in (True, False):
                 events = [s.copied for s in steps if (s.region is None) is written and s.copied]
                 if events:
@@ -178,7 +180,7 @@ class Deliverer:
                         self._filler.stream.give_back(used)
 
     def _write_joined(self, steps: Sequence[Rows]) -> None:
-        """Give steps to the sink as one batch. Their rows are in the ring."""
+        """Give the rows of steps to the sink as one batch. The rows must be in the ring."""
         if not steps:
             return
         labels = [true_labels(step) for step in steps]
@@ -190,12 +192,12 @@ class Deliverer:
         if self._store:
             sizes = [len(one.keys) for one in labels]
             self._store.collect(whole, lease, first.boundary, sizes)
-        if lease.start < lease.stop:  # else all rows went into sums
+        if lease.start < lease.stop:  # else all rows were added to sums
             self._sink.write(RowBatch(whole, lease, self._widths, first.boundary))
 
     def _write_all_stored(self, items: Sequence[Stored]) -> None:
-        """Give stored scores to the sink. Scores that lie side by side in the ring, as when several
-        requests come at once, are one batch."""
+        """Give stored scores to the sink. Scores that are adjacent in the ring are one batch, for
+        example the scores of several requests that arrived together."""
         run: list[Stored] = []
         try:
             for item in items:

@@ -3,11 +3,11 @@
 Owns:  DeviceSums.
 Runs:  as worker.summing.   To: batch.sums.
 
-Promise: sums are float64. Products of 16-bit rows on a GPU are exact in float32, and are added in
-float32 for at most MOST_AT_ONCE rows before they are added to the float64 sums (worker.squares);
-all other products are float64. Of x x^T, which is symmetric, the numbers on and above the diagonal
-are computed, and some of those below it. All vectors and matrices lie in the constructor's `room`.
-Sums change only in inference mode, in which vLLM computes its steps.
+Promise: sums are float64. Products of 16-bit rows on a GPU are exact in float32. The products of at
+most MOST_AT_ONCE rows are added in float32, and then added to the float64 sums (worker.squares).
+All other products are float64. x x^T is symmetric: only the numbers on and above the diagonal, and
+some numbers below the diagonal, are computed. The constructor's `room` contains all vectors and
+matrices. Sums change only in inference mode, the mode of vLLM's steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_scope.batch.sums import Packed, bytes_of, num_waiting, upper_blocks
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: At most this many bytes of float64 copies of rows are made at once.
+#: A float64 copy of rows has at most this many bytes.
 COPY_BYTES = 32 << 20
 #: The largest number of 16-bit rows on a GPU whose products are added in float32.
 MOST_AT_ONCE = 8192
@@ -38,13 +38,13 @@ def on_device(device: torch.device, numbers: NDArray[Any]) -> Tensor:
 
 
 class DeviceSums:
-    """Sums over rows that come in parts.
+    """Sums over rows. Each call of `add` adds some rows.
 
     Args:
-        room: uint8 [bytes_of(width, ...)], zeroed here.
-        width: numbers of a row.
-        dtype: the rows' dtype.
-        covariance, targets: as in batch.sums.bytes_of.
+        room: uint8 [bytes_of(width, ...)]. The constructor sets all bytes to 0.
+        width: How many numbers a row has.
+        dtype: The rows' dtype.
+        covariance, targets: As in batch.sums.bytes_of.
 
     Attributes:
         kind: (covariance, targets).
@@ -59,7 +59,7 @@ class DeviceSums:
         self._width, self._dtype = width, dtype
         self.row_bytes = width * dtype.itemsize
         self._exact = dtype.itemsize == 2 and room.is_cuda
-        #: Number of rows whose products are not in `_xx` yet.
+        #: Number of rows in `_rows`. The products of these rows are not in `_xx` yet.
         self._num_rows = 0
         self._count = 0
         self._y = self._yy = 0.0
@@ -67,7 +67,7 @@ class DeviceSums:
         room.zero_()
 
     def lie_in(self, room: Tensor) -> None:
-        """Use the numbers that `room` holds, laid out as in the constructor; zero nothing."""
+        """Use the numbers in `room`, a copy of the memory that was used before."""
         assert room.numel() == self.num_bytes
         covariance, targets = self.kind
         width, of_rows = self._width, num_waiting(self._width) * self.row_bytes * self.kind[0]
@@ -84,12 +84,12 @@ class DeviceSums:
         at: NDArray[np.int64],
         targets: NDArray[np.float64],
     ) -> None:
-        """Add rows. If the device runs out of memory, count them as missing.
+        """Add rows. If the device runs out of memory, count the rows as missing.
 
         Args:
-            rows_of: returns the rows at some indices, [n, width].
+            rows_of: A function that returns the rows at some indices, [n, width].
             at: int64 [n], the indices.
-            targets: [n], one target for each row; ignored if `kind` has no targets.
+            targets: [n], one target for each row; ignored if the sums have no targets.
         """
         try:
             rows = rows_of(at)
@@ -114,11 +114,12 @@ class DeviceSums:
 
     @property
     def _num_copied(self) -> int:
-        """How many rows one float64 copy has."""
+        """The number of rows of a float64 copy."""
         return max(1, COPY_BYTES // (8 * self._width))
 
     def _keep(self, rows: Tensor) -> None:
-        """Multiply the rows now if they are as many as may wait; fewer rows wait for others."""
+        """Multiply the rows now if they are more than `_rows` has room for. Else add the rows to
+        `_rows`, whose rows are multiplied when `_rows` is full."""
         if len(rows) >= len(self._rows):
             self._multiply(rows)
             return
@@ -157,7 +158,7 @@ class DeviceSums:
 
     @torch.inference_mode()
     def read(self) -> Packed:
-        """The sums so far, on the host. Waits for the device."""
+        """The sums so far, on the host. The call waits for the device."""
         xx = b""
         if self._xx is not None:
             self._multiply_waiting()
@@ -168,10 +169,10 @@ class DeviceSums:
 
 
 def _sum_of(rows: Tensor) -> Tensor:
-    """float64 [width], the sum of [n, width]."""
+    """float64 [width], the sum of the rows [n, width]."""
     if not rows.is_cuda:
         return rows.sum(0, dtype=torch.float64)
-    # torch would write a float64 copy of the rows first.
+    # On a GPU, torch's sum would first make a float64 copy of the rows.
     from vllm_scope.worker.squares import column_sums  # needs Triton
 
     return column_sums(rows)

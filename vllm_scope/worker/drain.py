@@ -1,11 +1,11 @@
-"""Takes rows from the arena through the host ring to the sink, outside the model's forward.
+"""Moves rows from the arena through the host ring to the sink, outside the model's forward.
 
-Owns:  Drain: the drain thread, and the items that wait for it.
+Owns:  Drain: the drain thread, and the items that wait for the drain thread.
 Runs:  `submit` and `finish_request` on the worker's thread, after the forward was enqueued.
 From:  arena, step_plan (labels).   To: filler (copies into transport.ring), deliverer, pace.
 
-Promise: rows reach the sink in the order of their steps, and `finish` is called after all rows of
-its request. If the sink is slow, the worker waits; nothing is lost.
+Promise: the sink gets rows in the order of their steps. The sink's `finish` for a request is called
+after all rows of the request. If the sink is slow, the worker waits, and no rows are lost.
 """
 
 from __future__ import annotations
@@ -54,27 +54,27 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 T = TypeVar("T")
 
-#: If more bytes of rows than this wait, the drain thread looks soon, even if no caller follows its
-#: request.
+#: If the waiting rows have more bytes than this, the drain thread ends a long rest
+#: (pace.LINGER_UNSEEN_S).
 MOST_UNSEEN_BYTES = 8 << 20
-#: How long another thread waits for the drain thread, for example before the weights change.
+#: The longest time that another thread waits for the drain thread.
 ANSWER_S = 300.0
 
 
 class Drain:
-    """Copies regions of the arena to the host ring and hands them to a sink, in order.
+    """Copies regions of the arena to the host ring, and gives the rows to a sink, in order.
 
     Args:
-        watch: gets the rows of each step, while the watch has requests.
-        store: collects scores from the rows of each step, on the drain thread.
-        saes: the SAEs that the worker holds, by name.
-        moments_bytes: bytes of device memory for the sums of Moments.
-        joins: True if heads work on the rows of several steps at once. A GPU then needs fewer
-            launches, and reads a held SAE's weights once for all these steps. None: True on a GPU,
-            False on a CPU.
+        watch: If the watch has requests, the drain gives the rows of each step to the watch.
+        store: The store collects scores from the rows of each step, on the drain thread.
+        saes: The SAEs that the worker holds, by name.
+        moments_bytes: Bytes of device memory for the sums of Moments.
+        joins: True if heads are applied to the rows of several steps together. A GPU then needs
+            fewer launches, and reads the weights of a held SAE one time for all these steps. None:
+            True on a GPU, False on a CPU.
 
     Attributes:
-        defers: True on a GPU: without a watch, scores of `submit_stored` wait for `nudge`.
+        defers: True on a GPU. If no watch has requests, scores of `submit_stored` wait for `nudge`.
 
     Verbs: `add_request`, `submit` (a written region), `finish_request`, `close`.
     """
@@ -97,18 +97,18 @@ class Drain:
         self._summing, self._stream = self.filler.summing, self.filler.stream
         self._deliverer = Deliverer(self.filler, ring, sink, widths, store)
         self._pace = Pace()
-        # Each step that waits holds a lease, so the ring bounds the number of steps here.
+        # Each waiting step has a lease, so the size of the ring limits the number of waiting steps.
         self._items: deque[Item] = deque()
         self._closing = False
-        #: If no request is followed, the thread looks soon once more than `_most_unseen` slots of
-        #: the arena or the ring wait: at most a quarter of them, which leaves room for the next
-        #: steps. `_num_unseen` slots were submitted since the thread last looked.
+        #: If more than `_most_unseen` slots of the arena or the ring wait, the thread ends a long
+        #: rest. `_most_unseen` is at most a quarter of the slots, so that the next steps have room.
+        #: `_num_unseen`: how many slots were submitted since the thread last processed items.
         most = min(MOST_UNSEEN_BYTES // SLOT_BYTES, arena.num_slots // 4, len(ring.slots) // 4)
         self._most_unseen, self._num_unseen = most, 0
         self.defers = self._stream.is_cuda
         #: True if stored scores were submitted since the last `nudge`.
         self._unseen_scores = False
-        #: True if, on a CPU, steps may wait for the drain thread to fill their leases.
+        #: True if, on a CPU, the drain thread may not have filled the leases of earlier steps.
         self._unfilled = False
         self._thread = threading.Thread(target=self._run, name="vllm-scope-drain", daemon=True)
         self._thread.start()
@@ -121,18 +121,18 @@ class Drain:
         """Prepare the projections of a request's codecs and the weights of its probes.
 
         Raises:
-            CapacityError: there is no room for them.
+            CapacityError: there is no room for the projections or for the weights.
         """
         self.filler.packer.hold(key, encodings, banks)
 
     def warm(self, call: Callable[[], None]) -> None:
-        """On a GPU, call a function on the drain's stream before the first step, so that the memory
-        that the function takes and frees stays with that stream. On a CPU, do nothing."""
+        """On a GPU, call a function on the drain's stream, before the first step. The memory that
+        the function allocates and frees is then reused on this stream. On a CPU, do nothing."""
         if self._stream.is_cuda:
             self._stream.warm(call)
 
     def follow(self, key: int) -> None:
-        """Deliver rows soon until this request ends: its caller reads rows as they arrive."""
+        """Deliver rows soon until this request ends. The request's caller reads arriving rows."""
         self._pace.follow(key)
 
     def finish_request(self, key: int, error: str | None = None) -> None:
@@ -152,8 +152,8 @@ class Drain:
         """Note how many tokens of requests with Moments are accepted.
 
         Args:
-            num_tokens: key of a request -> how many of its tokens are accepted, as EngineCore knew
-                when it scheduled the coming step.
+            num_tokens: Key of a request -> how many of its tokens were accepted when EngineCore
+                scheduled the next step.
         """
         self._in_order(partial(self._accept, num_tokens))
 
@@ -162,16 +162,16 @@ class Drain:
             self._summing.accept(key, count)
 
     def _in_order(self, call: Callable[[], None]) -> None:
-        """Call a function after the rows that were submitted so far have been added to sums. On a
-        GPU, `submit` has enqueued these additions, so the function is called now."""
+        """Call a function after all submitted rows have been added to sums. On a GPU, `submit` has
+        already enqueued these additions, so the function is called now."""
         if self._stream.is_cuda:
             call()
         else:
             self.later(call)
 
     def of_sums(self, call: Callable[[Summing], T]) -> T:
-        """Call a function on the sums, after the rows that were submitted so far are in them.
-        Returns its result. Raises TimeoutError after ANSWER_S."""
+        """Call a function on the sums, after all submitted rows were added. Returns the function's
+        result. Raises TimeoutError after ANSWER_S."""
         if self._stream.is_cuda:
             with self._stream.entered():
                 return call(self._summing)
@@ -196,18 +196,18 @@ class Drain:
         boundary: int | None = None,
         positions: Tensor | None = None,
     ) -> None:
-        """Deliver a region whose taps are enqueued on the current stream.
+        """Deliver a region. The taps that write the region are enqueued on the current stream.
 
         Args:
-            boundary: the boundary of the only tap whose rows the region holds; None if the region
-                holds the rows of all taps.
-            positions: int64 [num_rows] on the device: true positions by batch row; None if the
-                labels' positions are true.
+            boundary: If the region has the rows of only one tap, the boundary of this tap. None if
+                the region has the rows of all taps.
+            positions: int64 [num_rows] on the device, the true position of each batch row. None if
+                the labels' positions are true.
         """
         lease = self._ring.acquire(self.filler.num_slots(region, labels, boundary))
         copied = tapped = None
         if self._stream.is_cuda:
-            # A step is not put off if a watch waits for it, or if it is drained tap by tap.
+            # A step is not deferred if a watch waits for the step, or if the region is of one tap.
             whole = boundary is None and not self._watch
             if whole and self.filler.may_put_off(region, labels):
                 positions = None if positions is None else to_host(positions)
@@ -222,10 +222,10 @@ class Drain:
         self._put(Rows(labels, boundary, region, lease, copied, positions, tapped))
 
     def submit_written(self, lease: Lease, labels: Labels, positions: Tensor | None) -> None:
-        """Deliver rows that taps on a GPU write straight into the ring.
+        """Deliver rows that taps on a GPU write directly into the ring.
 
-        This takes one event instead of a copy on another stream: for a small step the
-        host's part of that copy takes longer than the copy itself.
+        This needs one event, and no copy on another stream. For a small step, the host needs more
+        time to enqueue such a copy than the device needs for the copy.
         """
         if positions is not None:
             positions = to_host(positions)
@@ -236,13 +236,13 @@ class Drain:
     def submit_stored(self, labels: Labels, write: Callable[[Lease], bool]) -> None:
         """Deliver the scores that the store kept for cached tokens.
 
-        On a GPU, without a watch, the drain thread does not wake up for these scores before
-        `nudge`, because it would delay the worker's thread, which is about to launch the model. On
-        a CPU the drain thread wakes up at once.
+        On a CPU, the drain thread wakes up at once. On a GPU, if no watch has requests, the drain
+        thread stays asleep until `nudge`. Otherwise the drain thread would delay the worker's
+        thread, which will launch the model next.
 
         Args:
-            labels: all tokens have one layout.
-            write: called on the drain thread, see Stored.
+            labels: The labels of the tokens. All tokens have one layout.
+            write: The drain thread calls this function (see Stored).
         """
         num_slots = len(labels.keys) * labels.layouts[0].slots(self._widths)
         item = Stored(labels, self._ring.acquire(num_slots), write)
@@ -261,10 +261,10 @@ class Drain:
             self._pace.wake()
 
     def nudge(self) -> None:
-        """Let the drain thread deliver stored scores. If the thread sleeps, it delivers them at
-        once. If a caller follows its request, or many slots wait, it delivers them soon. Otherwise
-        it delivers them after its rest. Call this after the launch of the requests' step: the
-        thread then works while the device computes the prompts' other tokens."""
+        """Let the drain thread deliver stored scores. If the thread sleeps, the thread wakes up at
+        once. If many slots wait, or if a caller reads rows of a running request, the thread ends a
+        long rest. Otherwise the thread completes its rest. Call this after the launch of the step
+        of these requests: the thread then works while the device computes the other tokens."""
         if not self._unseen_scores:
             return
         self._unseen_scores = False
@@ -273,12 +273,12 @@ class Drain:
         self._pace.wake()
 
     def collect(self, key: int, layout: Layout, block_size: int) -> None:
-        """Let the store collect a request's scores, from the rows that are submitted from now on.
-        All tokens of the request have this layout."""
+        """From now on, let the store collect a request's scores from submitted rows. All tokens of
+        the request have this layout."""
         self._items.append(Collect(key, layout, block_size))
 
     def keep(self, filled: Sequence[Filled]) -> None:
-        """Let the store keep these blocks' scores, from the rows that were submitted so far."""
+        """Let the store keep the scores of these blocks. All rows of the blocks were submitted."""
         self._put(Keep(filled))
 
     def forget(self, keys: Sequence[ScoreKey]) -> None:
@@ -286,7 +286,7 @@ class Drain:
         self._put(Forget(keys))
 
     def _end_scores(self, keys: Collection[int]) -> None:
-        """Keep no more scores of these requests."""
+        """Stop keeping scores of these requests."""
         if self._store is None:
             return
         for key in keys:
@@ -298,12 +298,13 @@ class Drain:
     # The thread
 
     def later(self, call: Callable[[], None]) -> None:
-        """Call a function on the drain thread, after the rows that were submitted so far."""
+        """Call a function on the drain thread, after all submitted rows."""
         self._put(call)
 
     def begin_launch(self) -> None:
-        """Call this before the model is launched. On a GPU the drain thread then begins no work
-        before `end_launch`, unless something waits for it or the launch takes long."""
+        """Call this before the launch of the model. On a GPU, the drain thread then does not start
+        work before `end_launch`. Exceptions: another thread waits for the drain thread, or the
+        launch takes longer than pace.MOST_LAUNCH_S."""
         if self._stream.is_cuda:
             self._pace.begin_launch()
 
@@ -311,14 +312,13 @@ class Drain:
         self._pace.end_launch()
 
     def hurry(self) -> None:
-        """Let the thread look now, without rest. Call this if something waits for the thread. Also
-        call it if no request runs, because the thread's work then delays no request."""
+        """Let the drain thread process its items now, without rest. Call this if another thread
+        waits for the drain thread, or if no request runs (no request is then delayed)."""
         self._pace.hurry()
 
     def settle(self) -> None:
-        """Wait until heads have worked on all rows that were submitted so far. The weights that
-        heads read on the device, such as the model's unembedding, may then be changed. Waits at
-        most ANSWER_S."""
+        """Wait at most ANSWER_S until heads were applied to all submitted rows. The caller can then
+        change weights that heads read on the device, such as the model's unembedding."""
         if not self._thread.is_alive():
             return
         done = threading.Event()
@@ -326,7 +326,7 @@ class Drain:
         self.hurry()
         if not done.wait(ANSWER_S):
             logger.error(
-                "vllm-scope: the drain thread is late; a lens may apply new weights to earlier rows"
+                "vllm-scope: the drain thread is late; a lens may use the new weights for old rows"
             )
         if self._stream.is_cuda:
             self._stream.synchronize()  # the thread has enqueued all work
@@ -345,8 +345,8 @@ class Drain:
                 self._unfilled = not self._stream.is_cuda
         self._items.append(item)
         if isinstance(item, Rows):
-            # On a GPU the copy is enqueued, and the region is free after it. The region of a step
-            # that is put off (`tapped`) is counted by `filler.much_waits`.
+            # On a GPU the copy is enqueued, and the region is free after the copy. If a step is
+            # deferred (`tapped`), `filler.much_waits` counts its region.
             region = None if item.tapped else item.waits
             held = 0 if region is None else region.num_slots
             self._num_unseen += max(held, item.lease.stop - item.lease.start)
@@ -355,8 +355,8 @@ class Drain:
         self._pace.wake()
 
     def _show(self, step: Rows, watch: Watch) -> Rows | None:
-        """Show a step to the watch. The watch may wait for the rows, so on a CPU they are copied
-        now. Returns the step as shown; None if its rows are lost."""
+        """Give a step to the watch. On a CPU, the rows are copied now, because the watch can wait
+        for the rows. Returns the step for the drain thread; None if the step's rows are lost."""
         if step.copied is None:
             if not self.filler.fill_waiting([step]):
                 return None
@@ -366,8 +366,8 @@ class Drain:
         return replace(step, watched=True)
 
     def _wait_for_sums(self) -> None:
-        """If requests have Moments, wait until the drain thread has filled the leases of all
-        earlier steps. Otherwise this step's rows would be added to sums before earlier rows."""
+        """If requests have Moments, wait until the drain thread has filled the leases of earlier
+        steps. Otherwise this step's rows would be added to sums before earlier rows."""
         if self._summing:
             filled = threading.Event()
             self.later(filled.set)
@@ -376,13 +376,13 @@ class Drain:
         self._unfilled = False
 
     def close(self) -> None:
-        """Deliver all rows that wait, then stop the drain thread."""
+        """Deliver all waiting rows, then stop the drain thread."""
         if self._thread.is_alive():
             self._closing = True
             self.hurry()
             self._thread.join(timeout=30)
         self._sink.close()
-        if not self._thread.is_alive():  # a thread that hangs still reads the ring
+        if not self._thread.is_alive():  # a thread that has not stopped can still read the ring
             self._ring.close()
 
     def _run(self) -> None:

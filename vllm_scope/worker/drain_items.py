@@ -1,4 +1,4 @@
-"""The items that wait for the drain thread, and which steps are copied or delivered together.
+"""The items of work for the drain thread, and which steps are copied or delivered together.
 
 Owns:  the items (Rows, Finish, Stored, Collect, Keep, Forget), and `may_join`, `adjacent`,
        `joined`.
@@ -25,24 +25,24 @@ from vllm_scope.transport.ring import Lease
 from vllm_scope.worker.arena import Region
 from vllm_scope.worker.score_store import Filled
 
-#: Steps are joined into one batch up to this many bytes.
+#: A batch that is joined from several steps has at most this many bytes.
 MOST_BYTES = 64 << 20
 
 
 class Rows(msgspec.Struct, frozen=True, eq=False):
-    """Rows of one step, or of one tap of a step, on their way to the sink.
+    """Rows of one step, or of one tap of a step, for the sink.
 
     Attributes:
         boundary: as in RowBatch.
-        region: the region of the arena; None if the rows are in the ring already, or if taps write
-            them to the ring.
-        copied: on a GPU, the event after which the rows are in the ring; None if the drain thread
-            copies them.
-        positions: int64 [num_rows], the true positions of the batch's rows; None if the
-            labels' positions are true.
-        tapped: the event after which the rows are in the region; None on a CPU, or if the drain
+        region: the region of the arena. None if the rows are already in the ring, or if taps write
+            the rows to the ring.
+        copied: on a GPU, the event after which the rows are in the ring. None if the drain thread
+            copies the rows.
+        positions: int64 [num_rows], the true positions of the batch's rows. None if the labels'
+            positions are true.
+        tapped: the event after which the rows are in the region. None on a CPU, or if the drain
             thread does not copy the rows.
-        watched: True if the watch waits for `copied`, so that no later step may use that event.
+        watched: True if the watch waits for `copied`. No later step may then reuse this event.
     """
 
     labels: Labels
@@ -56,9 +56,9 @@ class Rows(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def is_done(self) -> bool:
-        """True if the device has written these rows to the ring, or to the region if the step is
-        put off. True on a CPU. False also after an error of the device: whoever waits for it learns
-        of that."""
+        """True if the device has written these rows to the ring, or to the region of a deferred
+        step. On a CPU, True. After an error of the device, False: a wait for the event then raises
+        the error."""
         event = self.copied or self.tapped
         try:
             return event is None or event.query()
@@ -67,13 +67,13 @@ class Rows(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def waits(self) -> Region | None:
-        """The region, if the drain thread copies it."""
+        """The region, if the drain thread must copy the region; else None."""
         return self.region if self.copied is None else None
 
 
 @dataclass(frozen=True)
 class Finish:
-    """The end of a request. Its rows are in earlier items."""
+    """The end of a request. All rows of the request are in earlier items."""
 
     key: int
     error: str | None
@@ -84,10 +84,10 @@ class Stored:
     """Scores of cached tokens.
 
     Attributes:
-        write: writes the scores to the lease; returns False if some are missing.
-        written: set when the thread has finished this item, even if scores are missing. None if no
-            other thread waits for that.
-        whole: True if the scores are in the lease.
+        write: writes the scores to the lease. Returns False if some scores are missing.
+        written: the drain thread sets this event after it has processed the item, also if scores
+            are missing. None if no other thread waits for the item.
+        whole: True if all scores are in the lease.
     """
 
     labels: Labels
@@ -102,7 +102,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Collect:
-    """A request whose scores the store should collect. The scores are of steps after this item."""
+    """Tells the store to collect the scores of a request, from the steps after this item."""
 
     key: int
     layout: Layout
@@ -111,31 +111,31 @@ class Collect:
 
 @dataclass(frozen=True)
 class Keep:
-    """Blocks whose scores the store should keep. The scores are of steps before this item."""
+    """Tells the store to keep the scores of some blocks, from the steps before this item."""
 
     filled: Sequence[Filled]
 
 
 @dataclass(frozen=True)
 class Forget:
-    """Blocks whose scores the store should forget, if it has kept them before this item."""
+    """Tells the store to forget the scores of some blocks that were kept before this item."""
 
     keys: Sequence[ScoreKey]
 
 
-#: An item of work for the drain thread. A function is called.
+#: An item of work for the drain thread. If the item is a function, the thread calls the function.
 Item = Rows | Finish | Stored | Collect | Keep | Forget | Callable[[], None]
 
 
 def may_join(steps: Sequence[Rows], item: Rows) -> bool:
-    """True if `item` may join the batch of `steps`: none is of one tap alone, the layouts are
-    equal, and all lie side by side in the ring, in at most MOST_BYTES."""
+    """True if `item` and `steps` can be one batch. All have the rows of all taps and equal layouts.
+    The steps are adjacent in the ring, and have at most MOST_BYTES together."""
     return item.boundary is None and steps[-1].boundary is None and _lie_as_one(steps, item)
 
 
 def stored_may_join(run: Sequence[Stored], item: Stored) -> bool:
-    """True if `item` may join the batch of `run`: the layouts are equal, and all scores lie side by
-    side in the ring, in at most MOST_BYTES."""
+    """True if `item` and `run` can be one batch: the layouts are equal, and the scores are adjacent
+    in the ring and have at most MOST_BYTES together."""
     return _lie_as_one(run, item)
 
 
@@ -149,8 +149,8 @@ def _lie_as_one(run: Sequence[Rows] | Sequence[Stored], item: Rows | Stored) -> 
 
 
 def adjacent(steps: Sequence[Rows], joins: bool) -> Iterator[list[Rows]]:
-    """Divide steps that may be joined (`may_join`) into runs. Heads can work on the rows of one run
-    at once: these rows lie side by side in the arena and in the ring, and none of them are summed.
+    """Divide steps for which `may_join` is True into runs. Heads can be applied to the rows of a
+    run together: the rows are adjacent in the arena and in the ring, and no row is added to sums.
     """
     run: list[Rows] = []
     for step in steps:

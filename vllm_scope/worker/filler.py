@@ -1,13 +1,13 @@
-"""Copies regions from the arena to the ring, with heads and sums on the way.
+"""Copies regions from the arena to the ring, applies heads, and adds rows to sums.
 
-Owns:  Filler, with the Packer, the Summing and the side stream; the choice of steps to put off.
-Runs:  `copy` and `put_off` on the worker's thread, `fill_waiting` on the drain thread (and on the
-       worker's, for a step that a watch looks at on a CPU).
+Owns:  Filler, with the Packer, the Summing and the side stream; the choice of deferred steps.
+Runs:  `copy` and `put_off` on the worker's thread, `fill_waiting` on the drain thread. On a CPU, if
+       a watch needs a step, `fill_waiting` runs on the worker's thread.
 From:  drain, deliverer.   To: packer, summing, the leases.
 
-On a GPU, small steps with probes on rows, features or a lens are put off: the drain thread copies
-several of them at once. This takes fewer launches, and large weights are read once for all of these
-steps. All other steps are copied on the worker's thread.
+On a GPU, small steps with probes on rows, features or a lens are deferred (`put_off`): later, the
+drain thread copies several steps together. The device then needs fewer launches, and reads large
+weights one time for all of these steps. The worker's thread copies all other steps.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 HEAD_FAILED = (
     "scores, features, tokens of a lens or encoded rows of some tokens could not be computed on "
-    "the device; the worker's log says why. Send the request again when others have finished, or "
-    "start with a smaller gpu_memory_utilization."
+    "the device; the worker's log contains the reason. Send the request again when other requests "
+    "have finished, or start the server with a smaller gpu_memory_utilization."
 )
 
 
@@ -42,16 +42,15 @@ class Filler:
     """Fills leases of the ring with rows of the arena, or with the results of heads.
 
     Args:
-        saes: the SAEs that the worker holds, by name.
-        moments_bytes: bytes of device memory for the sums of Moments.
-        joins: True if heads work on the rows of several steps at once. None: True on a GPU, False
-            on a CPU.
-        forget: called with the keys of requests that lost rows or scores: no more of their scores
-            may be kept.
+        saes: The SAEs that the worker holds, by name.
+        moments_bytes: Bytes of device memory for the sums of Moments.
+        joins: True if heads are applied to the rows of several steps together. None: True on a GPU,
+            False on a CPU.
+        forget: The filler calls this with the keys of requests that lost rows or scores. The
+            function must stop keeping the scores of these requests.
 
     Attributes:
-        failed: key of a running request for which a head failed -> the error with which the
-            request ends.
+        failed: key of a running request for which a head failed -> the request's error.
     """
 
     def __init__(
@@ -69,8 +68,8 @@ class Filler:
         self.stream = SideStream(device)
         self._joins = self.stream.is_cuda if joins is None else joins
         self.failed: dict[int, str] = {}
-        #: On a GPU, slots of the arena: how many were left to the drain thread, how many of these
-        #: it has copied, and how many may wait for it.
+        #: Numbers of arena slots, on a GPU: slots of all deferred steps so far; slots of them that
+        #: the drain thread has copied; the most slots that may wait for the drain thread.
         self._num_put_off, self._num_caught_up, self._most_put_off = 0, 0, arena.num_slots // 4
         self.packer = Packer(dtype, device, widths, saes, self.stream.entered)
         with self.stream.entered():
@@ -83,9 +82,10 @@ class Filler:
     # Later, on the drain thread
 
     def may_put_off(self, region: Region, labels: Labels) -> bool:
-        """True if, on a GPU, the drain thread should copy a step together with others: the step is
-        small, not too many slots wait already, heads multiply its rows by weights, and no rows are
-        summed."""
+        """True if, on a GPU, the drain thread should copy this step together with other steps.
+
+        The step must be small, and few slots may wait already. Heads must multiply the step's rows
+        by weights. No row may be added to sums."""
         return (
             self._joins
             and region.num_slots <= self._most_put_off // 8
@@ -95,8 +95,8 @@ class Filler:
         )
 
     def put_off(self, region: Region, hurry: Callable[[], None]) -> torch.cuda.Event:
-        """Leave a region to the drain thread, which `hurry` wakes. Returns the event after which
-        taps have written its rows."""
+        """Leave a region to the drain thread. `hurry` wakes the drain thread. Returns the event
+        after which taps have written the region's rows."""
         assert isinstance(region.fence, StreamFence)
         region.fence.put_off(hurry)
         self._num_put_off += region.num_slots
@@ -108,12 +108,12 @@ class Filler:
 
     @property
     def much_waits(self) -> bool:
-        """True if more than half of the slots that may wait for the drain thread are waiting."""
+        """True if the waiting slots are more than half of the slots that may wait."""
         return 2 * self._num_waiting > self._most_put_off
 
     def fill_waiting(self, steps: Sequence[Rows]) -> list[Rows]:
-        """Copy the regions of steps to their leases, and wait for the copies. Returns the steps
-        that were copied; the rows of the others are lost."""
+        """Copy the regions of steps to their leases, and wait for the copies. Returns the copied
+        steps. The rows of all other steps are lost."""
         filled: list[Rows] = []
         for some in adjacent(steps, self._joins):
             regions = [step.region for step in some if step.region is not None]
@@ -129,16 +129,16 @@ class Filler:
         return filled
 
     def _filled(self, steps: Sequence[Rows]) -> Sequence[Rows]:
-        """Fill the leases of steps together; if that fails, each by itself. Returns the steps whose
-        leases were filled."""
+        """Fill the leases of steps together. After a failure, fill each lease separately. Returns
+        the steps whose leases were filled."""
         try:
-            # On a GPU the worker's thread, which fills other leases, is in inference mode too.
+            # On a GPU, the worker's thread also fills leases in inference mode.
             with self.stream.entered(), torch.inference_mode(self.stream.is_cuda):
                 self._fill_together(steps)
             return steps
         except Exception:
             if len(steps) == 1:
-                # The engine and later steps go on; requests report these rows as dropped.
+                # The engine and later steps continue. Requests report these rows as dropped.
                 logger.exception("vllm-scope: rows could not be delivered")
                 self._lost(steps[0].labels)
                 return ()
@@ -167,21 +167,21 @@ class Filler:
         lease: Lease,
         positions: Tensor | None,
     ) -> tuple[torch.cuda.Event | None, Tensor | None]:
-        """Enqueue the copy of a region to its lease. Returns the event after the copy, or None if
-        the rows are lost; and a copy of the positions on the host."""
+        """Enqueue the copy of a region to its lease. Returns the event after the copy (None if the
+        rows are lost), and a copy of the positions on the host."""
         if positions is not None:
             positions = to_host(positions)
-        # Sums query the event in later steps, so the next step must not record it again.
+        # Sums query the event in later steps, so the next step must use another event.
         written = self.stream.wait_for_taps(lasting=labels.sums)
         copied, whole = self.stream.event(), True
         with self.stream.entered():
             try:
                 self._fill(region, labels, boundary, lease, positions, written.query)
             except Exception:
-                # Encoding may run out of memory. The engine's step goes on; requests report these
-                # rows as dropped.
+                # Encoding can run out of memory. The engine's step continues, and requests report
+                # these rows as dropped.
                 logger.exception("vllm-scope: rows could not be encoded")
-                self.stream.synchronize()  # nothing writes to the lease any more
+                self.stream.synchronize()  # after this, no kernel writes to the lease
                 whole = False
             copied.record()
             region.fence.set()
@@ -204,16 +204,16 @@ class Filler:
             lease.slots.copy_(self._arena.view(region).view(torch.uint8), non_blocking=True)
 
     def _fail(self, keys: Collection[int]) -> None:
-        """Let these requests end with an error, and keep no scores of them."""
+        """Let these requests end with an error, and stop keeping their scores."""
         self.failed.update(dict.fromkeys(keys, HEAD_FAILED))
         self._forget(keys)
 
     def _lost(self, labels: Labels) -> None:
-        """Stop keeping scores for requests that lost rows: otherwise scores of a rejected draft
-        could be kept in place of the lost scores."""
+        """Stop keeping scores of requests that lost rows. Otherwise the scores of a rejected draft
+        could replace the lost scores."""
         self._forget(set(labels.keys.tolist()))
 
 
 def _multiplies(layout: Layout) -> bool:
-    """True if heads multiply rows by weights when the rows leave the arena."""
+    """True if heads multiply the rows of this layout by weights, outside the taps."""
     return any(isinstance(head, Bank) and not isinstance(head, Told) for head, _ in layout.encoded)

@@ -1,13 +1,13 @@
-"""The SAEs that a worker holds, and the strongest features of many rows at once.
+"""The SAEs that a worker holds. Computes the strongest features of many rows together.
 
 Owns:  DeviceSae (the encoder of one SAE on the device), `hold_saes`; PairMaker, the
        protocol of DeviceSae and DeviceLens.
-Runs:  in workers that drain. SAEs are loaded at start. Features are computed on the drain thread;
-       for large steps on a GPU, the worker's thread enqueues them on the drain's stream.
+Runs:  in workers that drain. SAEs are loaded at start. The drain thread computes features. For
+       large steps on a GPU, the worker's thread enqueues this work on the drain's stream.
 From:  saes.sae.   To: packer.
 
-Promise: the host never waits for the device. Memory beside the rows is at most about
-2 * MOST_BYTES for products, and UNPACKED_BYTES for weights in float8.
+Promise: the host never waits for the device. Products need at most about 2 * MOST_BYTES of device
+memory. Weights in float8 need UNPACKED_BYTES more.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from vllm_scope.program.layout import SLOT_BYTES, slots_of_row
 from vllm_scope.request.heads import LensKey
 from vllm_scope.saes.sae import Sae
 
-#: Bytes of the products that are computed at once: 1,024 rows for an SAE of 65,536 features. 768
-#: rows took 1.5 ms in parts of 512 rows, and 0.95 ms at once (H100).
+#: Largest size of the products of one launch: 1,024 rows for an SAE of 65,536 features. The
+#: products of 768 rows took 1.5 ms in two launches, and 0.95 ms in one launch (H100).
 MOST_BYTES = 256 << 20
-#: If weights are held in float8, at most this many bytes of them are unpacked at a time.
+#: If weights are in float8, at most this many bytes of weights are unpacked at a time.
 UNPACKED_BYTES = 32 << 20
 FP8 = torch.float8_e4m3fn
 #: Number of features in a group. The k strongest features are in the k groups with the largest
-#: maxima, so all features are read once, and not all are sorted.
+#: maxima, so only the features of these groups are sorted.
 GROUP = 64
 
 
 def num_bytes(sae: Sae, dtype: torch.dtype) -> int:
-    """How many bytes an SAE's encoder takes with weights of this dtype, and scales if it is FP8."""
+    """Bytes of an SAE's encoder with weights of this dtype; FP8 includes the scales."""
     num_vectors = 1 + _has_thresholds(sae) + (dtype == FP8)
     return sae.d_sae * (sae.d_model * dtype.itemsize + 4 * num_vectors)
 
@@ -46,11 +46,11 @@ def hold_saes(
     saes: Iterable[Sae], most_mib: float, dtype: torch.dtype, device: torch.device,
     fp8: bool = False,
 ) -> dict[str, DeviceSae]:  # fmt: skip
-    """The encoders on the device, by their SAEs' names; none if `most_mib` is 0.
+    """Name of an SAE -> its encoder. Empty if `most_mib` is 0.
 
     Args:
         most_mib: additional_config['scope'].saes_mib.
-        fp8: as in DeviceSae.
+        fp8: As in DeviceSae.
 
     Raises:
         ConfigError: the encoders take more than `most_mib`.
@@ -62,14 +62,14 @@ def hold_saes(
         raise ConfigError(
             f"additional_config['scope'].saes_mib is {most_mib:g}; the encoders of "
             f"{', '.join(shown(sae.name) for sae in every[:8])} take {needed:,.1f} MiB of each "
-            f"device. Name fewer{'' if fp8 else ', set saes_dtype to fp8'}, or raise it; with 0 "
-            "requests can name single features alone."
+            f"device. Name fewer SAEs{'' if fp8 else ', set saes_dtype to fp8'}, or raise "
+            "saes_mib. With 0, requests can name only single features."
         )
     held = {sae.name: DeviceSae(sae, dtype, device, fp8) for sae in every}
     if device.type == "cuda":
         from vllm_scope.worker import topk  # a machine with a GPU has Triton
 
-        for sae in every:  # compiles the kernels now, so that no step waits
+        for sae in every:  # compiles the kernels now, so that no step waits for the compiler
             row = torch.zeros(1, sae.d_model, dtype=dtype, device=device)
             for count in (topk.LEAST, topk.MOST):
                 held[sae.name].pack(row, count)
@@ -80,7 +80,7 @@ class PairMaker(Protocol):
     """Makes pairs (index, value) from rows."""
 
     def pack(self, rows: Tensor, count: int) -> Tensor:
-        """uint8 [num_rows, bytes in whole slots]: `count` int32 indices of each row, then as many
+        """uint8 [num_rows, bytes in whole slots]: for each row, `count` int32 indices, then `count`
         float32 values.
 
         Args:
@@ -92,10 +92,10 @@ class DeviceSae:
     """The encoder of one SAE: f = s if s > threshold, else 0, with s = x . weight + bias.
 
     Args:
-        dtype: the dtype of rows, to which weights are rounded. Sums are float32.
-        fp8: True if weights are float8_e4m3fn with a float32 scale for each feature, as
-            codecs.scaled.Fp8 encodes rows. They are unpacked in parts to the dtype of rows, which
-            holds them exactly.
+        dtype: The dtype of rows. Weights are rounded to this dtype. Sums are float32.
+        fp8: True if weights are float8_e4m3fn with a float32 scale for each feature (the format of
+            codecs.scaled.Fp8). Parts of the weights are converted to the dtype of rows, without
+            rounding, when they are used.
     """
 
     def __init__(
@@ -119,7 +119,8 @@ class DeviceSae:
                 weight = scaled["q"]
                 self._scale[here] = scaled["scale"][:, 0]
             if sae.apply_b_dec_to_input:
-                # The rounding error of the weights then acts on x - b_dec, not on x and on b_dec.
+                # With this bias, the rounding error of the weights is multiplied by x - b_dec. If
+                # the bias were not corrected, the error would be multiplied by x.
                 rounded = weight.double()
                 if self._scale is not None:
                     rounded *= self._scale[here, None]
@@ -130,12 +131,12 @@ class DeviceSae:
                 self._threshold[here] = part.threshold
 
     def pack(self, rows: Tensor, count: int) -> Tensor:
-        """The strongest features of each row, as request.heads.Strongest describes them: uint8
-        [num_rows, bytes in whole slots].
+        """The strongest features of each row, uint8 [num_rows, bytes in whole slots], in the format
+        of request.heads.Strongest.
 
         Args:
             rows: [num_rows, width], on the device.
-            count: at most this many features of each row.
+            count: The largest number of features for each row.
         """
         num_active = min(count, self._k)
         if rows.is_cuda and _grouped(len(self._bias), num_active):
@@ -151,7 +152,7 @@ class DeviceSae:
         return packed_pairs(rows, count, self._most_rows, found)
 
     def _pack_in_kernels(self, rows: Tensor, count: int, num_active: int) -> Tensor:
-        """`pack` for few features on a GPU, in few launches."""
+        """The result of `pack`, for few features on a GPU. Needs few launches."""
         from vllm_scope.worker.maxima import maxima
         from vllm_scope.worker.topk import put_pairs
 
@@ -168,7 +169,7 @@ class DeviceSae:
 
     def _strongest(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The `count` largest features of each row, and their indices. If the SAE has no
-        thresholds, the ReLU is not applied yet."""
+        thresholds, the caller must apply the ReLU."""
         products = self._products(rows)
         if rows.is_cuda and _grouped(products.shape[1], count):
             # A machine with a GPU has Triton.
@@ -196,7 +197,7 @@ class DeviceSae:
 
     @staticmethod
     def _features(found: Tensor, thresholds: Tensor | None) -> Tensor:
-        """Apply the thresholds to pre-activations, in place. A row that is not finite stays so."""
+        """Apply the thresholds to pre-activations, in place. NaN stays NaN."""
         return found if thresholds is None else found.masked_fill_(found <= thresholds, 0)
 
 
@@ -205,7 +206,7 @@ def affine(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
     Args:
         rows: [n, d].
-        weight: [m, d], of the dtype that `kept_dtype` returns for these rows.
+        weight: [m, d], with the dtype that `kept_dtype` returns for these rows.
         bias: [m] float32.
     """
     return _products(rows, weight).add_(bias)
@@ -221,12 +222,13 @@ def packed_pairs(
     rows: Tensor, count: int, most_rows: int, found: Callable[[Tensor], tuple[Tensor, Tensor]],
     absent: int = 0,
 ) -> Tensor:  # fmt: skip
-    """uint8 [num_rows, bytes in whole slots]: int32 indices, then as many float32 values.
+    """uint8 [num_rows, bytes in whole slots]: `count` int32 indices, then `count` float32 values.
 
     Args:
-        most_rows: the most rows that `found` takes at once.
-        found: rows -> values and indices, [n, at most count].
-        absent: the index in places for which `found` makes no pair; the value there is 0.
+        most_rows: The largest number of rows in one call of `found`.
+        found: A function: rows -> values and indices, [n, at most count].
+        absent: If `found` returns fewer than `count` pairs, the index of the other pairs. Their
+            value is 0.
     """
     packed = empty_pairs(rows, count)
     if absent:
@@ -239,13 +241,13 @@ def packed_pairs(
 
 
 def empty_pairs(rows: Tensor, count: int) -> Tensor:
-    """int32 [num_rows, words in whole slots], zeros: room for `count` pairs of each row."""
+    """Zeros, int32 [num_rows, words in whole slots], with room for `count` pairs of each row."""
     words = slots_of_row(8 * count) * SLOT_BYTES // 4
     return torch.zeros((len(rows), words), dtype=torch.int32, device=rows.device)
 
 
 def strongest(features: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest features of each row, [n, count] descending, and their indices."""
+    """The `count` largest features of each row, [n, count], descending; and their indices."""
     num_rows, width = features.shape
     if not _grouped(width, count):
         found = features.topk(count)
@@ -261,11 +263,11 @@ def _grouped(width: int, count: int) -> bool:
 def _among(
     largest: Tensor, count: int, features_at: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The result of `strongest`, found in the `count` groups with the largest features.
+    """The result of `strongest`, computed only from the `count` groups with the largest maxima.
 
     Args:
         largest: [n, groups], the largest feature of each group.
-        features_at: indices, int64 [n, m] -> the features there, [n, m].
+        features_at: A function: indices, int64 [n, m] -> the features at the indices, [n, m].
     """
     best = largest.topk(count).indices
     within = torch.arange(GROUP, device=largest.device)
@@ -275,8 +277,8 @@ def _among(
 
 
 def kept_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of weights for rows of this dtype: the same on a GPU, float32 on a CPU, which has
-    no product of 16-bit numbers with a float32 result."""
+    """The dtype of weights for rows of this dtype: the same dtype on a GPU, float32 on a CPU. A CPU
+    has no product of 16-bit numbers with a float32 result."""
     return dtype if device.type == "cuda" else torch.float32
 
 

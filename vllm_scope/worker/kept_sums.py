@@ -1,10 +1,10 @@
 """All sums of a worker, in memory that is reserved at the start.
 
-Owns:  KeptSums: the sums by name, place and label, and the rows that could not be added.
-Runs:  as worker.summing, which uses it.   To: batch.sums.
+Owns:  KeptSums: the sums by name, place and label, and the number of rows that were not added.
+Runs:  on the threads of worker.summing.   To: batch.sums.
 
-Promise: sums of at most `most_bytes` fit, whatever was dropped before. They are views of the
-reserved memory: no memory is taken for them after the start.
+Promise: sums of at most `most_bytes` always fit, also after other sums were dropped. Sums are views
+of the reserved memory: after the start, no memory is allocated for sums.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class KeptSums:
     Args:
         dtype, device: the rows' dtype and device.
         widths: bytes of a raw row, by kind.
-        most_bytes: the most bytes that sums take. This memory is taken at once, on the current
-            stream, so that vLLM does not give it to the KV cache.
+        most_bytes: the largest number of bytes of all sums. The constructor allocates this memory,
+            on the current stream, before vLLM allocates the KV cache.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class KeptSums:
     ) -> None:
         self._dtype, self._widths = dtype, widths
         self._reserved = torch.empty(most_bytes, dtype=torch.uint8, device=device)
-        #: Key -> its sums and their first byte in `_reserved`, in ascending order of these bytes.
+        #: Key -> (sums, index of their first byte in `_reserved`), ordered by this index.
         self._sums: dict[Key, tuple[DeviceSums, int]] = {}
-        #: End of the taken bytes, with gaps; number of taken bytes, without gaps.
+        #: `_end`: the index after the last used byte. `_num_bytes`: used bytes, without gaps.
         self._end = self._num_bytes = 0
-        #: Rows that could not be added to any sums.
+        #: Key -> how many rows were not added, because there are no fitting sums.
         self._missing: Counter[Key] = Counter()
         if most_bytes and device.type == "cuda":
             from vllm_scope.worker import squares  # needs Triton
@@ -55,8 +55,8 @@ class KeptSums:
                 squares.load(dtype, size // dtype.itemsize)
 
     def of(self, key: Key, action: ResolvedMoments) -> DeviceSums | None:
-        """The sums of a key, made now if there are none; None if there is no room for them, or if
-        the key has sums of another kind than the action needs."""
+        """The sums of a key, which are created if needed. None if there is no room for new sums, or
+        if the existing sums are of another kind than the action needs."""
         kind = action.covariance, action.target is not None
         if key in self._sums:
             found = self._sums[key][0]
@@ -83,7 +83,7 @@ class KeptSums:
         end = 0
         for key, (one, start) in self._sums.items():
             shift = start - end
-            # Copied in parts of `shift` bytes, because a part does not overlap its new place.
+            # Copied in parts of `shift` bytes, because such a part does not overlap its target.
             for first in range(start, start + one.num_bytes, shift) if shift else ():
                 size = min(shift, start + one.num_bytes - first)
                 self._room(first - shift, size).copy_(self._room(first, size))
@@ -93,7 +93,7 @@ class KeptSums:
         self._end = end
 
     def lose(self, key: Key, count: int) -> None:
-        """Count rows as missing."""
+        """Count `count` rows as missing."""
         if key not in self._missing:
             logger.error("vllm-scope: rows are missing from the sums of %s", key)
         self._missing[key] += count
@@ -102,7 +102,7 @@ class KeptSums:
         return list(dict.fromkeys([*self._sums, *self._missing]))
 
     def read(self, key: Key) -> Packed | None:
-        """The sums of a key so far; None if no rows came."""
+        """The sums of a key so far; None if the key has no rows."""
         if key in self._sums:
             found = self._sums[key][0].read()
         elif key in self._missing:
@@ -112,7 +112,7 @@ class KeptSums:
         return msgspec.structs.replace(found, missing=found.missing + self._missing[key])
 
     def drop(self, name: str) -> bool:
-        """Forget the sums of a name; False if there are none."""
+        """Forget the sums of a name. Returns False if the name has no sums."""
         gone = [key for key in self.keys() if key[0] == name]
         for key in gone:
             self._missing.pop(key, None)

@@ -1,11 +1,11 @@
-"""The likeliest tokens by a model's own final norm and unembedding, for many rows at once.
+"""Computes the likeliest tokens of many rows together, with the model's norm and unembedding.
 
 Owns:  DeviceLens; DeviceMap (one affine map of a lens), `hold_lenses`.
 Runs:  in workers that drain and hold the unembedding, on the same threads as held_saes.
-From:  engine.worker.unembedding (which knows the model).   To: packer.
+From:  engine.worker.unembedding (finds the model's layers).   To: packer.
 
-Promise: the host never waits for the device. Memory beside the rows is at most MOST_BYTES for
-float32 logits, and about 2 * MOST_BYTES beside them.
+Promise: the host never waits for the device. The float32 logits need at most MOST_BYTES of device
+memory. All other tensors together need about 2 * MOST_BYTES.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_scope.request.heads import LensKey
 from vllm_scope.request.sites import Place
 from vllm_scope.worker.held_saes import affine, kept_dtype, packed_pairs, strongest
 
-#: At most this many bytes of float32 logits are computed at once.
+#: One computation produces at most this many bytes of float32 logits.
 MOST_BYTES = 64 << 20
 
 
@@ -32,7 +32,8 @@ class DeviceLens:
     """A model's lens on the device.
 
     Attributes:
-        logits: rows [n, hidden_size], model dtype -> logits [n, vocab_size], without padding.
+        logits: a function: rows [n, hidden_size], model dtype -> logits [n, vocab_size]. The logits
+            have no padding.
     """
 
     logits: Callable[[Tensor], Tensor]
@@ -40,33 +41,33 @@ class DeviceLens:
 
     @property
     def most_rows(self) -> int:
-        """How many rows are computed at once."""
+        """The largest number of rows of one computation."""
         return max(1, MOST_BYTES // (4 * self.vocab_size))
 
     def of(self, mapped: Callable[[Tensor], Tensor]) -> DeviceLens:
-        """A lens that applies `mapped` to rows first."""
+        """A lens that first applies `mapped` to the rows, and then this lens."""
         return replace(self, logits=lambda rows: self.logits(mapped(rows)))
 
     def reserve(self, row: Tensor) -> None:
-        """Compute `most_rows` rows once, on the stream that will compute all later rows: torch's
-        allocator keeps the memory for that stream.
+        """Compute `most_rows` rows one time, so that torch's allocator keeps enough memory for
+        later rows. Call this on the stream that will compute the later rows.
 
         Args:
             row: [hidden_size].
 
         Raises:
-            CompatError: the device has no room for it.
+            CompatError: the device has no room for the logits.
         """
         try:
             self.pack(row.expand(self.most_rows, -1).contiguous(), MAX_TOP_K)
         except torch.OutOfMemoryError:
             raise CompatError(
-                f"the device has no room for {MOST_BYTES >> 20} MiB of logits, and as much beside "
-                "them; start with a smaller gpu_memory_utilization"
+                f"the device has no room for {MOST_BYTES >> 20} MiB of logits and for other "
+                "tensors of this size; start with a smaller gpu_memory_utilization"
             ) from None
 
     def pack(self, rows: Tensor, count: int) -> Tensor:
-        """The likeliest tokens of each row, as request.heads.Likeliest describes them. Arguments as
+        """The likeliest tokens of each row, in the format of request.heads.Likeliest. Arguments as
         for PairMaker.pack."""
 
         def found(some: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,10 +80,10 @@ class DeviceLens:
 
 
 class DeviceMap:
-    """One map of a lens on the device: weight x + bias, or x + weight x + bias.
+    """One map of a lens on the device: weight x + bias. If `residual`, x + weight x + bias.
 
     Args:
-        dtype: the rows' dtype. Sums are float32, and the mapped row is rounded to this dtype.
+        dtype: The rows' dtype. Sums are float32. The mapped row is rounded to `dtype`.
     """
 
     def __init__(
@@ -94,13 +95,13 @@ class DeviceMap:
         self._bias = zeros if one.bias is None else one.bias.to(device=device).float()
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """The mapped rows, [n, d_model], in the dtype of `rows`, [n, d_model]."""
+        """The mapped rows, [n, d_model], with the dtype of `rows`, [n, d_model]."""
         found = affine(rows, self._weight, self._bias)
         return (found.add_(rows) if self._residual else found).to(rows.dtype)
 
 
 def num_bytes(lens: LinearLens, num_maps: int, dtype: torch.dtype) -> int:
-    """How many bytes `num_maps` maps of a lens take with weights of this dtype."""
+    """Bytes of `num_maps` maps of a lens, with weights of this dtype."""
     return num_maps * lens.d_model * (lens.d_model * dtype.itemsize + 4)
 
 
@@ -112,8 +113,8 @@ def hold_lenses(
 
     Args:
         most_mib: additional_config['scope'].lenses_mib.
-        here: boundaries with a tap.
-        moved: as in Sites: the rows that enter these layers have no tap.
+        here: Boundaries with a tap.
+        moved: As in Sites. The rows that enter these layers have no tap.
 
     Raises:
         ConfigError: the maps take more than `most_mib`.
@@ -129,8 +130,8 @@ def hold_lenses(
         names = dict.fromkeys(shown(lens.name) for lens, _ in found)
         raise ConfigError(
             f"additional_config['scope'].lenses_mib is {most_mib:g}; the maps of "
-            f"{', '.join(list(names)[:8])} take {needed:,.1f} MiB of each device. Name fewer, tap "
-            "fewer layers, or raise it."
+            f"{', '.join(list(names)[:8])} take {needed:,.1f} MiB of each device. Name fewer "
+            "lenses, tap fewer layers, or raise lenses_mib."
         )
     return {
         (lens.name, place.boundary): DeviceMap(lens.checked(place), lens.residual, dtype, device)

@@ -1,9 +1,9 @@
-"""The largest feature of each group of an SAE's features, in one pass over the products.
+"""Computes the largest feature of each group of an SAE's features. Reads the products one time.
 
 Owns:  `maxima`, a Triton kernel.
 Runs:  on GPUs, on the thread that computes features (see worker.held_saes).
 
-Promise: a feature is computed as held_saes computes it. If a group has a NaN, its maximum is NaN.
+Promise: features are computed as in held_saes. If a group has a NaN, the group's maximum is NaN.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Groups that one Triton program reads.
+#: How many groups one Triton program reads.
 GROUPS = 16
 
 

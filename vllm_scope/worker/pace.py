@@ -1,14 +1,16 @@
-"""Decides when the drain thread looks at the items that wait for it.
+"""Decides when the drain thread processes its waiting items (a "look").
 
 Owns:  Pace.
 Runs:  `look`, `rest` and `sleep` on the drain thread, the other methods on any thread.
 
-The thread delivers several steps at a time. It looks again after LINGER_S, or sooner if a request
-has ended, because its caller waits. The thread shares the GIL with the thread that launches the
-model: waking up for each step of 1 ms cost that thread a third of its speed (measured, H200, 0.5B
-shape). On a GPU it therefore begins no work during a launch. If no caller looks at values of its
-own before its request ends, rows and scores may wait longer: a message of one step costs the
-front-end 0.6 ms, one of 16 steps 0.7 to 0.9 ms (measured, 16 requests, two busy cores).
+The drain thread delivers several steps at a time. The next look is after LINGER_S. If a request has
+ended, the next look is earlier, because the request's caller waits. The drain thread shares the GIL
+with the thread that launches the model. When the drain thread woke up for each step of 1 ms, the
+launching thread lost a third of its speed (measured, H200, 0.5B shape). On a GPU, the drain thread
+therefore starts no work during a launch. A caller follows a request if the caller reads rows while
+the request runs. If no request is followed, rows and scores can wait longer. Longer waits save time
+of the front-end: a message of one step takes 0.6 ms, and a message of 16 steps takes 0.7 to 0.9 ms
+(measured, 16 requests, two busy cores).
 """
 
 from __future__ import annotations
@@ -17,18 +19,18 @@ import threading
 import time
 from collections.abc import Callable
 
-#: How long rows may wait for the next step's rows, if some caller follows its request.
+#: How long rows can wait for the next step's rows, if a caller reads rows of a running request.
 LINGER_S = 0.004
-#: How long rows may wait if no caller follows its request.
+#: How long rows can wait, if no caller reads rows of a running request.
 LINGER_UNSEEN_S = 0.08
-#: How long the last rows of a request may wait.
+#: How long the last rows of a request can wait.
 LINGER_AT_END_S = 0.002
-#: How long the thread waits for a launch to end before it looks all the same.
+#: The longest time that the drain thread waits for the end of a launch.
 MOST_LAUNCH_S = 0.05
-#: The thread owes REST times its working time as rest. If it owes more than MOST_OWED_S, it rests
-#: after each look, even if a request has ended, for LINGER_AT_END_S to MOST_REST_S. Its rest is not
-#: longer, because a worker that needs room in a ring waits for the thread. If it owes less, the end
-#: of a request cuts its rest short, for example when a few short requests come at once.
+#: For each second of work, the drain thread owes REST seconds of rest. If the thread owes more than
+#: MOST_OWED_S, it rests for LINGER_AT_END_S to MOST_REST_S after each look, also if a request has
+#: ended. The rest is not longer, because a worker that needs room in a ring waits for the thread.
+#: If the thread owes less, the end of a request ends the rest.
 REST, MOST_REST_S, MOST_OWED_S = 4, 0.04, 0.2
 
 
@@ -36,56 +38,57 @@ class Pace:
     """Decides how long the drain thread sleeps and rests. Other threads can end both early.
 
     Attributes:
-        sleeping: True while the thread waits for something to do.
+        sleeping: True while the drain thread waits for an item.
     """
 
     def __init__(self) -> None:
         self.sleeping = False
-        #: Seconds of rest that the thread owes, and when they were counted.
+        #: Seconds of rest that the thread owes, and the time of the last update of this number.
         self._owed, self._rested = 0.0, time.monotonic()
         self._wake = threading.Event()
-        #: Since the thread last looked: a request has ended; the thread should look soon, or now.
+        #: Events since the last look: a request has ended; the next look should be soon; or now.
         self._ended, self._soon, self._now = (threading.Event() for _ in range(3))
-        #: Cleared from `begin_launch` to `end_launch`.
+        #: Not set between `begin_launch` and `end_launch`.
         self._between_launches = threading.Event()
         self._between_launches.set()
-        #: Running requests whose callers read values of their own as they arrive.
+        #: Keys of followed requests: running requests whose callers read values as they arrive.
         self._followed: set[int] = set()
 
     @property
     def is_followed(self) -> bool:
-        """True if some caller follows its request."""
+        """True if a caller reads rows of a running request."""
         return bool(self._followed)
 
     def follow(self, key: int) -> None:
-        """Look every LINGER_S until this request ends: its caller reads rows as they arrive."""
+        """Let the drain thread process items every LINGER_S until this request ends. The request's
+        caller reads rows as they arrive."""
         if not self._followed:
-            self._soon.set()  # the thread may rest for longer
+            self._soon.set()  # ends a longer rest
         self._followed.add(key)
 
     def unfollow(self, key: int) -> None:
-        """Note that no caller follows this request any more."""
+        """Note that the caller does not read arriving rows of this request any more."""
         self._followed.discard(key)
 
     def ended(self) -> None:
-        """Note that a request has ended. Its caller waits."""
+        """Note that a request has ended. The request's caller waits for the last rows."""
         for news in (self._ended, self._soon):
             if not news.is_set():  # many requests end in one step, and is_set() is faster
                 news.set()
 
     def soon(self) -> None:
-        """Let the thread look as soon as if a caller followed its request."""
+        """Shorten the wait for the next look from LINGER_UNSEEN_S to LINGER_S."""
         self._soon.set()
 
     def hurry(self) -> None:
-        """Let the thread look now, without rest."""
+        """Let the drain thread process items now, without rest."""
         for news in (self._now, self._ended, self._soon, self._wake, self._between_launches):
             news.set()
 
     def begin_launch(self) -> None:
-        """Keep the drain thread from beginning a look until `end_launch`. The worker's thread
-        launches the model in hundreds of operations. Each operation releases the GIL, and would
-        have to wait for the drain thread to get the GIL back."""
+        """Let the drain thread start no work until `end_launch`. The worker's thread launches the
+        model in hundreds of operations. Each operation releases the GIL, and would then have to
+        wait until the drain thread releases the GIL."""
         self._between_launches.clear()
 
     def end_launch(self) -> None:
@@ -93,23 +96,23 @@ class Pace:
             self._between_launches.set()
 
     def await_launch(self) -> None:
-        """Wait for the end of a launch, unless something waits for the thread (`hurry`). The launch
-        may have begun after the call of `hurry`."""
+        """Wait for the end of a launch. If `hurry` was called since the last look, return at once,
+        also if the launch began after that call."""
         if not self._now.is_set():
             self._between_launches.wait(MOST_LAUNCH_S)
 
     def wake(self) -> None:
-        """Wake the thread if it sleeps. If it rests, its rest goes on."""
+        """If the drain thread sleeps, wake the thread. If the thread rests, the rest continues."""
         if self.sleeping:
             self._wake.set()
 
     def look(self) -> None:
-        """Begin a look: clear the events that asked for it."""
+        """Begin a look: clear the events that requested a look."""
         for news in (self._ended, self._soon, self._now):
             news.clear()
 
     def sleep(self, is_idle: Callable[[], bool]) -> None:
-        """Wait for `wake`, unless there is something to do."""
+        """If `is_idle()` is True, wait for `wake`."""
         self.sleeping = True
         if is_idle():
             self._wake.wait()
@@ -117,7 +120,7 @@ class Pace:
         self.sleeping = False
 
     def rest(self, worked_s: float) -> None:
-        """Rest, so that several items gather.
+        """Rest, so that several items collect before the next look.
 
         Args:
             worked_s: CPU seconds of the last look.

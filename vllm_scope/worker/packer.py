@@ -1,15 +1,14 @@
-"""Gathers rows, and applies heads to them, on their way out of the arena.
+"""Gathers the rows of a region of the arena, and applies heads to the rows.
 
-Owns:  Packer: the place in the batch for each row of a region, and the weights of heads.
-Runs:  `hold` and `num_slots` on the worker's thread, `release_all` on the drain thread; `pack` on
-       either: on a GPU on the worker's thread, except for the small steps that are put off. Work
-       on a GPU is enqueued on the drain's stream.
+Owns:  Packer: the slots in the batch for each row of a region, and the weights of heads.
+Runs:  `hold` and `num_slots` on the worker's thread, `release_all` on the drain thread. On a CPU,
+       and for deferred steps, `pack` runs on the drain thread, else on the worker's thread.
+       Work on a GPU is enqueued on the drain's stream.
 From:  filler.   To: codecs.packed, probe_bank, held_saes, lens.
 
-Promise: work and kernel launches grow with (layout, head) pairs and with bytes, not with rows,
-and the host never waits for the device. Memory beside the region is bounded: a head works on at
-most CHUNK_BYTES of raw rows at once. Float32 copies of a large step's whole region would not fit
-beside a model.
+Promise: the host never waits for the device. The number of kernel launches depends on the number of
+(layout, head) pairs and of bytes, not of rows. The extra memory is limited, because a head gets at
+most CHUNK_BYTES of raw rows in one call.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ from vllm_scope.worker.slot_views import WORDS, Grid, gathered
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: One head works on at most this many bytes of raw rows at once. Encoding takes about ten times as
+#: One call of a head gets at most this many bytes of raw rows. Encoding needs about ten times as
 #: much memory.
 CHUNK_BYTES = 16 << 20
-#: Distinct projections of rp8 that running requests may need together.
+#: The largest number of distinct projections of rp8 for all running requests.
 MOST_PROJECTIONS = 8
 #: The first three fields of a _Move.
 _Kind = tuple[Head | tuple[Bank, ...] | None, int, int]
@@ -55,17 +54,17 @@ _Found = dict[_Kind, list[tuple[Ints, Ints]]]
 
 @dataclass(frozen=True)
 class _Move:
-    """The move of rows of one kind from a region to a batch.
+    """Moves rows of one kind from a region to a batch.
 
     Attributes:
-        head: the head that works on the rows; None for raw rows. If there are several
-            banks, each works on its own part of the rows; all parts have one length.
+        head: the head that is applied to the rows; None for raw rows. A tuple has several banks:
+            the rows are divided into equal parts, one part for each bank.
         num_slots: slots of one row in the region.
         row_bytes: bytes of a row for the head, without padding.
-        sources: the rows' first slots in the region: a Grid if they are at regular distances, else
-            int64 [n].
-        targets: the first slots of the rows, or of the head's results, in the chunk; types as for
-            `sources`.
+        sources: the rows' first slots in the region. A Grid if the slots are at regular distances,
+            else int64 [n].
+        targets: the first slots in the chunk, of the rows or of the head's results. The type is as
+            for `sources`.
     """
 
     head: Head | tuple[Bank, ...] | None
@@ -75,13 +74,13 @@ class _Move:
     targets: Tensor | Grid
 
     def rows(self, words: Tensor) -> Tensor:
-        """The rows, int64 [n, words of a row]; maybe a view of the region."""
+        """The rows, int64 [n, words of a row]: a view of the region, or a copy."""
         if isinstance(self.sources, Grid):
             return self.sources.rows(words, self.num_slots)
         return gathered(words, self.sources, self.num_slots)
 
     def put(self, found: Tensor, batch: Tensor) -> None:
-        """Write raw rows or a head's results, [n, words of each], to the batch."""
+        """Write raw rows or a head's results, [n, words of one row or result], to the batch."""
         count = found.shape[1] // WORDS
         if isinstance(self.targets, Grid):
             into = self.targets.view(batch, count)
@@ -90,8 +89,8 @@ class _Move:
         batch.index_copy_(0, self._slots_of(self.targets, count), found.reshape(-1, WORDS))
 
     def _slots_of(self, targets: Tensor, count: int) -> Tensor:
-        """int64 [n * count], all slots to write: `count` slots for each row. This tensor is made
-        once, because steps share a move."""
+        """int64 [n * count], all slots to write, `count` slots for each row. The tensor is cached,
+        because several steps use one move."""
         known: Tensor | None = self.__dict__.get("_slots")
         if known is None:
             within = torch.arange(count, device=targets.device)
@@ -104,7 +103,7 @@ class _Chunk:
     """Consecutive tokens: slots `start` to `stop` - 1 of the batch.
 
     Attributes:
-        in_order: True if there is one move, and its targets are ascending.
+        in_order: True if the chunk has only one move, and the move's targets are ascending.
     """
 
     start: int
@@ -122,7 +121,7 @@ class _Sized:
     num_slots: int
 
     def is_for(self, labels: Labels, boundary: int | None) -> bool:
-        # A steady decode step shares this array with the step before it (plan._Steady).
+        # A steady decode step has the same array as the previous step (plan._Steady).
         return labels.layout_of is self.labels.layout_of and boundary == self.boundary
 
 
@@ -140,11 +139,11 @@ class Packer:
     Args:
         dtype, device: the arena's dtype and device.
         widths: bytes of a raw row, by kind.
-        saes: the SAEs that the worker holds, by name; and the lenses, by heads.LensKey.
-        entered: makes the context in which weights are loaded to the device.
-        stacks: True if banks that are alike (`Banks.like`) are computed together. This takes fewer
-            launches, but the last bit of a score may depend on other requests. None: True on a
-            GPU, False on a CPU.
+        saes: The SAEs that the worker holds, by name; and the lenses, by heads.LensKey.
+        entered: Returns the context in which weights are loaded to the device.
+        stacks: True if similar banks (`Banks.like`) are computed together. This needs fewer
+            launches, but the last bit of a score can then depend on other requests. None: True on
+            a GPU, False on a CPU.
     """
 
     dtype: torch.dtype
@@ -155,7 +154,7 @@ class Packer:
     stacks: bool | None = None
     _plan: _Plan | None = None
     _sized: _Sized | None = None
-    #: Request key -> the projections that the request may need.
+    #: Request key -> the projections that the request can need.
     _held: dict[int, frozenset[Encoding]] = field(default_factory=dict)
     #: Request key -> its probes' nets.
     _probing: dict[int, Mapping[Bank, Sequence[Net]]] = field(default_factory=dict)
@@ -169,11 +168,11 @@ class Packer:
     def hold(
         self, key: int, encodings: Sequence[Encoding], banks: Mapping[Bank, Sequence[Net]]
     ) -> None:
-        """Prepare the projections of a request's codecs and the weights of its probes, before its
-        first step.
+        """Prepare the projections of a request's codecs and the weights of its probes. Call this
+        before the request's first step.
 
         Raises:
-            CapacityError: too many distinct projections, or no device memory.
+            CapacityError: there are too many distinct projections, or no device memory is left.
         """
         self._hold_projections(key, encodings)
         if not banks:
@@ -182,8 +181,8 @@ class Packer:
             self._banks.hold(banks)
         except torch.OutOfMemoryError:
             raise CapacityError(
-                "the device has no room for the probes' weights; send fewer of them, or send the "
-                "request again when others have finished."
+                "the device has no room for the probes' weights; send fewer probes, or send the "
+                "request again when other requests have finished."
             ) from None
         self._probing[key] = banks
 
@@ -194,9 +193,9 @@ class Packer:
         running = frozenset[Encoding]().union(*self._held.values())
         if len(running | large) > MOST_PROJECTIONS:
             raise CapacityError(
-                f"requests that run use {len(running)} projections of rp8, and this one "
+                f"running requests use {len(running)} projections of rp8, and this request needs "
                 f"{len(large - running)} more; at most {MOST_PROJECTIONS} at a time. Use the "
-                "same k and seed, or send it again later."
+                "same k and seed, or send the request again later."
             )
         try:
             with self.entered():
@@ -204,12 +203,13 @@ class Packer:
                     packing_of(encoding).codec.prepare(self.device)
         except torch.OutOfMemoryError:
             raise CapacityError(
-                "the device has no room for rp8's projection; take a smaller k, or send it later."
+                "the device has no room for rp8's projection; use a smaller k, or send the request "
+                "again later."
             ) from None
         self._held[key] = large
 
     def release_all(self, keys: Iterable[int]) -> None:
-        """Forget requests, after their last rows."""
+        """Release the weights and projections of ended requests. Call this after the last rows."""
         every: list[Bank] = []
         for key in keys:
             self._held.pop(key, None)
@@ -218,7 +218,7 @@ class Packer:
             self._banks.release(every)
 
     def num_slots(self, labels: Labels, boundary: int | None) -> int:
-        """The number of slots of the batch that `pack` makes. May be called on any thread."""
+        """The number of slots of the batch that `pack` makes. Any thread can call this."""
         sized = self._sized
         if sized is None or not sized.is_for(labels, boundary):
             num_slots = _num_slots(labels, boundary, self.widths)
@@ -228,16 +228,17 @@ class Packer:
     def pack(
         self, region: Tensor, labels: Labels, boundary: int | None, into: Tensor
     ) -> Collection[int]:
-        """Make a batch of a region; on a GPU, enqueued on the current stream.
+        """Make a batch from a region. On a GPU, the work is enqueued on the current stream.
 
         Args:
-            region: [num_slots, elements of a slot], of the arena.
-            labels, boundary: as in sinks.RowBatch.
+            region: [num_slots, elements of a slot], a view of the arena.
+            labels, boundary: As in sinks.RowBatch.
             into: uint8 [num_slots(...), SLOT_BYTES], host memory, pinned if there is a GPU.
 
         Returns:
-            The keys of requests for which a head failed, for example for want of memory. The
-            head's values are NaN, and its indices -1; the rest of the batch is whole.
+            The keys of requests for which a head failed, for example because no memory is left.
+            The values of a failed head are NaN, and its indices are -1. All other parts of the
+            batch are correct.
         """
         with self._packing:
             return self._pack(region, labels, boundary, into)
@@ -261,11 +262,11 @@ class Packer:
         return set(labels.keys[np.isin(labels.layout_of, having)].tolist())
 
     def _batch(self, chunk: _Chunk, words: Tensor, failed: set[Head]) -> Tensor:
-        """A chunk of the batch, int64 [num_slots, WORDS]. Adds heads that fail to `failed`."""
+        """A chunk of the batch, int64 [num_slots, WORDS]. Failed heads are added to `failed`."""
         size = (chunk.stop - chunk.start) * WORDS
         made = [self._made(move, words, failed) for move in chunk.moves]
         whole = sum(found.numel() for found in made) == size
-        # The rows of one layout come in the order of their targets.
+        # The rows of one layout are in the order of their targets.
         if len(made) == 1 and chunk.in_order and whole:
             return made[0].reshape(-1, WORDS)
         empty = torch.empty if whole else torch.zeros
@@ -275,7 +276,7 @@ class Packer:
         return batch
 
     def _made(self, move: _Move, words: Tensor, failed: set[Head]) -> Tensor:
-        """int64 [n, words of one row or of one result]: raw rows, or the head's results."""
+        """Raw rows, or the head's results: int64 [n, words of one row or result]."""
         rows = move.rows(words)
         if move.head is None:
             return rows
@@ -283,12 +284,12 @@ class Packer:
         return self._packed(move.head, rows.view(self.dtype)[:, :row_size], failed)
 
     def _packed(self, head: Head | tuple[Bank, ...], rows: Tensor, failed: set[Head]) -> Tensor:
-        """A head's results for rows [n, width], as int64 [n, words of each]. Adds heads that fail
-        to `failed`."""
+        """A head's results for rows [n, width], as int64 [n, words of one result]. Failed heads are
+        added to `failed`."""
         try:
             return self._pack_of(head)(rows).view(torch.int64)
         except Exception:
-            if isinstance(head, tuple):  # one by one, banks need less memory, and fail alone
+            if isinstance(head, tuple):  # separate banks need less memory, and fail separately
                 parts = rows.split(len(rows) // len(head))
                 alone = zip(head, parts, strict=True)
                 return torch.cat([self._packed(one, part, failed) for one, part in alone])
@@ -297,8 +298,8 @@ class Packer:
             return self._nothing_of(head, rows)
 
     def _nothing_of(self, head: Head, rows: Tensor) -> Tensor:
-        """A substitute for the results of a head that failed: values of NaN and indices of -1. For
-        a codec it is the encoding of a row of NaN."""
+        """The results that replace those of a failed head: values of NaN and indices of -1. For a
+        codec, the encoding of a row of NaN."""
         if isinstance(head, Encoding):
             none = torch.full((1, rows.shape[1]), torch.nan, dtype=self.dtype)
             words = packing_of(head).pack(none).view(torch.int64).to(self.device)
@@ -320,7 +321,7 @@ class Packer:
         return self._mixed_chunks(labels, boundary)
 
     def _uniform_chunks(self, layout: Layout, num_tokens: int) -> Iterator[_Chunk]:
-        """The chunks of tokens that all have one layout."""
+        """The chunks of a batch whose tokens have the same layout."""
         widths = self.widths
         before, after = layout.arena.slots(widths), layout.slots(widths)
         at_once = max(1, CHUNK_BYTES // SLOT_BYTES // _weight(layout, widths))
@@ -341,11 +342,11 @@ class Packer:
             yield _Chunk(first * after, (first + count) * after, moves, _in_order(moves))
 
     def _at(self, first: int, num_tokens: int, step: int, parts: list[Ints]) -> Tensor | Grid:
-        """First slots of the rows of some tokens of one layout, part by part.
+        """First slots of the rows of some tokens with one layout, ordered by part.
 
         Args:
-            first, step: the first token's first slot, and the slots from a token to the next.
-            parts: for each part, first slots relative to the token's first slot.
+            first, step: The first token's first slot, and the number of slots of a token.
+            parts: For each part, first slots relative to the token's first slot.
         """
         if len({len(part) for part in parts}) == 1:
             grid = Grid.of(first, num_tokens, step, np.array(parts))
@@ -381,8 +382,8 @@ class Packer:
             first = last
 
     def _moves(self, found: _Found) -> list[_Move]:
-        """The moves of a chunk. Their indices go to the device in one copy."""
-        if not found:  # these tokens deliver nothing at this tap
+        """The moves of a chunk. All indices are copied to the device in one copy."""
+        if not found:  # the tokens deliver no rows at this tap
             return []
         found = self._stacked(found) if self.stacks else found
         sources = [np.concatenate([source for source, _ in some]) for some in found.values()]
@@ -398,7 +399,7 @@ class Packer:
         ]
 
     def _stacked(self, found: _Found) -> _Found:
-        """Join the moves of banks that have equal shapes and equally many rows in this chunk."""
+        """Join the moves of banks with equal shapes and equal numbers of rows in this chunk."""
         alike: dict[tuple[object, ...], list[_Kind]] = {}
         for kind, some in found.items():
             like: tuple[object, ...] = (kind,)
@@ -415,7 +416,7 @@ class Packer:
 
 
 def _in_order(moves: Sequence[_Move]) -> bool:
-    """True if there is one move, whose targets are ascending."""
+    """True if there is only one move, and its targets are ascending."""
     (one,) = moves if len(moves) == 1 else (None,)
     return one is not None and isinstance(one.targets, Grid) and one.targets.shape[0] == 1
 
@@ -436,32 +437,32 @@ def _sizes(labels: Labels, boundary: int | None, widths: Widths) -> tuple[Ints, 
     layouts = _local(labels.layouts, boundary)
     before = np.array([layout.arena.slots(widths) for layout in layouts], np.int64)
     after = np.array([layout.slots(widths) for layout in layouts], np.int64)
-    if boundary is not None:  # drained tap by tap: all tokens have the same room
+    if boundary is not None:  # the region is of one tap: all tokens have the same number of slots
         before[:], after[:] = before.max(), after.max()
     return before[labels.layout_of], after[labels.layout_of]
 
 
 def _weight(layout: Layout, widths: Widths) -> int:
-    """The larger of two numbers of slots for one token: the most slots whose rows one head works
-    on, and the slots that the token delivers."""
+    """The slots that one token needs in a chunk: the raw rows of one head call, or the slots that
+    the token delivers (the larger number)."""
     counts: Counter[object] = Counter()
     for (head, num_slots, _), sources, _ in _places(layout, widths):
-        # Banks may work together; an SAE works alone.
+        # Several banks can be computed in one call. Each SAE has its own call.
         together = isinstance(head, Bank) and not isinstance(head, Strongest)
         counts[Bank if together else head] += num_slots * len(sources)
     return max(layout.slots(widths), *counts.values(), 1)
 
 
 def first_slots(labels: Labels, boundary: int | None, widths: Widths) -> Ints:
-    """int64 [num_tokens]: each token's first slot in a region; arguments as for `pack`."""
+    """int64 [num_tokens]: each token's first slot in a region. Arguments as for `pack`."""
     sizes = _sizes(labels, boundary, widths)[0]
     found: Ints = np.cumsum(sizes) - sizes
     return found
 
 
 def _places(layout: Layout, widths: Widths) -> Iterator[tuple[_Kind, Ints, Ints]]:
-    """Yield (kind, first slots in the region, first slots in the batch) of a token's rows. Slots
-    are relative to the token's first slot in the region and in the batch."""
+    """Yield (kind, first slots in the region, first slots in the batch) of a token's rows. A slot
+    is relative to the token's first slot in the region or in the batch."""
     arena = layout.arena
     at = arena.row_slots(widths)
 
@@ -472,7 +473,7 @@ def _places(layout: Layout, widths: Widths) -> Iterator[tuple[_Kind, Ints, Ints]
         targets = first + np.arange(len(points)) * num_slots
         yield (None, num_slots, 0), sources(points), targets
     for head, points, first, num_slots in layout.encoded_at(widths):
-        if isinstance(head, Summed):  # worker.summing takes these rows
+        if isinstance(head, Summed):  # worker.summing adds these rows to sums
             continue
         targets = first + np.arange(len(points)) * num_slots
         if isinstance(head, Told):

@@ -1,14 +1,13 @@
-"""Per-step plan: which batch rows get which program, and which arena slots.
+"""Plans each step: which batch rows get which program, and which arena slots.
 
-Owns:  Planner, and the arithmetic from token positions to rows.
+Owns:  Planner.
 Runs:  in every worker, before the forward. CPU only, no device sync.
-From:  program.compiler (per request), engine.worker.runners (StepBatch).
-To:    step_plan (which puts the rows in order).
+From:  program.compiler (for each request), engine.worker.runners (StepBatch).
+To:    step_plan (puts the rows in order).
 
-Promise: a plan is a pure function of the requests and the batch. If no request has taps, a step
-costs one dict test. Decode rows are planned by array arithmetic; only prompt tokens, and
-selectors of single generated tokens, run Python code for each request. The objects of a step are
-msgspec.Structs (batch.labels says why).
+Promise: a plan depends only on the requests and the batch. If no request has taps, a step costs
+one dict test. numpy plans all decode rows together. Python code runs for each request only for
+prompt tokens, and for selectors that pick single generated tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from vllm_scope.worker.walks import Walks
 
 @dataclass
 class _Steady:
-    """The last step. The next step is usually the same, one position later."""
+    """The last step. The next step usually has the same requests, each one position later."""
 
     version: int
     req_ids: list[str]
@@ -44,7 +43,7 @@ class _Steady:
     plan: StepPlan
 
     def matches(self, batch: StepBatch, version: int) -> bool:
-        # The dtypes are equal, and comparing bytes is faster than comparing arrays.
+        # The dtypes are equal, and to compare bytes is faster than to compare arrays.
         return (
             self.version == version
             and self.req_ids == batch.req_ids
@@ -53,7 +52,7 @@ class _Steady:
         )
 
     def advance(self) -> StepPlan:
-        """The plan of the step that matches, which becomes the last step."""
+        """The plan of the next step, which matches. The next step becomes the last step."""
         labels = self.plan.labels
         self.plan = replace(self.plan, labels=replace(labels, positions=labels.positions + 1))
         self.next_computed = self.next_computed + 1
@@ -70,13 +69,13 @@ class Planner:
         self._tables = tables
         self._requests = Requests()
         self._walks = Walks()
-        #: Changes when a request comes, goes, is changed or begins again, or begins a stage.
+        #: Increases if a request is added, ends, changes, starts again, or begins a stage.
         self._version = 0
         self._steady: _Steady | None = None
-        #: Owner number (StepPlan.owners) -> request with edits. Read on any thread.
+        #: Owner number (StepPlan.owners) -> request with edits. Any thread can read this dict.
         self.owners: dict[int, str] = {}
         self._last_owner = 0
-        #: Number of requests that were planned so far, summed over steps.
+        #: The sum over all steps of the number of planned requests.
         self.num_requests_planned = 0
 
     def __len__(self) -> int:
@@ -87,13 +86,13 @@ class Planner:
 
     @property
     def is_steady(self) -> bool:
-        """True if the plan of the last step is kept: if the next step has the same requests, each
-        one token later, and no request has changed, its plan has the same `program_ids` array. If
+        """True if the next step can reuse the last plan. If the next step then has the same,
+        unchanged requests, each one token later, its plan has the same `program_ids` array. If
         False, the next plan has a new array."""
         return self._steady is not None
 
     def key_of(self, req_id: str) -> int | None:
-        """A request's key; None if it is not known."""
+        """A request's key; None if the request is not known."""
         index = self._requests.index_of.get(req_id)
         return None if index is None else int(self._requests.key[index])
 
@@ -104,9 +103,9 @@ class Planner:
         """Plan a request's tokens from now on.
 
         Args:
-            held: if the request's programs have vectors, every program that one of its tokens may
-                get, so that no program lacks room later; else None.
-            logged: the request's range of the log of states.
+            held: If the request's programs have vectors: every program that the request's tokens
+                can get. The tables reserve room for all of these programs now. Else None.
+            logged: The request's range of the log of states.
 
         Raises:
             CapacityError: the tables have no room.
@@ -130,11 +129,11 @@ class Planner:
         self, req_id: str, first: int, program: RequestProgram, held: Held | None
     ) -> None:
         """Give a request's tokens another program, from the position `first` on. Earlier tokens
-        keep their program, even if they are computed again.
+        keep their program, also if they are computed again.
 
         Args:
-            first: at or after the first generated token.
-            held: as in `add_request`, for the new program; None also if all generated tokens get
+            first: At or after the first generated token.
+            held: As in `add_request`, for the new program. None also if all generated tokens get
                 one program.
 
         Raises:
@@ -147,7 +146,7 @@ class Planner:
         self._version += 1
         requests.programs[index] = whole
         known = requests.held[index]
-        # No token will get the programs that were held for positions from `first` on.
+        # No token will get the programs of older changes at or after `first`.
         self._release(one for one in known if one.since >= first)
         requests.held[index] = (*(one for one in known if one.since < first), *new)
         requests.first_fixed[index], requests.generated[index] = first, generated
@@ -156,10 +155,10 @@ class Planner:
         self, since: int, program: RequestProgram, held: Held | None,
         known: Sequence[Holding] = (),
     ) -> tuple[tuple[Holding, ...], int]:  # fmt: skip
-        """Hold `held` while a request runs. If all its generated tokens get one program, hold this
-        program too, unless `held` or `known` has it. Returns the new holdings, and the id of this
-        program; NO_PROGRAM if there is none."""
-        # Frees programs that only the last step used.
+        """Hold `held` while a request runs. If all generated tokens get one program, and neither
+        `held` nor `known` has this program, hold this program too. Returns the new holdings, and
+        the id of this program (NO_PROGRAM if there is no such program)."""
+        # `begin_step` frees programs that only the last step used.
         self._tables.begin_step()
         new = () if held is None else (Holding(since, held, self._tables.hold(held)),)
         if not program.generated_is_uniform:
@@ -181,10 +180,10 @@ class Planner:
             self._tables.release_set(one.held)
 
     def resume_request(self, req_id: str, num_tokens: int) -> None:
-        """Note that a preempted request begins again.
+        """Note that a preempted request starts again.
 
         Args:
-            num_tokens: number of its prompt tokens and its accepted generated tokens.
+            num_tokens: The number of the request's prompt tokens and accepted generated tokens.
         """
         index = self._requests.index_of.get(req_id)
         if index is not None:
@@ -192,9 +191,9 @@ class Planner:
             self._walks.resume(index, num_tokens)
 
     def begin_stages(self, req_id: str, firsts: Sequence[str]) -> None:
-        """From now on, plan a request's tokens with the probes that wait for the verdicts of
-        `firsts`. Tokens before a stage's first position get its probes too; readers of scores
-        drop these tokens by the positions in the labels.
+        """From now on, plan a request's tokens with the probes that waited for the verdicts of
+        `firsts`. Tokens before a stage's first position are also scored. Readers of scores drop
+        these tokens by the positions in the labels.
 
         Raises:
             CapacityError: the tables have no room. The request is planned as before.
@@ -207,7 +206,7 @@ class Planner:
         new: tuple[Holding, ...] = ()
         generated = NO_PROGRAM
         try:
-            # Tokens before the last change may be computed again.
+            # Tokens before the last change can be computed again.
             for since, one in program.parts:
                 more, generated = self._hold(since, one, None, known)
                 new = (*new, *more)
@@ -220,7 +219,7 @@ class Planner:
         self._version += 1
 
     def finish_request(self, req_id: str) -> int | None:
-        """Forget a request and return its key; None if it is not known."""
+        """Forget a request, and return its key; None if the request is not known."""
         requests = self._requests
         index = requests.index_of.pop(req_id, None)
         if index is None:
@@ -234,12 +233,12 @@ class Planner:
         return int(requests.key[index])
 
     def _new_owner(self, req_id: str) -> int:
-        """The next free owner number in cyclic order: a step in flight may still use the number
-        that was freed last."""
+        """The next free owner number, in cyclic order. A running step can still use the number that
+        was freed last."""
         owner = self._last_owner % (MOST_OWNERS - 1) + 1
         while owner in self.owners:
             owner = owner % (MOST_OWNERS - 1) + 1
-        self._tables.faults[owner] = 0  # clears a fault of the request that had this number
+        self._tables.faults[owner] = 0  # clears a fault of the last request with this number
         self.owners[owner] = req_id
         self._last_owner = owner
         return owner
@@ -248,8 +247,8 @@ class Planner:
         """Plan one forward.
 
         Returns:
-            The plan, or None if no row has a program; and the requests that could not be
-            planned, each with the reason. The other requests are planned.
+            The plan, or None if no row has a program; and (request id, reason) for each request
+            that could not be planned.
         """
         if not self._requests.index_of:
             return None, []
@@ -264,7 +263,7 @@ class Planner:
         index = np.fromiter((get(r, -1) for r in batch.req_ids), np.int64, num_reqs)
         counts = np.diff(batch.query_start).astype(np.int64)
         reads = (index >= 0) & (counts > 0)
-        # Usually every request reads: a slice is then faster than indices.
+        # Usually every request has taps. A slice is then faster than indices.
         reading = slice(None) if reads.all() else np.flatnonzero(reads)
         index, count = index[reading], counts[reading]
         if index.size == 0:
@@ -324,8 +323,8 @@ class Planner:
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def _id_of(self, program: RequestProgram, column: Column, held: Sequence[Holding]) -> int:
-        """The id of one program. If the request does not hold the program, the id is valid in this
-        step only."""
+        """The id of one program. If the request does not hold the program, the id is valid only in
+        this step."""
         found = find_ids(program, [column], held)
         if found is not None:
             return int(found[0])

@@ -1,4 +1,4 @@
-"""The requests with taps, as columns of arrays, and the programs that each request holds.
+"""The requests with taps, as arrays with one entry per request, and each request's programs.
 
 Owns:  Requests, Holding, `find_ids`.
 Runs:  in every worker, before the forward. CPU only, no device sync.
@@ -24,8 +24,8 @@ class Holding(NamedTuple):
     """Programs that the tables hold for a request.
 
     Attributes:
-        since: the first position that the programs are for: 0, or the position of a change.
-        ids: int32 [len(held)], as `Tables.hold` returns them.
+        since: the first position at which the programs apply: 0, or the position of a change.
+        ids: int32 [len(held)], the program ids that `Tables.hold` returned.
     """
 
     since: int
@@ -36,7 +36,7 @@ class Holding(NamedTuple):
 def find_ids(
     program: RequestProgram, columns: Sequence[Column], holdings: Sequence[Holding]
 ) -> NDArray[np.int32] | None:
-    """The ids of a program's columns, [len(columns)]; None if no holding has all of them."""
+    """The program ids of columns, int32 [len(columns)]; None if no holding has all columns."""
     for _, held, ids in holdings:
         if program.made(held) and (at := held.find(columns)) is not None:
             return ids[at]
@@ -45,13 +45,13 @@ def find_ids(
 
 @dataclass
 class Requests:
-    """The requests as columns, so that a decode step is planned by array arithmetic.
+    """The requests as arrays, so that numpy plans a decode step for all requests together.
 
     Attributes:
-        index_of: request -> its index in the columns.
+        index_of: request id -> the request's index in the arrays.
         first_fixed: if `generated_fixed`, all tokens from this position on have the program id
             `generated`.
-        held: index -> the programs that the request holds while it runs.
+        held: index -> the programs that the running request holds.
     """
 
     index_of: dict[str, int] = field(default_factory=dict)

@@ -1,15 +1,14 @@
-"""The probes of one place, computed on the device for many rows at once.
+"""Computes the probes of one place on the device, for many rows together.
 
-Owns:  DeviceBank (the weights of one bank), DeviceStack (the weights of several banks that are
-       alike), Banks (the banks that requests hold).
-Runs:  in workers that drain. Weights are loaded on the worker's thread. Numbers are computed on
-       the drain thread; for large steps on a GPU, the worker's thread enqueues them on the drain's
-       stream.
+Owns:  DeviceBank (the weights of one bank), DeviceStack (the weights of several similar banks),
+       Banks (the banks that requests hold).
+Runs:  in workers that drain. The worker's thread loads weights. The drain thread computes numbers.
+       For large steps on a GPU, the worker's thread enqueues this work on the drain's stream.
 From:  request.nets (weights).   To: packer.
 
-Promise: the first layers of all nets of a bank are one matrix product, in float32. The weights of a
-request's banks stay until its last rows were computed. At most IDLE_BYTES of weights that no
-request holds stay.
+Promise: one matrix product in float32 computes the first layers of all nets of a bank. The weights
+of a request's banks are kept until the request's last rows were computed. Of all other weights, at
+most IDLE_BYTES are kept.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from vllm_scope.request.heads import Bank
 from vllm_scope.request.nets import Net
 from vllm_scope.worker.side_stream import Entering
 
-#: Bytes of weights that no request holds and that are kept for the next request.
+#: The largest number of bytes of weights that no running request holds.
 IDLE_BYTES = 64 << 20
 #: A bank with more bytes of weights is not copied into a stack.
 MOST_STACKED = 1 << 20
-#: Bytes of weights in stacks that are kept for the next step.
+#: The largest number of bytes of weights in all cached stacks.
 MOST_STACK_BYTES = 64 << 20
-#: The outputs of all first layers have at most this many bytes in one product. If there are more,
-#: there are several products.
+#: The result of one product has at most this many bytes. If the outputs of all first layers have
+#: more bytes, the rows are divided into several products.
 MOST_BYTES = 64 << 20
 _HIDDEN = {
     "relu": torch.relu,
@@ -55,7 +54,7 @@ class DeviceBank:
     def __init__(self, nets: Sequence[Net], device: torch.device) -> None:
         self.num_bytes = sum(net.num_bytes for net in nets)
         firsts = [net.layers[0] for net in nets]
-        #: [width of a row, outputs of all first layers together], and the biases.
+        #: [width of a row, outputs of all first layers].
         weight = torch.cat([_tensor(weight) for weight, _ in firsts])
         self.weight = _to(weight, device).t()
         self.bias: Tensor | None = None
@@ -66,7 +65,7 @@ class DeviceBank:
             ]
             self.bias = _to(torch.cat(biases), device)
         self._sizes = [weight.shape[0] for weight, _ in firsts]
-        #: For each net, its hidden function, and its layers after the first.
+        #: For each net, the activation function, and the layers after the first layer.
         self._rest = [
             (net.hidden, [(_to(_tensor(w), device), _on(b, device)) for w, b in net.layers[1:]])
             for net in nets
@@ -75,8 +74,9 @@ class DeviceBank:
         self._most_rows = max(1, MOST_BYTES // (4 * sum(self._sizes)))
 
     def pack(self, rows: Tensor) -> Tensor:
-        """The nets' float32 numbers for rows [num_rows, width], on the rows' device, as uint8
-        [num_rows, bytes in whole slots]. The host does not wait for the device."""
+        """The float32 numbers of all nets, for rows [num_rows, width]. The result is uint8
+        [num_rows, bytes in whole slots], on the rows' device. The host does not wait for the
+        device."""
         if len(rows) > self._most_rows:
             return torch.cat([self.pack(some) for some in rows.split(self._most_rows)])
         x = rows.float()
@@ -88,7 +88,7 @@ class DeviceBank:
 
     @property
     def shape(self) -> tuple[int, int, bool]:
-        """(width of a row, numbers that the bank makes of a row, True if it has biases)"""
+        """(width of a row, how many numbers the bank computes from a row, True with biases)"""
         return (*self.weight.shape, self.bias is not None)
 
     @staticmethod
@@ -101,10 +101,10 @@ class DeviceBank:
 
 
 class DeviceStack:
-    """Several banks in one product. Each bank has linear nets, and all have equally many rows.
+    """Several banks in one product. All banks have linear nets, and equal numbers of rows.
 
     Args:
-        banks: linear, with equal shapes.
+        banks: Linear banks with equal shapes.
     """
 
     def __init__(self, banks: Sequence[DeviceBank]) -> None:
@@ -116,10 +116,10 @@ class DeviceStack:
         self._most_rows = max(1, MOST_BYTES // (4 * len(banks) * self._weight.shape[2]))
 
     def pack(self, rows: Tensor) -> Tensor:
-        """As DeviceBank.pack. `rows` has the rows for the first bank, then those for the second,
-        and so on."""
+        """As DeviceBank.pack. `rows` has the rows for the first bank, then the rows for the second
+        bank, and so on."""
         x = rows.view(len(self._weight), -1, rows.shape[1])
-        # Not `bmm`: torch 2.13 runs Python in each such call, which takes the host 0.1 to 0.2 ms.
+        # Not `bmm`: in torch 2.13, each call of `bmm` takes 0.1 to 0.2 ms of Python on the host.
         parts = [
             torch.baddbmm(self._bias, some.float(), self._weight)
             for some in x.split(self._most_rows, dim=1)
@@ -129,7 +129,7 @@ class DeviceStack:
 
 
 def _in_slots(numbers: Tensor) -> Tensor:
-    """Numbers, float32 [num_rows, n], padded to whole slots, as uint8 [num_rows, bytes]."""
+    """Numbers, float32 [num_rows, n], with padding to whole slots, as uint8 [num_rows, bytes]."""
     size = 4 * numbers.shape[1]
     filling = slots_of_row(size) * SLOT_BYTES - size
     if filling:
@@ -147,32 +147,31 @@ def _on(array: Array | None, device: torch.device) -> Tensor | None:
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
-        # A copy from pageable memory would wait for the stream.
+        # A copy from memory that is not pinned would wait for the stream.
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor
 
 
 class Banks:
-    """The banks that running requests hold, and some of those that were released last.
+    """The banks that running requests hold, and some of the banks that were released last.
 
     Args:
-        entered: makes the context in which banks are loaded.
+        entered: Returns the context in which banks are loaded.
     """
 
     def __init__(self, device: torch.device, entered: Entering = nullcontext) -> None:
         self._device, self._entered = device, entered
-        #: Requests are added on the worker's thread and released on the drain thread.
+        #: The worker's thread adds requests, and the drain thread releases requests.
         self._lock = threading.Lock()
-        #: The bank that was released longest ago comes before those released later.
+        #: Released banks are in the order of their release.
         self._loaded: dict[Bank, DeviceBank] = {}
         self._holders: Counter[Bank] = Counter()
-        #: Stacks by their banks, all of which are held. The stack that was used longest ago comes
-        #: first.
+        #: Banks -> their stack, least recently used first. Running requests hold all these banks.
         self._stacks: dict[tuple[Bank, ...], DeviceStack] = {}
 
     def hold(self, banks: Mapping[Bank, Sequence[Net]]) -> None:
-        """Load banks, and hold them. If the device has no room, no bank is held, and
-        torch.OutOfMemoryError is raised."""
+        """Load and hold banks. If the device has no room, raise torch.OutOfMemoryError, and hold no
+        bank."""
         with self._lock:
             try:
                 for bank, nets in banks.items():
@@ -185,7 +184,7 @@ class Banks:
             self._holders.update(banks.keys())
 
     def release(self, banks: Iterable[Bank]) -> None:
-        """Release banks of ended requests. A bank is given once for each request that held it."""
+        """Release the banks of ended requests. `banks` has each bank one time per ended request."""
         with self._lock:
             over = False
             for bank, count in Counter(iter(banks)).items():
@@ -214,7 +213,7 @@ class Banks:
         return self._loaded[bank]
 
     def stack(self, banks: tuple[Bank, ...]) -> DeviceStack:
-        """The stack of several banks. All of them are held, and `like` returns the same for all."""
+        """The stack of several held banks. The banks must have equal `like` keys."""
         with self._lock:
             found = self._stacks.pop(banks, None)
             if found is None:
@@ -222,11 +221,11 @@ class Banks:
                 size = found.num_bytes + sum(one.num_bytes for one in self._stacks.values())
                 while self._stacks and size > MOST_STACK_BYTES:
                     size -= self._stacks.pop(next(iter(self._stacks))).num_bytes
-            self._stacks[banks] = found  # at the end: it was used last
+            self._stacks[banks] = found  # at the end: the most recently used stack
             return found
 
     def like(self, bank: Bank) -> object:
-        """A key that groups banks: banks with equal keys may be in one stack."""
+        """A key. Banks with equal keys can be in one stack."""
         one = self._loaded.get(bank)
         if one is None or not one.linear or one.num_bytes > MOST_STACKED:
             return bank

@@ -1,12 +1,12 @@
-"""Scores of KV blocks, for requests that take the blocks' KV from the prefix cache.
+"""Stores the scores of KV blocks, for later requests that use the blocks from the prefix cache.
 
 Owns:  ScoreStore, Filled.
 Runs:  on the drain thread, in the order of steps.
 From:  drain (each step's rows), core.score_index (which blocks to keep and to forget).
 To:    drain (the scores of cached tokens).
 
-The store keeps each token's bytes as they were delivered. The bytes are scores only, and all tokens
-of a request have one layout.
+The store keeps the delivered bytes of each token. These bytes are scores only. All tokens of a
+request have one layout.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from vllm_scope.transport.ring import Lease
 logger = logging.getLogger("vllm.vllm_scope")
 
 Bytes = NDArray[np.uint8]
-#: A ring of single tokens has room for _BLOCKS_BACK blocks, and for TURNS + MOST_STEPS_KEPT + 2
-#: steps: EngineCore names a block up to TURNS + 1 steps after its last token was computed, and the
-#: drain may collect MOST_STEPS_KEPT steps before it keeps the block.
+#: A ring of single tokens has room for _BLOCKS_BACK blocks and for TURNS + MOST_STEPS_KEPT + 2
+#: steps. EngineCore names a full block up to TURNS + 1 steps after its last token was computed. The
+#: drain can collect MOST_STEPS_KEPT more steps before the store keeps the block.
 _BLOCKS_BACK, MOST_STEPS_KEPT = 4, 16
 
 
@@ -57,9 +57,9 @@ class _Run:
     """Tokens of one request, from one step or from one tap of a step.
 
     Attributes:
-        step: the number of the step. If a position was computed twice, the later step has its true
-            values.
-        slots: the indices of the token's bytes that `data` has; None for all bytes.
+        step: the number of the step. If a position was computed twice, the values of the later step
+            are correct.
+        slots: which bytes of a token `data` contains, as indices; None for all bytes.
     """
 
     step: int
@@ -68,7 +68,7 @@ class _Run:
     slots: Ints | None
 
     def of(self, wanted: Ints) -> Bytes | None:
-        """The bytes of consecutive positions; None if they are not one behind another in `data`."""
+        """The bytes of consecutive positions; None if they are not consecutive in `data`."""
         first = int(wanted[0] - self.positions[0])
         here = slice(first, first + len(wanted))
         if self.slots is not None or first < 0 or not np.array_equal(self.positions[here], wanted):
@@ -77,8 +77,8 @@ class _Run:
 
 
 class _Singles:
-    """A ring of single tokens: the scores of each request's last positions, from steps with one
-    token of the request."""
+    """For each request, a ring with the scores of its last positions. If a step computes only one
+    token of a request, the token's scores are stored in this ring."""
 
     def __init__(self, span: int, token_bytes: int) -> None:
         self._span = span
@@ -88,14 +88,14 @@ class _Singles:
         self.values = np.zeros((0, span, token_bytes), np.uint8)
         self._row_of: dict[int, int] = {}
         self._free: list[int] = []
-        #: The keys of `_row_of`, ascending, and their rows; None if a request has come or gone.
+        #: The keys of `_row_of`, ascending, and their rows; None if `_row_of` has changed.
         self._sorted: tuple[Ints, Ints] | None = None
 
     def __bool__(self) -> bool:
         return bool(self._row_of)
 
     def take(self, key: int) -> int:
-        """A row for a request."""
+        """Allocate a row for a request."""
         if not self._free:
             old = len(self.positions)
             new = max(16, 2 * old)
@@ -127,16 +127,16 @@ class _Singles:
         return found
 
     def put(self, steps: Ints, rows: Ints, positions: Ints, data: Bytes) -> None:
-        """Keep tokens. If several tokens have the same place, the last one stays.
+        """Store tokens. If several tokens have the same place, the last token is kept.
 
         Args:
-            steps, rows, positions, data: of each token, [n]. A request has at most one token in a
-                step.
+            steps, rows, positions, data: [n], the step, row, position and bytes of each token. A
+                request has at most one token in a step.
         """
         at = positions % self._span
         self._put(steps, rows, positions, at, data)
         if (self.steps[rows, at] != steps).any():
-            # Several tokens have the same place. numpy does not define which of them is kept.
+            # Several tokens have the same place. numpy does not define which token it keeps.
             for _, some in by_key(steps):
                 self._put(steps[some], rows[some], positions[some], at[some], data[some])
 
@@ -147,7 +147,7 @@ class _Singles:
 
 @dataclass
 class _Collected:
-    """The tokens of one request that are in no block yet.
+    """The tokens of one request that are not in a kept block yet.
 
     Attributes:
         singles, row: the ring of single tokens for the request's layout, and the request's row in
@@ -179,12 +179,11 @@ class ScoreStore:
         self._missing: list[ScoreKey] = []
 
     def __bool__(self) -> bool:
-        """True if some request's scores are collected."""
+        """True if the store collects the scores of a request."""
         return bool(self._requests)
 
     def begin(self, key: int, layout: Layout, block_size: int) -> None:
-        """Collect the scores of a request that is not collected yet. All its tokens have this
-        layout."""
+        """Start to collect the scores of a request. All tokens of the request have this layout."""
         self._block_size = block_size
         singles = self._singles.get(layout)
         if singles is None:
@@ -205,11 +204,11 @@ class ScoreStore:
     def collect(
         self, labels: Labels, lease: Lease, boundary: int | None, sizes: Sequence[int]
     ) -> None:
-        """Take the scores of several steps, of one step, or of one tap of a step.
+        """Collect the scores of several steps, of one step, or of one tap of a step.
 
         Args:
-            boundary: of the tap; None for whole steps.
-            sizes: the number of tokens of each step.
+            boundary: The boundary of the tap; None for whole steps.
+            sizes: The number of tokens of each step.
         """
         numbers = self._step + 1 + np.repeat(np.arange(len(sizes)), sizes)
         self._step += len(sizes)
@@ -223,8 +222,8 @@ class ScoreStore:
             rows = singles.rows_of(keys)
             in_runs = rows >= 0
             slots = None
-            # Tokens of one request in one step have the same number here, which no other tokens
-            # have. All unknown requests count as one request.
+            # Two tokens have the same group if they belong to the same request and the same step.
+            # All unknown requests count as one request.
             groups = (steps - steps[0]) * (rows.max() + 2) + rows + 1
             if boundary is None:
                 alone = in_runs & (np.bincount(groups)[groups] == 1)
@@ -244,7 +243,7 @@ class ScoreStore:
                 self._requests[int(keys[at[0]])].runs.append(run)
 
     def _slots_at(self, layout: Layout, boundary: int) -> Ints:
-        """The indices of one tap's bytes among a token's bytes."""
+        """Which bytes of a token one tap delivers, as indices."""
         found = []
         for head, points, _, num_slots in layout.at(boundary).encoded_at(self._widths):
             for point in points:
@@ -254,10 +253,9 @@ class ScoreStore:
         return np.concatenate([np.zeros(0, np.int64), *found])
 
     def keep(self, filled: Iterable[Filled]) -> None:
-        """Make blocks of the tokens that were collected for some requests. A block that lacks a
-        token is not kept. EngineCore believes that it is kept, and must be told before a request
-        wants the block."""
-        #: id of a ring -> the requests that fill one block each from it, as is usual in decoding.
+        """Make blocks from the collected tokens of some requests. An incomplete block is not kept.
+        `take_missing` then returns the block's key, because EngineCore counts the block as kept."""
+        #: id of a ring -> requests in the ring that fill one block each, as is usual in decoding.
         decoding: dict[int, list[tuple[_Collected, Filled]]] = {}
         for one in filled:
             collected = self._requests.get(one.key)
@@ -270,8 +268,8 @@ class ScoreStore:
             self._guard(call, [one for _, one in some])
 
     def _guard(self, call: Callable[[], None], filled: Iterable[Filled]) -> None:
-        """Call a function that keeps these blocks. If the call fails, for example for want of
-        memory, no block is kept."""
+        """Call a function that keeps these blocks. If the call fails, for example because no memory
+        is left, no block is kept."""
         try:
             call()
         except Exception:
@@ -281,14 +279,14 @@ class ScoreStore:
                     self._put(block_hash, one.probes, None)
 
     def _keep_singles(self, singles: _Singles, some: Sequence[tuple[_Collected, Filled]]) -> None:
-        """For each of some requests, keep one block, made of tokens in the ring `singles`."""
+        """Keep one block of each request in `some`, from the tokens in the ring `singles`."""
         rows = np.array([collected.row for collected, _ in some])[:, None]
         first = np.array([one.first for _, one in some])[:, None] * self._block_size
         wanted = first + np.arange(self._block_size)
         at = wanted % singles.positions.shape[1]
         whole: list[bool] = (singles.positions[rows, at] == wanted).all(axis=1).tolist()
         for (_, one), all_there, block in zip(some, whole, singles.values[rows, at], strict=True):
-            # A copy: blocks are forgotten one by one.
+            # A copy, because the store can forget each block separately.
             self._put(one.hashes[0], one.probes, block.copy() if all_there else None)
 
     def _keep_one(self, collected: _Collected | None, one: Filled) -> None:
@@ -302,26 +300,26 @@ class ScoreStore:
             collected.runs = [run for run in collected.runs if run.positions.max() >= stop]
 
     def _put(self, block_hash: bytes, probes: bytes, block: Bytes | None) -> None:
-        """Keep a block, or note that it is missing: `block` is None if it lacks a token."""
+        """Keep a block. If `block` is None (a token is missing), note the block as missing."""
         if block is not None:
             self._blocks[block_hash, probes] = block
             return
-        # A block that was kept before may be of other weights of the model.
+        # An older block with this key can have scores of other weights of the model.
         self._blocks.pop((block_hash, probes), None)
         self._missing.append((block_hash, probes))
 
     def _made(self, collected: _Collected, start: int, count: int) -> list[Bytes | None]:
-        """`count` consecutive blocks from position `start` on; None for one that lacks a token."""
+        """`count` consecutive blocks from position `start` on; None for an incomplete block."""
         size, singles = count * self._block_size, collected.singles
         wanted = np.arange(start, start + size)
         at = wanted % singles.positions.shape[1]
         there = singles.positions[collected.row, at] == wanted
         if len(collected.runs) == 1 and not there.any():
             whole = collected.runs[0].of(wanted)
-            if whole is not None:  # as for most prompts
+            if whole is not None:  # the usual case for prompts
                 return [some.copy() for some in whole.reshape(count, self._block_size, -1)]
         block = np.zeros((size, singles.values.shape[2]), np.uint8)
-        #: True for bytes that are there; the step of each single token.
+        #: `filled`: True for bytes that exist. `steps`: the step of each single token.
         filled, steps = np.zeros(block.shape, bool), np.zeros(size, np.int64)
         block[there] = singles.values[collected.row, at[there]]
         filled[there] = True
@@ -335,13 +333,13 @@ class ScoreStore:
             block[where], filled[where] = run.data[some], True
         are_whole: list[bool] = np.all(filled.reshape(count, -1), axis=1).tolist()
         return [
-            # A copy: blocks are forgotten one by one.
+            # A copy, because the store can forget each block separately.
             some.copy() if all_there else None
             for some, all_there in zip(np.split(block, count), are_whole, strict=True)
         ]
 
     def fill(self, hashes: Sequence[bytes], probes: bytes, lease: Lease) -> bool:
-        """Write the scores of consecutive blocks. If one is missing, return False instead."""
+        """Write the scores of consecutive blocks; if a block is missing, only return False."""
         keys = [(block_hash, probes) for block_hash in hashes]
         found = [self._blocks.get(key) for key in keys]
         missing = [key for key, block in zip(keys, found, strict=True) if block is None]
@@ -355,12 +353,11 @@ class ScoreStore:
 
     @property
     def has_missing(self) -> bool:
-        """True if there is something for `take_missing`. May be called on any thread."""
+        """True if `take_missing` would return a block. Any thread can call this."""
         return bool(self._missing)
 
     def take_missing(self) -> list[ScoreKey]:
-        """The blocks that were not kept, or not found, since the last call. May be called on any
-        thread."""
+        """The blocks that were not kept or found since the last call. Any thread can call this."""
         found, self._missing = self._missing, []
         return found
 

@@ -1,9 +1,9 @@
 """Views of rows in slots of the arena or of a batch.
 
-Owns:  Grid (slots at regular distances), `gathered` (slots anywhere), WORDS.
-Runs:  as packer and summing, which use them.
+Owns:  Grid (for rows at regular distances), `gathered` (for rows at any slots), WORDS.
+Runs:  on the threads of packer and summing.
 
-All rows are moved as int64 words. A slot has WORDS words, and a row begins where a slot begins.
+All rows are moved as int64 words. A slot has WORDS words, and a row starts at a slot.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ WORDS = SLOT_BYTES // 8
 
 
 class Grid(NamedTuple):
-    """First slots of rows, at regular distances along three axes: parts, tokens and points. The
-    rows of tokens that all have one layout usually lie so.
+    """First slots of rows, at regular distances along three axes: parts, tokens and points. If all
+    tokens have one layout, their rows usually form a grid.
 
     Attributes:
         first: the grid's first slot.
-        shape, steps: along each axis, the number of entries, and the slots from one entry to the
-            next.
+        shape: the number of entries along each axis.
+        steps: along each axis, the number of slots from one entry to the next entry.
     """
 
     first: int
@@ -36,12 +36,12 @@ class Grid(NamedTuple):
 
     @staticmethod
     def of(first: int, num_tokens: int, step: int, places: Ints) -> Grid | None:
-        """The grid of the rows of tokens of one layout. None if the places are not at regular
-        distances, or descend: torch has no such views.
+        """The grid of the rows of tokens with one layout. None if `places` are descending or not at
+        regular distances, because torch cannot make such a view.
 
         Args:
-            first: the first token's first slot.
-            step: slots of a token.
+            first: The first token's first slot.
+            step: The number of slots of a token.
             places: [num_parts, num_points], first slots, relative to the token's first slot.
         """
         steps = []
@@ -57,8 +57,8 @@ class Grid(NamedTuple):
 
     @staticmethod
     def of_tokens(firsts: Ints) -> Grid | None:
-        """The grid of one row of each token; None if the slots are not at regular distances, or
-        descend.
+        """The grid of one row per token. None if the slots are descending or not at regular
+        distances.
 
         Args:
             firsts: [n], n > 0, the rows' first slots.
@@ -66,8 +66,8 @@ class Grid(NamedTuple):
         return Grid.of(0, 1, 0, firsts[None])
 
     def view(self, words: Tensor, num_slots: int) -> Tensor:
-        """The rows, [parts, tokens, points, words of a row]: `num_slots` slots from each first slot
-        on.
+        """A view of the rows, [parts, tokens, points, words of a row]. Each row has `num_slots`
+        slots.
 
         Args:
             words: int64 [slots, WORDS], contiguous.
@@ -77,17 +77,17 @@ class Grid(NamedTuple):
         return words.as_strided((*self.shape, num_slots * WORDS), steps, at)
 
     def rows(self, words: Tensor, num_slots: int) -> Tensor:
-        """The rows, int64 [n, words of a row], in the order of `view`; maybe a view of `words`."""
+        """The rows, int64 [n, words of a row], in the order of `view`: a view, or a copy."""
         return self.view(words, num_slots).flatten(0, 2)
 
 
 def gathered(words: Tensor, firsts: Tensor, num_slots: int) -> Tensor:
-    """A copy of rows, int64 [n, words of a row]: `num_slots` slots from each first slot on.
+    """A copy of rows, int64 [n, words of a row]. Each row has `num_slots` slots.
 
     Args:
         words: int64 [slots, WORDS], contiguous.
         firsts: int64 [n], on the device of `words`.
     """
-    # Row i of this view begins at slot i; the rows overlap.
+    # Row i of this view starts at slot i. The rows overlap.
     places = (len(words) - num_slots + 1, num_slots * WORDS)
     return words.as_strided(places, (WORDS, 1)).index_select(0, firsts)

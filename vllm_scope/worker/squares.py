@@ -1,12 +1,12 @@
-"""Sums over rows in one pass: of x x^T for 16-bit rows, added to float64 sums; of x for all rows.
+"""Computes sums over rows in one pass: the sum of x x^T for 16-bit rows, and the sum of x.
 
 Owns:  `add_squares` and `column_sums`, Triton kernels, and `load`.
-Runs:  as worker.device_sums, on GPUs.
+Runs:  on the threads of worker.device_sums, on GPUs.
 
-Promise: products of 16-bit numbers are exact in float32. A matrix unit adds the products of at most
-CHAIN rows, because it truncates its sums instead of rounding them: sums of 5,000 rows would all be
-too small, by 2e-5 of their values in bfloat16 and by 3e-5 in float16. For all rows of a call, the
-unit's sums are added in float32, with rounding, and their total is added to the float64 sums.
+Promise: products of 16-bit numbers are exact in float32. A GPU's matrix unit truncates its sums.
+After 5,000 rows, all sums would be too small: by 2e-5 of their values in bfloat16, by 3e-5 in
+float16. Therefore the unit adds the products of at most CHAIN rows. The unit's sums are then added
+in float32, with rounding. The total of all rows of a call is added to the float64 sums.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from torch import Tensor
 
 from vllm_scope.program.layout import SLOT_BYTES
 
-#: A matrix unit adds the products of at most this many rows. The unit's sums are then added in
-#: float32.
+#: A matrix unit adds the products of at most this many rows.
 CHAIN = 512
-#: One Triton program makes TILE x TILE sums, and takes DEPTH rows at once.
+#: One Triton program computes TILE x TILE sums, and loads DEPTH rows at a time.
 TILE, DEPTH = 128, 64
-#: Rows that one Triton program sums.
+#: How many rows one Triton program of `column_sums` adds.
 ROWS = 512
 _OPTIONS: dict[str, Any] = {
     "chain": CHAIN, "depth": DEPTH, "tile": TILE, "num_warps": 8, "num_stages": 4,
@@ -34,12 +33,11 @@ _SUMMED: dict[str, Any] = {"count": ROWS, "depth": DEPTH, "tile": TILE}
 
 
 def add_squares(rows: Tensor, sums: Tensor) -> None:
-    """Add x x^T of these rows to the sums on and above the diagonal, and to some below it.
+    """Add x x^T of these rows to the sums on and above the diagonal, and to some sums below it.
 
     Args:
-        rows: [num_rows, width], bfloat16 or float16, on a GPU. The numbers of a row lie side by
-            side.
-        sums: float64 [width, width], contiguous. Written in place.
+        rows: [num_rows, width], bfloat16 or float16, on a GPU. The numbers of a row are adjacent.
+        sums: float64 [width, width], contiguous. The function changes this tensor in place.
     """
     num_rows, width = rows.shape
     tiles = triton.cdiv(width, TILE)
@@ -48,10 +46,10 @@ def add_squares(rows: Tensor, sums: Tensor) -> None:
 
 
 def column_sums(rows: Tensor) -> Tensor:
-    """float64 [width], the sum of [num_rows, width]. Each number becomes a float64 first.
+    """float64 [width], the sum of the rows. Each number is first converted to float64.
 
     Args:
-        rows: floats, on a GPU. The numbers of a row lie side by side.
+        rows: [num_rows, width], floats, on a GPU. The numbers of a row are adjacent.
     """
     num_rows, width = rows.shape
     num_parts = triton.cdiv(num_rows, ROWS)
@@ -63,8 +61,8 @@ def column_sums(rows: Tensor) -> Tensor:
 
 
 def load(dtype: torch.dtype, width: int) -> None:
-    """Compile the kernels for rows of `width` numbers that begin at slots, so that no step waits
-    for them."""
+    """Compile the kernels for rows of `width` numbers that start at slots, so that no step waits
+    for the compiler."""
     unit = SLOT_BYTES // dtype.itemsize
     if dtype.itemsize == 2:
         _kernel.warmup(dtype, torch.float64, 1, width, 1, unit, grid=(1,), **_OPTIONS)
@@ -72,8 +70,8 @@ def load(dtype: torch.dtype, width: int) -> None:
 
 
 def _steps(rows: Tensor) -> tuple[int, int]:
-    """(units from one row to the next, numbers in a unit). The kernels are compiled once for each
-    size of a unit. If the distance is a multiple of a slot, the unit is a slot, else one number."""
+    """(units from one row to the next row, numbers in a unit). If the distance is a multiple of a
+    slot, the unit is a slot, else one number. The kernels are compiled for each size of a unit."""
     unit = SLOT_BYTES // rows.element_size()
     step = rows.stride(0)
     return (step // unit, unit) if step % unit == 0 else (step, 1)

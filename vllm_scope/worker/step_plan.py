@@ -1,6 +1,6 @@
-"""The programs and slots of one step's rows, put together from the tokens of its requests.
+"""The programs and slots of one step's rows, computed from the tokens of its requests.
 
-Owns:  StepPlan; PlannedTokens, some tokens of a step with their programs; `plan_of`.
+Owns:  StepPlan; PlannedTokens (some tokens of a step with their programs); `plan_of`.
 Runs:  in every worker, before the forward. CPU only, no device sync.
 From:  plan (which tokens get which program).   To: tap.tables (row -> program, slot), drain
        (labels of the rows).
@@ -29,13 +29,13 @@ class StepPlan(msgspec.Struct, frozen=True, eq=False):
     Attributes:
         rows: int64 [num_rows], batch rows with a program, ascending.
         program_ids: int32 [num_rows].
-        owners: int32 [num_rows], the number under which a fault is reported; 0 for none.
-        offsets: int64 [num_rows], first slot of each row's token, from 0.
-        num_slots: slots that all rows take in the arena.
-        num_delivered: slots that all rows take in the ring, after heads have worked on them.
+        owners: int32 [num_rows], the owner number by which a tap reports a fault; 0 for none.
+        offsets: int64 [num_rows], the first slot of each row's token, from 0.
+        num_slots: the number of arena slots of all rows.
+        num_delivered: the number of ring slots of all rows, after the heads.
         delivers: bool [num_rows], True for the rows that `labels` describe.
-        walks: rows whose gates have states, and their walks; None if there are none. If the next
-            step has the same rows, its plan has the same object.
+        walks: (rows whose gates have states, walks of these rows); None without such rows. If the
+            next step has the same rows, its plan has the same object.
     """
 
     rows: Ints
@@ -51,8 +51,8 @@ class StepPlan(msgspec.Struct, frozen=True, eq=False):
 
 
 class PlannedTokens(NamedTuple):
-    """Some tokens of a step, [n] each: their rows, positions, the indices of their requests, and
-    their program ids."""
+    """Some tokens of a step. Each attribute is [n]: the tokens' rows, their positions, the indices
+    of their requests, and their program ids."""
 
     rows: Ints
     positions: Ints
@@ -63,11 +63,11 @@ class PlannedTokens(NamedTuple):
     def of_requests(
         index: Ints, ids: NDArray[np.int32], row: Ints, position: Ints, count: Ints
     ) -> PlannedTokens:
-        """All tokens of some requests. A request has one program for all its tokens.
+        """All tokens of some requests, if each request has one program for all its tokens.
 
         Args:
-            row, position: the row and the position of each request's first token.
-            count: how many tokens each request has.
+            row, position: The row and the position of each request's first token.
+            count: How many tokens each request has.
         """
         if index.size and int(count.max()) > 1:
             within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
@@ -79,12 +79,12 @@ class PlannedTokens(NamedTuple):
     def of_tokens(
         index: Ints, ids: Sequence[NDArray[np.int32]], row: Ints, position: Ints
     ) -> PlannedTokens:
-        """Those tokens of some requests that have a program. A request's tokens have consecutive
-        rows and positions.
+        """All tokens with a program of some requests. A request's tokens have consecutive rows and
+        positions.
 
         Args:
-            ids: for each request, the program ids of its tokens, at least one.
-            row, position: the row and the position of each request's first token.
+            ids: For each request, the program ids of its tokens (at least one token).
+            row, position: The row and the position of each request's first token.
         """
         count = np.fromiter(map(len, ids), np.int64, len(ids))
         every = np.concatenate(ids)

@@ -1,7 +1,7 @@
-"""Rows of requests with Moments, on their way into sums.
+"""The rows of requests with Moments, before the rows are added to sums.
 
 Owns:  SummedRequest, Owners (the requests of some rows), StepRows (rows of a region), WaitingRows.
-Runs:  as worker.summing, which uses them.
+Runs:  on the threads of worker.summing.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class SummedRequest:
 
     Attributes:
         places: for each action, point -> place.
-        added: (action, point) -> the position below which no more rows are added.
-        accepted: number of tokens that were accepted, as far as is known.
-        over: True if no more rows come.
+        added: (action, point) -> position. Rows of the action at smaller positions are ignored.
+        accepted: the number of tokens that were accepted so far.
+        over: True if the request has ended.
     """
 
     num_prompt: int
@@ -45,8 +45,8 @@ class SummedRequest:
 
     @property
     def sure(self) -> int:
-        """The position below which rows may be added, as far as is known: all rows of the prompt,
-        and rows of generated tokens whose next token is accepted too."""
+        """The position below which rows can be added: rows of the prompt, and rows of generated
+        tokens whose next token is also accepted."""
         return max(self.num_prompt, self.accepted - 1)
 
 
@@ -55,8 +55,8 @@ class Owners:
     """The requests of some rows.
 
     Attributes:
-        requests: the distinct requests; None for a request that is not known, or whose sums were
-            dropped.
+        requests: the distinct requests. None for an unknown request, and for a request whose sums
+            were dropped.
         of: int64 [n], the index of each row's request.
     """
 
@@ -73,13 +73,12 @@ class Owners:
         return np.flatnonzero(self.is_known)
 
     def numbers(self, number_of: Callable[[SummedRequest], int]) -> Ints:
-        """int64 [n], a number of each row's request; 0 if the request is not known."""
+        """int64 [n], the result of `number_of` for each row's request; 0 for unknown requests."""
         found = [0 if one is None else number_of(one) for one in self.requests]
         return np.array(found, np.int64)[self.of]
 
     def added(self, number: int, point: int) -> Ints:
-        """int64 [n]: for each row, the position below which no more rows of its request are added,
-        for an action at a point."""
+        """int64 [n]: SummedRequest.added of each row's request, for an action at a point."""
         return self.numbers(lambda one: one.added.get((number, point), 0))
 
     def at(self, some: Ints) -> Owners:
@@ -98,7 +97,7 @@ class Owners:
         return action.name, request.places[number][point], action.by
 
     def reach(self, number: int, point: int, positions: Ints) -> None:
-        """Remember that the rows at these positions are added."""
+        """Note that the rows at these positions are added."""
         stops = np.zeros(len(self.requests), np.int64)
         np.maximum.at(stops, self.of, positions + 1)
         for one, stop in zip(self.requests, stops.tolist(), strict=True):
@@ -111,9 +110,9 @@ class StepRows:
     """Rows of some tokens of a region.
 
     Attributes:
-        firsts: int64 [n], first slots of the tokens.
-        claimed: int64 [n], the tokens' positions as the labels have them.
-        rows: int64 [n], the tokens' batch rows.
+        firsts: int64 [n], the first slot of each token.
+        claimed: int64 [n], the position of each token in the labels.
+        rows: int64 [n], the batch row of each token.
         true, ready: as in Summing.add.
     """
 
@@ -132,15 +131,15 @@ class StepRows:
         )  # fmt: skip
 
     def positions(self) -> Ints:
-        """The true positions, int64 [n]. Call this once `ready` returns True."""
+        """The true positions, int64 [n]. Call this only after `ready` has returned True."""
         if self.true is None:
             return self.claimed
         found: Ints = self.true.numpy().astype(np.int64)[self.rows]
         return found
 
     def rows_at(self, some: Ints, slot: int, row_bytes: int, dtype: torch.dtype) -> Tensor:
-        """The rows of some tokens, [n, width], each at `slot` of its token; maybe a view of the
-        region."""
+        """The rows of some tokens, [n, width]: a view of the region, or a copy. The row of a token
+        starts at the token's slot `slot`."""
         at = self.firsts[some] + slot
         grid = Grid.of_tokens(at) if len(at) else None
         if grid is None:
@@ -149,7 +148,7 @@ class StepRows:
         return rows.view(dtype)[:, : row_bytes // dtype.itemsize]
 
     def rows_of(self, slots: Sequence[int], row_bytes: int, dtype: torch.dtype) -> Tensor:
-        """A copy of the rows of all tokens, [num_slots, n, width], at these slots of each token."""
+        """A copy of the rows that start at `slots` of each token, [len(slots), n, width]."""
         at = (np.array(slots, np.int64)[:, None] + self.firsts).ravel()
         return self._gathered(at, row_bytes, dtype).view(len(slots), len(self.firsts), -1)
 
@@ -160,11 +159,11 @@ class StepRows:
 
 @dataclass(eq=False)
 class WaitingRows:
-    """Rows of one action in one step, which wait until their tokens are accepted.
+    """Rows of one action in one step. The rows wait until their tokens are accepted.
 
     Attributes:
-        number: index of the action in each of its requests.
-        positions: int64 [n]; on a GPU valid once `ready` returns True.
+        number: the index of the action in each of its requests.
+        positions: returns int64 [n]. On a GPU, call this only after `ready` has returned True.
         rows: [points, n, width].
     """
 
@@ -180,8 +179,8 @@ class WaitingRows:
         return self.rows.numel() * self.rows.element_size()
 
     def rest(self, owners: Owners) -> WaitingRows | None:
-        """The rows that still wait; None if there are none. Rows of requests that are over do not
-        wait. `owners`: the requests of `keys`."""
+        """The rows that must wait longer; None if there are no such rows. Rows of ended requests do
+        not wait. `owners`: the requests of `keys`."""
         positions = self.positions()
         runs = owners.numbers(lambda one: not one.over) & owners.is_known
         left = np.flatnonzero((positions >= owners.numbers(lambda one: one.sure)) & (runs > 0))
@@ -190,7 +189,7 @@ class WaitingRows:
         try:
             kept, rows = positions[left], picked(self.rows, left, 1)
         except torch.OutOfMemoryError:
-            return self  # with rows that were added: `SummedRequest.added` excludes them
+            return self  # includes added rows, which `SummedRequest.added` excludes later
         return WaitingRows(
             self.number, self.points, self.keys[left], lambda: kept, lambda: True, rows
         )

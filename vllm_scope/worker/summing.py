@@ -1,20 +1,20 @@
-"""Sums of rows by label, on the device.
+"""Adds rows to sums by label, on the device.
 
-Owns:  Summing: the sums, and which rows of running requests are in them.
-Runs:  in workers that drain. On a GPU `add` runs on the worker's thread, enqueued on the drain's
-       stream; on a CPU on the drain thread. The other methods run on either thread.
+Owns:  Summing: the sums, and the rows of running requests that wait.
+Runs:  in workers that drain. On a CPU, `add` runs on the drain thread. On a GPU, `add` runs on the
+       worker's thread, and the work is enqueued on the drain's stream. All other methods run on
+       both threads.
 From:  filler, drain.   To: kept_sums.
 
-Promise: each position of a request is added once for each action, and only if its token was
-accepted. Rows of the prompt are added when they are computed. Rows of generated tokens wait on the
-device, because a draft may be rejected and async scheduling computes rows past a request's end.
-EngineCore tells how many tokens of a request are accepted when it schedules the request, and when
-the request ends. A row is added if the next token was accepted too: as in a result, the last token
-has no row. If a position was computed several times, the last of the waiting rows counts; once the
-position is added, later rows do not count.
+Promise: for each action, each position of a request is added at most one time, and only if its
+token was accepted. Rows of the prompt are added when they are computed. Rows of generated tokens
+wait on the device: a draft can be rejected, and async scheduling computes rows after a request's
+end. EngineCore sends the number of accepted tokens when it schedules a request, and when
+the request ends. A row is added if the next token was also accepted, because the last token of a
+result has no row. If a position was computed several times, the last waiting row is added. After a
+position was added, later rows of the position are ignored.
 
-Rows that could not be added count as missing in the sums that they are for. `add` raises nothing:
-the other rows of its step go on.
+If rows cannot be added, the sums count these rows as missing. `add` raises no error.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from vllm_scope.worker.summed_rows import Key, Owners, StepRows, SummedRequest, 
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Bytes of raw rows that are gathered at once: 8,192 rows of 4,096 16-bit numbers. With fewer
-#: rows, a GPU would take longer to start than to add them.
+#: The largest number of bytes of raw rows in one addition: 8,192 rows of 4,096 16-bit numbers. For
+#: smaller additions, a GPU needs more time to start the kernel than to add the rows.
 CHUNK_BYTES = 64 << 20
-#: Rows of generated tokens wait until their tokens are accepted. The waiting rows are checked
-#: when they take more than MOST_BYTES, or when more than MOST_STEPS steps have added rows or more
-#: than MOST_STEPS requests have ended since the last check.
+#: Rows of generated tokens wait until their tokens are accepted. `_settle` checks the waiting rows
+#: if they have more than MOST_BYTES, or if more than MOST_STEPS steps have added waiting rows or
+#: more than MOST_STEPS requests have ended since the last check.
 MOST_BYTES, MOST_STEPS = 64 << 20, 256
 
 
@@ -66,11 +66,11 @@ class Summing:
         self._sums = KeptSums(dtype, device, widths, most_bytes)
         self._requests: dict[int, SummedRequest] = {}
         self._waiting: list[WaitingRows] = []
-        #: The bytes of `_waiting`; the number of steps that added rows to it since the last
-        #: `_settle`, and the labels of the last of these steps.
+        #: `_num_bytes`: the bytes of `_waiting`. `_num_steps`: how many steps have added rows to
+        #: `_waiting` since the last `_settle`. `_last_step`: the labels of the last such step.
         self._num_bytes = self._num_steps = 0
         self._last_step: Labels | None = None
-        #: Number of requests that are over, and whose rows may still wait.
+        #: The number of ended requests whose rows may still wait.
         self._num_over = 0
         self._lock = threading.Lock()
 
@@ -80,15 +80,15 @@ class Summing:
             self._requests[key] = SummedRequest(num_prompt, list(asked), places)
 
     def __contains__(self, key: int) -> bool:
-        """True for a request with Moments that runs, or that is over and not yet forgotten."""
+        """True for a running request with Moments, or an ended request with waiting rows."""
         return key in self._requests
 
     def __bool__(self) -> bool:
-        """True if there are requests with Moments that run, or are not yet forgotten."""
+        """True if a request with Moments runs, or has ended and has waiting rows."""
         return bool(self._requests)
 
     def accept(self, key: int, num_tokens: int) -> None:
-        """Note how many tokens of a request are accepted. Call this and `add` in order of steps."""
+        """Note how many tokens of a request are accepted. Call this and `add` in step order."""
         with self._lock:
             request = self._requests.get(key)
             if request is not None:
@@ -115,10 +115,11 @@ class Summing:
 
         Args:
             words: int64 [num_slots, words of a slot].
-            labels, boundary: as in sinks.RowBatch.
-            firsts: int64 [num_tokens], first slots.
-            true: the true positions by batch row, host memory; None if the labels' are true.
-            ready: returns True once `true` is written.
+            labels, boundary: As in sinks.RowBatch.
+            firsts: int64 [num_tokens], the first slot of each token.
+            true: The true position of each batch row, in host memory. None if the labels' positions
+                are true.
+            ready: This function returns True after the device has written `true`.
         """
         with self._lock:
             reached: list[Callable[[], None]] = []
@@ -137,7 +138,7 @@ class Summing:
                     except Exception:
                         logger.exception("vllm-scope: rows could not be added to their sums")
                         self._lose(head.number, points, self._owners(step.keys, head.number))
-            # Only now: tokens of several layouts come in any order of positions.
+            # After all layouts, because the positions of several layouts are in any order.
             for mark in reached:
                 mark()
             if len(self._waiting) > num_waiting and labels is not self._last_step:
@@ -151,8 +152,8 @@ class Summing:
     def _take(
         self, step: StepRows, arena: Layout, number: int, points: tuple[int, ...]
     ) -> Iterator[Callable[[], None]]:
-        """Add rows whose tokens are surely accepted, and keep the others. Yields calls that mark
-        the positions of the added rows."""
+        """Add the rows whose tokens are certainly accepted. The other rows wait. Yields functions
+        that mark the positions of the added rows."""
         owners = self._owners(step.keys, number)
         step, owners = step.at(owners.known), owners.at(owners.known)
         sure = owners.numbers(lambda one: one.num_prompt if step.true is not None else one.sure)
@@ -198,7 +199,7 @@ class Summing:
         self, number: int, point: int, owners: Owners, rows_of: Callable[[Ints], Tensor]
     ) -> None:
         """Add the rows of a point to their sums. `rows_of` returns the rows at some indices of
-        `owners`."""
+        `owners.of`."""
         groups: dict[tuple[Key, tuple[bool, bool]], list[int]] = {}
         targets = np.zeros(len(owners.requests))
         for i in np.unique(owners.of).tolist():
@@ -218,7 +219,7 @@ class Summing:
     def _settle(self) -> None:
         """Add the waiting rows whose tokens are accepted."""
         ready: list[WaitingRows] = []
-        # Rows that are not ready are of the last steps: none of their tokens is accepted yet.
+        # Rows that are not ready belong to the last steps. Their tokens are not accepted yet.
         other: list[WaitingRows] = []
         for one in self._waiting:
             (ready if one.ready() else other).append(one)
@@ -235,8 +236,8 @@ class Summing:
         self._num_over = 0
 
     def _settle_at(self, number: int, point: int, some: list[tuple[WaitingRows, int]]) -> None:
-        """Add the accepted rows of one point. `some`: waiting rows in the order of steps, each with
-        the index of the point in its rows."""
+        """Add the accepted rows of one point. `some` has (waiting rows, index of the point in these
+        rows), in the order of steps."""
         positions = np.concatenate([one.positions() for one, _ in some])
         owners = self._owners(np.concatenate([one.keys for one, _ in some]), number)
         sure = owners.numbers(lambda one: one.sure)
@@ -262,13 +263,14 @@ class Summing:
             return sorted({name for name, _, _ in self._sums.keys()})
 
     def read(self, name: str, place: Place, label: str) -> Packed | None:
-        """The sums so far; None if there are none."""
+        """The sums so far; None if the key has no rows."""
         with self._lock:
             self._settle()
             return self._sums.read((name, place, label))
 
     def drop(self, name: str) -> bool:
-        """Forget the sums of a name. Running requests add nothing more to them."""
+        """Forget the sums of a name. Running requests then add no more rows to sums of this name.
+        Returns False if the name has no sums."""
         with self._lock:
             for request in self._requests.values():
                 request.actions = [
@@ -278,7 +280,7 @@ class Summing:
 
 
 def _last_of_each(at: Ints, of: Ints, positions: Ints) -> Ints:
-    """The last index in `at` for each pair of request and position, ascending."""
+    """For each pair of request and position, the last index in `at`. The result is ascending."""
     order = np.lexsort((at, positions[at], of[at]))
     one, where = of[at][order], positions[at][order]
     last = np.ones(len(at), bool)

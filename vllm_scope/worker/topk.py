@@ -1,11 +1,11 @@
-"""The strongest features of rows, from the largest feature of each group, in one launch.
+"""Finds the strongest features of rows in one launch, from the largest feature of each group.
 
 Owns:  `put_pairs` and `fits`, with a Triton kernel.
-Runs:  as worker.held_saes, on GPUs.
-From:  maxima (the largest of each group).   To: the pairs that request.heads.Strongest describes.
+Runs:  on the threads of worker.held_saes, on GPUs.
+From:  maxima (the largest feature of each group).   To: the pairs of request.heads.Strongest.
 
-Promise: a feature is computed as held_saes computes it. The strongest comes first; of equal
-features, the one with the lowest index. A feature that is NaN counts as larger than all numbers.
+Promise: features are computed as in held_saes. The strongest feature is first. Of equal features,
+the feature with the lowest index is first. A NaN counts as larger than all numbers.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: At most MOST features of a row, and at most MOST_GROUPS groups: one Triton program holds them in
-#: its registers. For up to LEAST features, the features of LEAST groups are compared, else of MOST
-#: groups. So there are two variants of the kernel.
+#: The kernel finds at most MOST features of a row, in at most MOST_GROUPS groups: more data does
+#: not fit into the registers of a Triton program. The kernel has two variants. One variant compares
+#: the features of LEAST groups, for up to LEAST features. The other variant compares MOST groups.
 LEAST, MOST, MOST_GROUPS = 32, 64, 4096
-#: For 768 rows and 65,536 features, 32 features take 93 us with 2 warps and 107 us with 4; 64
-#: features take 232 and 198 us (H100).
+#: Measured on an H100, for 768 rows and 65,536 features. To find 32 features takes 93 us with 2
+#: warps, and 107 us with 4 warps. To find 64 features takes 232 us and 198 us.
 NUM_WARPS = 4
 #: Smaller than the `_key` of every number.
 _NO_KEY = tl.constexpr(-(2**63))
@@ -33,13 +33,13 @@ def put_pairs(
     largest: Tensor, products: Tensor, bias: Tensor, threshold: Tensor | None, count: int,
     packed: Tensor, first_value: int,
 ) -> None:  # fmt: skip
-    """Write the `count` strongest features of each row, a negative feature as 0.
+    """Write the `count` strongest features of each row. A negative feature is written as 0.
 
     Args:
-        largest: float32 [num_rows, num_groups], as `maxima` makes it.
-        products, bias, threshold: as for `maxima`.
-        packed: int32 [num_rows, ...]. The indices are written to its first columns, the float32
-            values to those from `first_value` on.
+        largest: float32 [num_rows, num_groups], the result of `maxima`.
+        products, bias, threshold: As for `maxima`.
+        packed: int32 [num_rows, ...]. The indices are written to the columns from 0 on. The float32
+            values are written to the columns from `first_value` on.
     """
     num_rows, num_groups = largest.shape
     if not num_rows:
@@ -56,7 +56,8 @@ def put_pairs(
 
 @triton.jit
 def _key(value, index):  # type: ignore[no-untyped-def]
-    """int64, to sort by: larger for a larger value, and among equal values for a lower index."""
+    """An int64 sort key. A larger value has a larger key. Of equal values, the value with the lower
+    index has the larger key."""
     bits = value.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     order = tl.where(value == value, order, 0x7FFFFFFF)
@@ -80,7 +81,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     key = _key(tl.load(largest + row * num_groups + at, there, 0.0), at)
     groups = _index(tl.topk(tl.where(there, key, _NO_KEY), some))
     at = tl.reshape(groups[:, None] * group + tl.arange(0, group)[None, :], some * group)
-    # If the SAE has fewer groups than `some`, the other indices wrap to negative numbers.
+    # If the SAE has fewer groups than `some`, the indices of the missing groups are negative.
     there = (at >= 0) & (at < width)
     feature = tl.load(products + row * width + at, there, 0.0) + tl.load(bias + at, there, 0.0)
     if thresholds:

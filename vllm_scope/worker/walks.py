@@ -1,13 +1,13 @@
-"""The states of gates with which the rows of a step begin.
+"""Finds the states of gates at the start of a step, for each row.
 
 Owns:  Walks.
 Runs:  in every worker, before the forward. CPU only, no device sync.
 From:  plan (requests and positions), core.admission (the requests' ranges of the log).
 To:    tap.tables (the walks of the rows).
 
-Promise: a position has one state. A step begins where the accepted tokens end, so the positions
-below its first position have their final states. If a request begins again after it was preempted,
-all its tokens but the last have states in the log, which are used as they are.
+Promise: a position has only one state. A step starts after the last accepted token. Therefore all
+positions before the step have their final states. If a preempted request starts again, all its
+tokens except the last token have states in the log. These states are not computed again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_scope.program.operations import LogRange
 
 
 class Walks:
-    """The places of running requests' states in the log. A request is named by its index in
+    """Where the log stores the states of running requests. The key of a request is its index in
     planned.Requests."""
 
     def __init__(self) -> None:
@@ -33,11 +33,7 @@ class Walks:
         return bool(self._requests)
 
     def add_request(self, index: int, num_prompt: int, logged: LogRange) -> None:
-        """Keep the states of a request.
-
-        Args:
-            logged: the request's range of the log.
-        """
+        """Keep the states of a request. `logged` is the request's range of the log."""
         missing = index + 1 - len(self._walks)
         if missing > 0:
             more = max(missing, 64, len(self._walks))
@@ -52,8 +48,8 @@ class Walks:
             self._walks[index, WIDTH] = 0
 
     def resume(self, index: int, num_tokens: int) -> None:
-        """Note that a request begins again after it was preempted. All its tokens but the last were
-        computed before, so they have states in the log."""
+        """Note that a preempted request starts again. All its tokens except the last token were
+        computed before, and have states in the log."""
         if index in self._requests:
             self._walks[index, KNOWN] = num_tokens - 1
 
@@ -63,12 +59,12 @@ class Walks:
         """The walks of a step's rows.
 
         Args:
-            index, first_row, count: for each request of the step, its index, its first row, and its
-                number of rows.
+            index, first_row, count: For each request of the step: its index, its first row, and
+                its number of rows.
 
         Returns:
-            The rows of requests with states, ascending, and their walks [n, NUM_WALK_COLUMNS]; None
-            if there are no such rows.
+            (rows of requests with states [n], ascending; walks of these rows [n,
+            NUM_WALK_COLUMNS]). None if no request of the step has states.
         """
         known = np.flatnonzero(index < len(self._walks))
         has = known[self._walks[index[known], WIDTH] > 0]

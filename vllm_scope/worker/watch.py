@@ -1,14 +1,13 @@
-"""Scores while the model runs: which requests a probe stops, which later stages begin, and what
-policies decide.
+"""Reads scores while requests run: probes stop requests, later stages begin, policies decide.
 
-Owns:  Watch, and Judged (its results).
-Runs:  `add` and `take` on the worker's thread, after a step's rows are submitted; `judge` where the
-       step's output is made, maybe on another thread of vLLM.
-From:  drain (each step's rows, as they leave the arena).   To: engine.core.verdicts.
+Owns:  Watch, and Judged (the results of `judge`).
+Runs:  `add` and `take` on the worker's thread, after a step's rows are submitted; `judge` on the
+       thread that makes the step's output, which can be another thread of vLLM.
+From:  drain (each step's rows).   To: engine.core.verdicts.
 
-Promise: a verdict is the one that the front-end finds in the same scores (batch.readout). Each
-position counts once, in order: a position that is computed again does not count again, and a token
-that may be rejected does not count before the next step.
+Promise: the watch and the front-end find the same verdicts in the same scores (batch.readout). Each
+position is read one time, in ascending order. A position that is computed again is not read again.
+A token that can be rejected is not read before the next step.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from vllm_scope.transport.ring import Lease
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Numbers of one cell: positions, and float32 [n, numbers of the probe].
+#: Numbers of one cell: positions [n], and float32 [n, numbers of the probe].
 _Numbers = tuple[Ints, torch.Tensor]
 #: The scores of one request in one step: its key, positions, and the numbers of each cell of its
-#: probes; None for a cell that is not in this batch.
+#: probes (None for a cell that is not in this batch).
 _Found = tuple[int, Ints, list["torch.Tensor | None"]]
-#: Positions and the values there, float32 [n].
+#: Positions [n], and the values at these positions, float32 [n].
 _Values = tuple[Ints, torch.Tensor]
-#: Position -> name of a probe -> its value there.
+#: Position -> name of a probe -> the probe's value at the position.
 _Seen = dict[int, dict[str, float]]
 
 
@@ -52,9 +51,8 @@ class Judged(NamedTuple):
     """The consequences of a step's scores for a request.
 
     Attributes:
-        stops: the reason why the request is stopped; None if it is not stopped.
-        firsts: names of the probes that have a verdict since this step, and for which other probes
-            wait.
+        stops: the reason why the request is stopped; None if the request continues.
+        firsts: names of the first stages that have a verdict since this step.
         scales: new scales that the request's policy decided.
     """
 
@@ -68,10 +66,10 @@ class _Probe:
     """One probe of one request.
 
     Attributes:
-        waiting: for each cell, the numbers that have arrived at positions that were not read yet.
+        waiting: for each cell, the received numbers at positions that were not read yet.
         first: the first stage for whose verdict this probe waits, or None.
-        next: the position below which values were read.
-        told: True once its verdict was told.
+        next: values at positions below `next` were read.
+        told: True after `judge` has returned the probe's verdict.
     """
 
     probe: ResolvedProbe
@@ -82,15 +80,15 @@ class _Probe:
     told: bool = False
 
     def wants(self, positions: Ints, num_prompt: int, seen: bool) -> NDArray[np.bool_]:
-        """bool [n]: True for tokens that the probe scores. A watched probe scores all tokens of the
-        prompt, all generated tokens, or both.
+        """bool [n]: True for tokens that the probe scores. A watched probe scores all prompt
+        tokens, all generated tokens, or all tokens.
 
         Args:
             seen: True if a policy sees the probe's values.
         """
         if self.readout.verdict is not None and not seen:
             return np.zeros(len(positions), bool)  # no later value changes the verdict
-        # The answer depends only on whether a token is of the prompt; its id is not looked at.
+        # The selector uses only the phase of a token (prompt or generated), not the token id.
         found = self.probe.tokens.select(Tokens(positions, num_prompt, positions, None)).certain
         if self.first is not None:
             verdict = self.first.readout.verdict
@@ -100,7 +98,7 @@ class _Probe:
 
     def read(self, before: int) -> _Values | None:
         """The new values at positions below `before`, with their positions; None if there are none.
-        A position has a value once the numbers of every cell have arrived."""
+        A position has a value after the numbers of every cell were received."""
         cells = [_joined(some) for some in self.waiting]
         if any(cell is None for cell in cells):
             return None
@@ -125,11 +123,11 @@ class _Probe:
 
 @dataclass
 class _Watched:
-    """A request with a policy, or with a probe that may stop it or is a first stage.
+    """A request with a policy, or with a probe that can stop the request or is a first stage.
 
     Attributes:
         firsts: as in Resolved.
-        accepted: the position below which tokens are accepted.
+        accepted: tokens at positions below `accepted` are accepted.
     """
 
     req_id: str
@@ -141,12 +139,12 @@ class _Watched:
 
     @property
     def sees(self) -> bool:
-        """True while a policy sees the values of the request's probes."""
+        """True if a policy still sees the values of the request's probes."""
         return self.steering is not None and not self.steering.over
 
     def read(self) -> _Seen:
-        """Read the values that have arrived. Returns the values that a policy sees; empty if no
-        policy sees them."""
+        """Read the received values. Returns the values for the policy; empty if no policy sees the
+        values."""
         seen: _Seen = {}
         sees = self.sees
         for one in self.probes:
@@ -159,13 +157,12 @@ class _Watched:
 
 @dataclass(eq=False)
 class Step:
-    """Rows on their way to a lease.
+    """Rows that are written to a lease.
 
     Attributes:
-        labels: called once the rows are in the lease. Returns their true labels, or None if no rows
-            came.
-        wait: returns once the rows are in the lease.
-        found: the scores of watched requests; None until they are copied.
+        labels: returns the rows' true labels, or None if there are no rows. Call this after `wait`.
+        wait: returns as soon as the rows are in the lease.
+        found: the scores of watched requests; None until the scores are copied.
     """
 
     labels: Callable[[], Labels | None]
@@ -176,12 +173,12 @@ class Step:
 
 
 class Watch:
-    """The running requests with a policy, or with a probe that may stop them or is a first stage.
+    """All running requests with a policy, a first stage, or a probe that can stop the request.
 
     Args:
-        widths: bytes of a raw row, by kind.
-        drafts: True if a computed token may be rejected (speculative decoding).
-        tell: called with a request's key and each decision of its policy.
+        widths: Bytes of a raw row, by kind.
+        drafts: True if a computed token can be rejected (speculative decoding).
+        tell: The watch calls this with a request's key and each decision of the request's policy.
     """
 
     def __init__(
@@ -200,7 +197,7 @@ class Watch:
         return bool(self._watched)
 
     def __contains__(self, req_id: str) -> bool:
-        # A copy, because `judge` may remove a request on another thread.
+        # A copy, because `judge` can remove a request on another thread.
         return any(watched.req_id == req_id for watched in tuple(self._watched.values()))
 
     def add_request(
@@ -211,10 +208,10 @@ class Watch:
         asked: Resolved,
         steering: Steering | None = None,
     ) -> None:
-        """Watch the probes `asked.watched` of a request, whose rows have this key."""
+        """Watch the probes `asked.watched` of a request. `key` is the key of the request's rows."""
         known: dict[str | None, _Probe] = {}
         probes = asked.watched
-        while len(known) < len(probes):  # a first stage may come after probes that wait for it
+        while len(known) < len(probes):  # the list can have a first stage after its later stages
             for probe in probes:
                 if probe.name not in known and (probe.after is None or probe.after in known):
                     waiting: list[list[_Numbers]] = [[] for _ in probe.cells]
@@ -233,14 +230,14 @@ class Watch:
         lease: Lease,
         boundary: int | None,
     ) -> None:
-        """Note rows that are on their way to `lease`; arguments as in Step."""
+        """Note rows that are written to `lease`. Arguments as in Step."""
         lease.retain()
         self._steps.append(Step(labels, wait, lease, boundary))
         self._open.append(self._steps[-1])
 
     def settle(self) -> None:
-        """Copy the scores of watched requests, and release the leases of their steps: the ring is
-        full, and `acquire` waits for a lease."""
+        """Copy the scores of watched requests, and release the leases of their steps. Called if the
+        ring is full: `HostRing.acquire` waits for a lease."""
         for step in tuple(self._open):
             with _logged():
                 self._look(step)
@@ -260,7 +257,7 @@ class Watch:
 
     @property
     def has_steps(self) -> bool:
-        """True if there is something for `take`."""
+        """True if `take` would return a step."""
         return bool(self._steps)
 
     def take(self) -> list[Step]:
@@ -269,8 +266,8 @@ class Watch:
         return found
 
     def judge(self, steps: Sequence[Step]) -> dict[str, Judged]:
-        """The consequences of new scores, by request id. Each score counts once. Waits for the
-        rows of `steps`, which are the next steps in order."""
+        """Request id -> the consequences of the request's new scores. Waits for the rows of
+        `steps`. The caller passes each step one time, in order."""
         reached: dict[int, _Watched] = {}
         for step in steps:
             with _logged():
@@ -280,13 +277,13 @@ class Watch:
         for key, watched in reached.items():
             with _logged():
                 judged = self._judged(key, watched)
-                # True if no later score can have a consequence for the request.
+                # True if later scores cannot have a consequence for the request.
                 told = not watched.sees and all(
                     one.told or not (one.probe.stops or one.probe.name in watched.firsts)
                     for one in watched.probes
                 )
                 over = judged.stops is not None or told
-                # The request may have ended on the other thread.
+                # Another thread may have ended the request.
                 here = (self._watched.pop if over else self._watched.get)(key, None) is not None
                 if here and judged != Judged():
                     found[watched.req_id] = judged
@@ -311,9 +308,9 @@ class Watch:
         return found
 
     def _take_in(self, some: Iterable[_Found]) -> dict[int, _Watched]:
-        """Give scores to the probes that want them. Returns the scores' requests, by key."""
+        """Give scores to the probes that need them. Returns key -> request, for these scores."""
         found: dict[int, _Watched] = {}
-        # A request's tokens come in several parts if they have several layouts.
+        # If a request's tokens have several layouts, the tokens are in several parts.
         first, last = dict[int, int](), dict[int, int]()
         for key, positions, numbers in some:
             watched = self._watched.get(key)
@@ -332,8 +329,8 @@ class Watch:
         for key, watched in found.items():
             sure = last[key]
             if self._drafts:
-                # Only generated tokens can be drafts, and only those of this step can still be
-                # rejected: tokens of the prompt, and those before the step, are accepted.
+                # Only generated tokens of this step can still be rejected. Prompt tokens, and all
+                # tokens before this step, are accepted.
                 sure = max(first[key], min(sure, watched.num_prompt))
             watched.accepted = max(watched.accepted, sure)
         return found
@@ -341,7 +338,7 @@ class Watch:
     def _numbers(
         self, layout: Layout, cell: Cell, count: int, data: np.ndarray
     ) -> torch.Tensor | None:
-        """A copy of a cell's numbers, float32 [n, count]; None if this layout has none of them."""
+        """A copy of a cell's numbers, float32 [n, count]; None if the layout has no such cell."""
         slot = layout.made_at(cell.bank, cell.place.point(), self._widths)
         if slot is None:
             return None
@@ -350,7 +347,7 @@ class Watch:
         return torch.from_numpy(values.view(np.float32).copy())
 
     def _judged(self, key: int, watched: _Watched) -> Judged:
-        """The consequences of a request's new scores. Its policy decides before its probes."""
+        """The consequences of a request's new scores. The policy decides before the probes."""
         seen = watched.read()
         new = []
         for one in watched.probes:
@@ -358,7 +355,7 @@ class Watch:
                 one.told = True
                 new.append((one.readout.verdict, one.probe))
         firsts = tuple(probe.name for _, probe in new if probe.name in watched.firsts)
-        # The verdict at the lowest position; of several there, the verdict of the first probe.
+        # The verdict at the lowest position. For equal positions, the verdict of the first probe.
         stops = [(verdict, probe.name) for verdict, probe in new if probe.stops]
         first = min(stops, key=lambda x: x[0].position, default=None)
         stopped, scales = self._decided(key, watched, seen, FAR if first is None else first[0][0])
@@ -370,8 +367,8 @@ class Watch:
     def _decided(
         self, key: int, watched: _Watched, seen: _Seen, last: int
     ) -> tuple[str | None, Changes]:
-        """Show a request's policy the values at positions up to `last`. Returns why the policy
-        stops the request, or None; and the new scales."""
+        """Give a request's policy the values at positions up to `last`. Returns the reason why the
+        policy stops the request (or None), and the new scales."""
         scales: dict[int, dict[str, float]] = {}
         if watched.steering is not None:
             watched.steering.begin_step()
@@ -393,7 +390,7 @@ class Watch:
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """Log an exception instead of raising it, so that the engine goes on."""
+    """A context that logs an exception and raises no error, so that the engine continues."""
     try:
         yield
     except Exception:
@@ -401,8 +398,8 @@ def _logged() -> Iterator[None]:
 
 
 def _joined(some: list[_Numbers]) -> _Numbers | None:
-    """The numbers of one cell, sorted by position. If a position came several times, its last
-    numbers count."""
+    """The numbers of one cell, sorted by position. If a position was received several times, the
+    last numbers are used."""
     if not some:
         return None
     if len(some) == 1 and len(some[0][0]) == 1:  # the usual step of decoding

@@ -1,9 +1,9 @@
-"""A sink that trains: a sparse autoencoder learns from requests while they are served.
+"""A sink that trains a sparse autoencoder on the rows of requests, while an engine serves them.
 
     "sinks": {"live_sae": {"path": "/data/sae.pt", "features": 4096, "on_overload": "drop"}}
     Read("resid_post", layers=[12], to="live_sae")
 
-`drop`, because requests are not to wait for training; what is dropped is counted.
+With `drop`, requests do not wait for the training. The manifest counts the dropped rows.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Sae(nn.Module):
 
 
 class LiveSae:
-    """Trains on batches of `batch_rows` rows of one stream, as requests end.
+    """Trains on batches of `batch_rows` rows of one stream.
 
     Attributes:
-        losses: mean squared error relative to the rows' variance, of each batch.
+        losses: for each batch, the mean squared error divided by the rows' variance.
     """
 
     live = False
@@ -56,7 +56,7 @@ class LiveSae:
         self.losses: list[float] = []
 
     def write(self, block: Block) -> None:
-        # A copy: rows are valid during the call.
+        # A copy, because the rows are valid only during the call.
         self._waiting.append(block.rows.to(torch.float32, copy=True))
         if sum(map(len, self._waiting)) >= self._batch_rows:
             rows = torch.cat(self._waiting)

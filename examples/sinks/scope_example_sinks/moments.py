@@ -1,4 +1,4 @@
-"""A sink that keeps no rows: the running mean and covariance of each stream.
+"""A sink that computes the mean and covariance of each stream, and keeps no rows.
 
 "sinks": {"moments": {"path": "/data/moments.npz"}}
 Read("resid_post", layers=[12], to="moments")
@@ -17,7 +17,7 @@ from vllm_scope.sinks import Block, Ending, Report
 
 @dataclass
 class Stream:
-    """Of one (site, layer).
+    """The moments of one (site, layer).
 
     Attributes:
         mean: float64 [hidden_size].
@@ -29,7 +29,7 @@ class Stream:
     scatter: np.ndarray
 
     def add(self, rows: np.ndarray) -> None:
-        """Chan, Golub and LeVeque (1979): exact whatever the order of the batches."""
+        """Add rows by the formula of Chan, Golub and LeVeque (1979), exact for any order."""
         mean = rows.mean(axis=0)
         centred = rows - mean
         delta, total = mean - self.mean, self.count + len(rows)
@@ -44,7 +44,7 @@ class Stream:
 
 
 class Moments:
-    """Exact: `live` is false, so each accepted row comes once."""
+    """The moments are exact: `live` is false, so the sink gets each accepted row one time."""
 
     live = False
     takes_scores = False
@@ -71,6 +71,6 @@ class Moments:
             arrays[f"{name}.count"] = np.array(stream.count)
         partial = self._path.with_suffix(".tmp.npz")
         np.savez(partial, **arrays)
-        os.replace(partial, self._path)  # whole, or not at all
+        os.replace(partial, self._path)  # a reader sees the new file or the earlier file
 
     def close(self) -> None: ...

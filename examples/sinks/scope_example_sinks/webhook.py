@@ -1,9 +1,9 @@
-"""A sink that tells somebody: the scores of a request's probes, as one POST at its end.
+"""A sink that sends the scores of a request's probes, in one POST when the request ends.
 
     "sinks": {"webhook": {"url": "https://monitor.example/scores", "patience_s": 5}}
     Probe(direction, layer=12, name="deception", to="webhook")
 
-The address is the operator's; a request cannot name one.
+The operator sets the URL. A request cannot name a URL.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Webhook:
 
     def __init__(self, url: str, timeout_s: float = 3.0) -> None:
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"url is {url!r}; it begins with http:// or https://")
+            raise ValueError(f"url is {url!r}; it must begin with http:// or https://")
         self._url, self._timeout_s = url, timeout_s
         self._scores: dict[int, dict[str, Any]] = {}
 
@@ -42,7 +42,7 @@ class Webhook:
         request = urllib.request.Request(
             self._url, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        # An answer that is no success raises: the manifest then has the reason.
+        # urlopen raises for an HTTP error. The manifest then has the reason.
         with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
             return Report(details={"answered": answer.status})
 

@@ -138,7 +138,7 @@ def test_a_cache_of_several_results_pads_with_zeros():
 def test_a_query_whose_keys_are_not_all_there_has_no_pattern(keys):
     result = result_of([2, 5], len(keys))
     result.at[K] = keys
-    words = "k of layer 2 is not there at all positions from 0 to 5, where the last query is"
+    words = "rows of k are missing at layer 2; the last query needs k at all positions from 0 to 5"
     with pytest.raises(ScopeError, match=words):
         attention_pattern(result, 2, kernel=PLAIN)
 
@@ -177,7 +177,7 @@ def test_no_query_has_an_empty_pattern():
             SpecError,
             "heads is 1; it must be a list of whole numbers",
         ),
-        (2, {}, SpecError, r"over HTTP it is client.info\(\)\['attention'\]"),
+        (2, {}, SpecError, r"give kernel=client.info\(\)\['attention'\]"),
         (2, {"kernel": PLAIN | {"exact": False}}, ScopeError, "layer 2 does more than scale, cap"),
     ],
 )

@@ -175,10 +175,13 @@ def test_bad_input_is_refused_in_one_sentence(found):
         ),
         (
             lambda: ridge_probe(found, STREAM, targets={"a": 1.0}),
-            r"targets is \{'a': 1.0\}, .* at least two .* resid_post.2 have \['a', 'b'\]",
+            r"targets is \{'a': 1.0\}, .* two or more .* resid_post.2, which are \['a', 'b'\]",
         ),
-        (lambda: ridge_probe(found, STREAM, targets={"a": 1, "b": 1}), r"at least two labels"),
-        (lambda: ridge_probe(found, STREAM, targets={}), r"at least two labels"),
+        (
+            lambda: ridge_probe(found, STREAM, targets={"a": 1, "b": 1}),
+            r"two or more of the labels",
+        ),
+        (lambda: ridge_probe(found, STREAM, targets={}), r"two or more of the labels"),
         (
             lambda: ridge_probe(found, STREAM, targets=["a"]),
             r"targets is \['a'\]; it must be a dict",

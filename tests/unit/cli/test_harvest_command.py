@@ -39,6 +39,6 @@ def test_a_wrong_data_set_is_one_sentence_and_status_1(tmp_path):
         app, ["harvest", f"{tmp_path}/x.csv", "--model", "m", "--out", f"{tmp_path}/out"]
     )
     assert found.exit_code == 1
-    assert "x.csv is of no kind that is read" in found.stderr
+    assert "x.csv cannot be read; a data set consists of" in found.stderr
     assert found.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()

@@ -157,7 +157,7 @@ def test_a_page_is_written_instead(served, tmp_path):
 @pytest.mark.parametrize(
     ("says", "sentence"),
     [
-        (saying({}), "has no monitors; PUT /v1/scope/monitors sets them"),
+        (saying({}), "has no monitors; set them with PUT /v1/scope/monitors"),
         (saying(None), "has no scope: HTTP 404: Not Found"),
         (saying(None, {"operator": False}), "start it with VLLM_SCOPE_ADMIN_KEY."),
         (lambda path: (401, {"error": "Unauthorized"}), "401: Unauthorized; give the keys with"),

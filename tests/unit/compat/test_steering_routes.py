@@ -153,7 +153,7 @@ def test_modules_of_both_routes_are_the_engines(http, engine):
 
 
 BAD = {
-    "nothing": ("set", {}, "nothing is to be set; give vectors or clamps"),
+    "nothing": ("set", {}, "the body sets nothing; give vectors or clamps"),
     "unknown-hook": ("set", {"vectors": {"mlp": {}}}, "vectors has 'mlp'; hooks are pre_attn"),
     "untapped-hook": ("set", {"vectors": {"post_attn": {"0": V}}}, "not tap 'resid_mid' there"),
     "no-such-layer": ("set", {"vectors": hook(V, 9)}, "vectors['post_block'] has layer 9"),

@@ -256,7 +256,7 @@ def test_a_controller_is_used_once():
     controller, engine = made(to(1.0))
     with controller:
         pass
-    with pytest.raises(SpecError, match="used once"):
+    with pytest.raises(SpecError, match="used only one time"):
         controller.__enter__()
     assert engine.tell is None
     assert engine.get() is None

@@ -90,7 +90,7 @@ def test_each_row_comes_once_in_all_its_places(model):
     for batch in batches:
         assert batch["resid_post", 1].dtype == torch.bfloat16
         assert torch.equal(batch["resid_post", 1] * 2, batch["resid_post", 3])
-    with pytest.raises(KeyError, match=r"fed are \[\('resid_post', 1\)"):
+    with pytest.raises(KeyError, match=r"the feed has \[\('resid_post', 1\)"):
         batches[0]["resid_post", 2]
     assert list(feed) == []
     assert not feeders()
@@ -145,7 +145,7 @@ def test_a_feed_that_is_closed_or_forgotten_ends_what_it_started(model):
 
 def test_what_is_wrong_with_the_documents_is_told_at_the_first_batch():
     model = LLM()
-    with pytest.raises(SpecError, match="has the token id 1000; those of recorded are 0 to 299"):
+    with pytest.raises(SpecError, match="has the token id 1000; the ids of recorded are 0 to 299"):
         list(stream(model=model, texts=[[5, 1000]]))
     with pytest.raises(SpecError, match="row 0 of a list of 1 has x"):
         list(stream(model=model, texts=[{"x": 3}]))

@@ -153,7 +153,7 @@ def test_datasets_itself_loads_samples_as_tensors(whole, tmp_path):
 
 def test_samples_with_gaps_or_wrong_masks_are_refused(capture, whole, tmp_path):
     pytest.importorskip("pyarrow")
-    with pytest.raises(FileError, match="the loss mask has 2 numbers; it has one for each of 5"):
+    with pytest.raises(FileError, match="the loss mask has 2 numbers; it needs one for each of 5"):
         export_speculators(whole, tmp_path / "a", [("resid_post", 7)], lambda _: [1, 1])
     with pytest.raises(KeyError, match="was not captured"):
         export_speculators(whole, tmp_path / "b", [("resid_post", 3)])
@@ -252,7 +252,7 @@ def test_exports_of_two_models_are_refused(tmp_path):
             lambda folder: export_dataset(capture, folder, [("embed", 0)]),  # noqa: B023
             lambda folder: export_saelens(capture, folder, "embed", 0, "x", 2),  # noqa: B023
         ):
-            with pytest.raises(FileError, match="export what one model wrote"):
+            with pytest.raises(FileError, match="export the rows of one model alone"):
                 export(tmp_path / f"out-{uuid.uuid4().hex}")
 
 
@@ -316,8 +316,8 @@ def test_exported_rows_have_the_bits_of_the_shards_and_the_card_says_so(mixed, t
     assert f"| dtype in the captured files | {stored} |" in card
     assert "| sites and layers | `resid_post.2` (12 values), `resid_post.5` (12 values) |" in card
     assert "15 rows, one for each token,\nof 3 requests" in card
-    same = "has the bits that it has there" in card
-    assert same if stored == "float32" else "equals the one there, because float32" in card
+    same = "has the same bits as in the captured files" in card
+    assert same if stored == "float32" else "equals the captured number, because float32" in card
 
 
 def test_the_hub_reads_the_card_and_its_code_loads_the_folder(mixed, tmp_path):

@@ -423,7 +423,7 @@ def _entry(**fields) -> dict:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        pytest.param(b"abc", "no safetensors file", id="shorter-than-its-length"),
+        pytest.param(b"abc", "not a safetensors file", id="shorter-than-its-length"),
         pytest.param(struct.pack("<Q", 1 << 60), "says that its header has", id="huge-header"),
         pytest.param(
             struct.pack("<Q", MAX_HEADER_BYTES), "says that its header", id="longer-than-the-file"
@@ -433,7 +433,7 @@ def _entry(**fields) -> dict:
         pytest.param(_safetensors(b"\xff\xfe"), "header cannot be read", id="no-text"),
         pytest.param(_safetensors(_entry(), b"1234"), "lie within the file", id="cut-off"),
         pytest.param(
-            _safetensors(_entry(shape=[1 << 62, 1 << 62]), b"12345678"), "takes", id="huge-shape"
+            _safetensors(_entry(shape=[1 << 62, 1 << 62]), b"12345678"), "needs", id="huge-shape"
         ),
         pytest.param(
             _safetensors(_entry(shape=[1 << 62] * 40_000), b"12345678"),
@@ -442,14 +442,14 @@ def _entry(**fields) -> dict:
         ),
         pytest.param(
             _safetensors(_entry(shape=[0, 1 << 62, 1 << 62], data_offsets=[0, 0])),
-            "takes",
+            "needs another",
             id="empty-and-huge",
         ),
         pytest.param(_safetensors(_entry(shape=[-2]), b"12345678"), "lie within", id="negative"),
         pytest.param(
             _safetensors(_entry(data_offsets=[8, 0]), b"12345678"), "lie within", id="backwards"
         ),
-        pytest.param(_safetensors(_entry(dtype="F99"), b"12345678"), "not one of ours", id="dtype"),
+        pytest.param(_safetensors(_entry(dtype="F99"), b"12345678"), "not supported", id="dtype"),
     ],
 )
 def test_a_damaged_safetensors_file_is_refused_before_anything_is_allocated(
@@ -605,7 +605,7 @@ def test_an_index_that_is_too_large_is_not_read(layout, tmp_path, monkeypatch):
     with writer_of(tmp_path, layout=layout) as writer:
         put(writer, 1)
     monkeypatch.setattr("vllm_scope.files.datafile.MAX_INDEX_BYTES", 64)
-    with pytest.raises(FileError, match=r"has an index of \d+ bytes; one has at most 64"):
+    with pytest.raises(FileError, match=r"has an index of \d+ bytes; an index has at most 64"):
         vllm_scope.open(tmp_path)
 
 

@@ -328,7 +328,7 @@ def test_encoded_rows_are_stored_as_they_came_whatever_the_writers_codec(layout,
         for some in ([4, 1], [0, 5], [1, 2, 3]):  # position 1 twice, and out of order
             request.write("embed", 0, np.array(some), EncodedRows(codec, data[some]))
         request.write("resid_post", 1, np.arange(6), rows)
-        with pytest.raises(ValueError, match="rows come under two codecs"):
+        with pytest.raises(ValueError, match="the rows have two codecs"):
             request.write("embed", 0, np.arange(6), rows)
         request.finish(RequestRecord("r", range(5), [6, 7], "m", 12, 12))
     (found,) = vllm_scope.open(tmp_path)
@@ -592,7 +592,7 @@ def test_a_missing_package_is_reported_before_any_row_comes(monkeypatch, tmp_pat
 
 def test_fsync_is_refused_for_urls():
     pytest.importorskip("fsspec")
-    with pytest.raises(ConfigError, match="URLs know no fsync"):
+    with pytest.raises(ConfigError, match="URLs have no fsync"):
         writer_of("memory://capture", fsync=True)
 
 

@@ -170,12 +170,12 @@ def _leaving(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | 
     ("layer", "forced", "words"),
     [
         pytest.param(
-            SumLayer, DEAD, r"what layer 1 gets is not what its first norm gets: a row differs "
-            r"by \d.* of its length", id="sum-as-dead",
+            SumLayer, DEAD, r"the input of layer 1 is not the input of its first norm: a row "
+            r"differs by \d.* of its length", id="sum-as-dead",
         ),
         pytest.param(
             DeadLayer, SUM, "by its source, the layer returns .hidden, residual.; the stream is "
-            "their sum, but by numbers what layer 1 gets is not", id="dead-as-sum",
+            "their sum, but by numbers the input of layer 1 is not", id="dead-as-sum",
         ),
         pytest.param(SumLayer, TENSOR, r"layer 0 returned \(Tensor, Tensor\)", id="sum-as-tensor"),
         pytest.param(TensorLayer, SUM, r"layer 0 returned \(Tensor\)", id="tensor-as-sum"),
@@ -196,7 +196,9 @@ def test_the_norm_behind_the_layers_alone_refuses_a_wrong_convention(layer, forc
             self.mlp(hidden_states)
             return super().forward(positions, hidden_states, residual)
 
-    with pytest.raises(CompatError, match="what layer 2 leaves is not what the norm behind it"):
+    with pytest.raises(
+        CompatError, match="the output of layer 2 is not the input of the norm after it"
+    ):
         findings(Model(Normless), forced)
 
 
@@ -224,7 +226,7 @@ def test_rows_that_are_not_finite_refuse_nothing(value):
 def test_a_stage_compares_what_it_holds_and_says_what_it_does_not():
     found = findings(Model(SumLayer, numbers=[0, 1]), SUM, norm=False)
     assert found.untold == {"what another pipeline stage makes of layers": (1,)}
-    with pytest.raises(CompatError, match="layer 2 leaves"):
+    with pytest.raises(CompatError, match="the output of layer 2 is not"):
         findings(Model(_Second, numbers=[2]), DEAD)
 
 

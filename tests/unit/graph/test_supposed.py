@@ -89,9 +89,10 @@ class Doubling(nn.Module):
     ("model", "given", "words"),
     [
         pytest.param(
-            Model(Halving), {}, r"what layer 1 gets is not what its first norm gets: a row differs "
-            r"by \d.* of its length \(if the layer returns \(hidden, residual\); the stream is "
-            r"their sum\); what layer 1 gets is not .* \(if the layer returns \(stream, None or",
+            Model(Halving), {}, r"the input of layer 1 is not the input of its first norm: a row "
+            r"differs by \d.* of its length \(if the layer returns \(hidden, residual\); the "
+            r"stream is their sum\); the input of layer 1 is not .* \(if the layer returns "
+            r"\(stream, None or",
             id="neither-the-sum-nor-the-first",
         ),
         pytest.param(
@@ -100,7 +101,7 @@ class Doubling(nn.Module):
         ),
         pytest.param(
             Model(SumLayer, change=lambda n, x: x * 2 if n == 2 else x), {},
-            "what layer 1 leaves is not what layer 2 gets", id="a-stream-that-moves",
+            "the output of layer 1 is not the input of layer 2", id="a-stream-that-moves",
         ),
         pytest.param(
             Choosing(TensorLayer), {}, "layer 1 gets other tensors than layer 0 returned, which "
@@ -171,7 +172,9 @@ def test_one_norm_beside_the_layers_is_needed(norms):
     model.layers = nn.ModuleList([TensorLayer(n) for n in range(NUM_LAYERS)])
     for number in range(norms):
         model.add_module(f"norm_{number}", Norm())
-    with pytest.raises(CompatError, match=f"^{WHY}; and Module has not one norm beside its layers"):
+    with pytest.raises(
+        CompatError, match=f"^{WHY}; and Module does not have exactly one norm beside"
+    ):
         supposed_anatomies(model, NUM_LAYERS, no, no, WHY)
     model = nn.Sequential(model)
     model[0].norm_0 = Norm()

@@ -69,9 +69,9 @@ def test_a_list_is_a_data_set():
     ("rows", "options", "sentence"),
     [
         ([{"body": "x"}], {}, r"row 0 of a list of 1 has body; a document is a text or a list of"),
-        (["a", None], {}, r"row 1 of a list of 2 has None there; a document is a text or a"),
-        ([{"text": 5}], {}, r"row 0 of a list of 1 has 5 there"),
-        ([{"text": ["a"]}], {}, r"has \['a'\] there"),
+        (["a", None], {}, r"row 1 of a list of 2 has the value None; a document is a text or a"),
+        ([{"text": 5}], {}, r"row 0 of a list of 1 has the value 5"),
+        ([{"text": ["a"]}], {}, r"has the value \['a'\]"),
         ([{"text": "x"}], {"id_column": "key"}, r"row 0 of a list of 1 has no 'key'; it has text"),
         (
             [{"text": "x", "key": 1}] * 2, {"id_column": "key"},
@@ -102,7 +102,7 @@ def test_a_wrong_column_of_any_file_is_told_before_the_documents_are_read(tmp_pa
         find_documents(tmp_path)
     (tmp_path / "b.jsonl").write_text("")
     assert find_documents(tmp_path).count == 2
-    with pytest.raises(SpecError, match=r"row 0 of a list of 2 has 5 there"):
+    with pytest.raises(SpecError, match=r"row 0 of a list of 2 has the value 5"):
         find_documents([{"text": 5}, {"text": "x"}])
 
 
@@ -123,7 +123,7 @@ def test_a_damaged_file_is_refused_with_its_name(tmp_path):
     with pytest.raises(FileError, match=r"line 1 of .*x\.jsonl is 5; it must be an object"):
         list(find_documents(tmp_path))
     (tmp_path / "x.csv").write_text("a")
-    with pytest.raises(SpecError, match=r"x\.csv is of no kind that is read"):
+    with pytest.raises(SpecError, match=r"x\.csv cannot be read; a data set consists of"):
         find_documents(tmp_path / "x.csv")
     (tmp_path / "x.parquet").write_text("no parquet")
     pytest.importorskip("pyarrow")
@@ -135,7 +135,7 @@ def test_a_damaged_file_is_refused_with_its_name(tmp_path):
 
 @pytest.mark.parametrize("name", ["no.jsonl", "no/where.parquet", "/nowhere"])
 def test_a_path_that_is_not_there_is_refused_as_a_path(name):
-    with pytest.raises(FileError, match=f"there is no file or folder {name}; give the path of one"):
+    with pytest.raises(FileError, match=f"there is no file or folder {name}; give the path of an"):
         find_documents(name)
 
 

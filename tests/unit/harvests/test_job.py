@@ -186,7 +186,7 @@ def test_a_damaged_shard_and_one_that_is_there_twice_are_refused(tmp_path):
     body = first.read_bytes()
     copy = first.with_name("shard-copied.safetensors")
     copy.write_bytes(body)
-    with pytest.raises(FileError, match="has a document that another shard has too; remove"):
+    with pytest.raises(FileError, match="has a document that is also in another shard; remove"):
         harvest(TEXTS, tmp_path)
     copy.unlink()
     first.write_bytes(body[:-1])
@@ -200,7 +200,9 @@ def test_a_damaged_shard_and_one_that_is_there_twice_are_refused(tmp_path):
 def test_a_folder_with_other_rows_is_refused(tmp_path):
     with open_writer(FileOptions.parse({"root": str(tmp_path)})) as writer:
         writer.begin().finish(RequestRecord("a", [1], [2], "m", 0, 0))
-    with pytest.raises(FileError, match="has rows that no harvest wrote; harvest into a folder"):
+    with pytest.raises(
+        FileError, match="has rows that no harvest wrote; harvest into another folder"
+    ):
         harvest(TEXTS, tmp_path)
 
 

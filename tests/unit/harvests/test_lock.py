@@ -43,8 +43,8 @@ def test_a_second_thread_is_refused_and_the_lock_stays(tmp_path):
     root, link = tmp_path / "a" / "rows", tmp_path / "link"
     with locked(str(root)):
         link.symlink_to(root)
-        assert "this process harvests into" in refusal_in_thread(root)
-        assert "this process harvests into" in refusal_in_thread(link)
+        assert "this process already harvests into" in refusal_in_thread(root)
+        assert "this process already harvests into" in refusal_in_thread(link)
         assert "another process harvests into" in refusal_in_process(root)
     assert refusal_in_thread(root) == "locked"
     assert refusal_in_process(root) == ""

@@ -221,7 +221,7 @@ class Refusing(RecordedEngine):
 def test_what_an_engine_refuses_is_refused_at_once(tmp_path):
     with pytest.raises(SpecError, match="the engine cannot read this"):
         harvest(["one", "two"], tmp_path / "out", Refusing, 1)
-    with pytest.raises(SpecError, match="has the token id 1000000; those of"):
+    with pytest.raises(SpecError, match="has the token id 1000000; the ids of"):
         harvest([[5], [10**6]], tmp_path / "other", RecordedEngine, 1)
     assert recorded.harvest(["one", "two"], tmp_path / "out").computed == 2
 
@@ -429,7 +429,7 @@ def test_engines_that_cannot_start_or_differ_are_refused(tmp_path):
     with pytest.raises(ScopeError, match="cannot start recorded: no memory"):
         harvest(["one"], tmp_path / "out", broken, 1)
     with pytest.raises(
-        ConfigError, match=r"host .* has dtype '\w+', and the one on host .* '\w+'; g"
+        ConfigError, match=r"host .* has dtype '\w+', and the engine on host .* '\w+'; g"
     ):
         harvest(["one"], tmp_path / "out", partial(differing, str(tmp_path / "first")))
     assert not (tmp_path / "out" / FOLDER).exists()

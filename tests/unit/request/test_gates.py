@@ -186,7 +186,7 @@ def probe(**options):
         ),
         (lambda: Gate(V, 0, kind="soft"), "one of step, sigmoid, cosine, cast"),
         (lambda: Add("m", gate=Gate(V, 0, name="g")), "names a module"),
-        (lambda: Add(V, layer=[0, 1], dose="d"), "a dose is of one layer"),
+        (lambda: Add(V, layer=[0, 1], dose="d"), "a dose needs one named layer"),
         (lambda: Add(V, layer=0, max_relative_norm=-1), "0 or more"),
         (lambda: SetFeature(fake_sae(), [1, 1], 2.0), "each feature once"),
         (lambda: SetFeature("toy", 1, 2.0, site="ln_final"), "'ln_final', which can be read and"),

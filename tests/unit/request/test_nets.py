@@ -318,11 +318,11 @@ def test_a_sink_takes_scores_that_need_one_row_alone(action):
         ),
         pytest.param(
             lambda: Mlp([(np.ones((3, 4)), [1.0]), layer(1, 3)]), "[0] has a bias of shape (1,)",
-            "it must be [3]", id="a-short-bias",
+            "the bias must be [3]", id="a-short-bias",
         ),
         pytest.param(
             lambda: Mlp([(np.ones((3, 4)), [[1.0] * 3]), layer(1, 3)]), "bias of shape (1, 3)",
-            "it must be [3]", id="a-bias-of-two-dimensions",
+            "the bias must be [3]", id="a-bias-of-two-dimensions",
         ),
         pytest.param(
             lambda: Mlp([(np.ones((3, 4)), None), layer(1, 3)]), "[0] bias is None", "list of num",

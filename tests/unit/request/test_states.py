@@ -106,7 +106,9 @@ def test_a_smooth_gate_has_no_latch_and_low_is_on_the_other_side_of_the_threshol
         with pytest.raises(SpecError, match=r"Gate.kind is 'sigmoid', and Gate.state is"):
             Gate(W, 0, kind="sigmoid", state=state)
     Gate(W, 0, above=False, state=Hysteresis(1.0))
-    with pytest.raises(SpecError, match=r"Gate.state.low is -1; .* it is at least that"):
+    with pytest.raises(
+        SpecError, match=r"Gate.state.low is -1; .* it must be at least the threshold"
+    ):
         Gate(W, 0, above=False, state=Hysteresis(-1.0))
 
 

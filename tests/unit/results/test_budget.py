@@ -135,7 +135,8 @@ def test_prompts_enter_while_there_is_room_and_keep_it(inbox):
     spec = Spec((Read("resid_post", layers=[0]),))
     inbox.budget = room_for(12 * 100 * (ROW + LABEL_BYTES))
     running = [opened(inbox, spec, 100) for _ in range(12)]
-    with pytest.raises(CapacityError, match=r"three times what is free .*send it again later"):
+    sentence = r"three times the free part .*send the request again later"
+    with pytest.raises(CapacityError, match=sentence):
         opened(inbox, spec, 1)
     edit = opened(inbox, Spec((), (), (Add([1.0] * HIDDEN_SIZE, layer=0),)), 100)
     assert edit.error is None
@@ -183,7 +184,7 @@ def test_a_request_that_delivers_more_than_there_is_room_for_loses_only_its_own_
         pending.finish(0, None)
     lost, kept = greedy.snapshot([0] * 12, "length"), modest.snapshot([0] * 3, "length")
     assert (lost.status, lost.delivered) == ("failed", 0)
-    assert "reached what this server holds" in lost.error
+    assert "the rows of this request were dropped" in lost.error
     assert (kept.status, kept.delivered) == ("complete", 3)
     assert inbox.budget.num_bytes == 3 * (ROW + LABEL_BYTES)
 

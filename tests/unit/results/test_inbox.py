@@ -103,7 +103,7 @@ def test_sizes_that_do_not_add_up_to_what_came_are_refused_before_anything_is_ma
     _, layouts = layouts_of(Spec((Read("resid_post", layers=[0]), Read("resid_post", layers=[1]))))
     huge = Widths((1 << 36,))
     slots = torch.zeros((64, SLOT_BYTES), dtype=torch.uint8)
-    with pytest.raises(ValueError, match="64 slots came"):
+    with pytest.raises(ValueError, match="has 64 slots, but its layouts need"):
         list(by_layout(layouts, np.array([0, 1]), None, huge, slots))
 
 

@@ -56,7 +56,7 @@ def test_an_operators_folder_stands_for_the_encoders_of_all_layers(tmp_path):
         found["c.2"].decode(torch.ones(D_SAE))
     with pytest.raises(SpecError, match=r"two SAEs are called 'c\.1'"):
         load_saes({"c": written.path, "c.1": written.path / "W_enc_1.safetensors"})
-    with pytest.raises(SpecError, match=r"is of a cross-layer transcoder; name the file of a"):
+    with pytest.raises(SpecError, match=r"belongs to a cross-layer transcoder; give the file of a"):
         load_sae(written.path)
     place = ("resid_post", 0)
     assert load_sae(written.path / "W_enc_1.safetensors", place=place).place == place
@@ -76,7 +76,10 @@ def test_another_folder_is_refused_in_one_sentence(tmp_path):
     )
     (tmp_path / "kept").rename(written.path / "W_enc_1.safetensors")
     for config, words in (
-        ("feature_input_hook: ln2.hook_normalized", "the row inside a norm, before its weight"),
+        (
+            "feature_input_hook: ln2.hook_normalized",
+            "the row inside a norm, before the norm's weight",
+        ),
         ("feature_input_hook: hook_in", "feature_input_hook is 'blocks.0.hook_in', which names no"),
         ("- a", "config.yaml has a list; it has fields"),
         ("a: [", "is not YAML that can be read"),

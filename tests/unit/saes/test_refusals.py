@@ -80,9 +80,9 @@ NAN[2] = np.nan
             "a single head",
             id="one-head",
         ),
-        pytest.param(config(normalize_activations="layer_norm"), "no constant", id="layer-norm"),
+        pytest.param(config(normalize_activations="layer_norm"), "not a constant", id="layer-norm"),
         pytest.param(
-            config(normalize_activations="constant_norm_rescale"), "no constant", id="row-norm"
+            config(normalize_activations="constant_norm_rescale"), "not a constant", id="row-norm"
         ),
         pytest.param(
             config(normalize_activations="expected_average_only_in"),

@@ -77,7 +77,7 @@ def test_words_are_found_in_vllm_xargs_and_beside_it(xargs, body, values, fields
 def test_words_that_no_face_understands_are_refused(toy):
     with pytest.raises(SpecError, match="'lonely', which is understood offline only"):
         Words.find({"toy": 1, "lonely": 2}, None, {"toy", "lonely"})
-    with pytest.raises(SpecError, match="'toy' is both in vllm_xargs and beside it"):
+    with pytest.raises(SpecError, match="'toy' is both in vllm_xargs and in the body"):
         Words.find({"toy": 1}, {"toy": 1}, toy.keys)
     assert faces.has_fields({"toy": 1})
     assert not faces.has_fields({"toy_key": 1})

@@ -65,7 +65,7 @@ def test_each_request_counts_once_and_one_that_failed_does_not(tmp_path):
 
 def test_features_that_were_chosen_are_refused(tmp_path):
     sink = sink_of(tmp_path)
-    with pytest.raises(ConfigError, match="'some' are not all features of an SAE; to the sink"):
+    with pytest.raises(ConfigError, match="'some' are not all features of an SAE; the sink"):
         sink.write(block(info(0), torch.ones(2, 2), name="some", sae=None))
 
 
@@ -82,7 +82,7 @@ def test_a_request_with_too_many_places_is_refused(tmp_path, monkeypatch):
 def test_the_memory_of_all_tables_has_a_limit(tmp_path):
     sink = sink_of(tmp_path, tables_mib=1)
     sink.write(block(info(0), torch.ones(2, 2), num_features=170))
-    sentence = r"tables_mib is 1; with the SAE 'b' the tables take 1\.1 MiB\. Raise it"
+    sentence = r"tables_mib is 1; with the SAE 'b' the tables take 1\.1 MiB\. Raise tables_mib"
     with pytest.raises(ConfigError, match=sentence):
         sink.write(block(info(0), torch.ones(2, 2), sae="b", num_features=30))
 

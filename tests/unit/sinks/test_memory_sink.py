@@ -393,7 +393,7 @@ def test_where_only_shared_memory_is_allowed_another_host_is_refused(ring, tmp_p
     sink = MemorySink(0, ring, "shared")
     receiver = Receiver(print, print)
     receiver.listen("127.0.0.1")
-    with pytest.raises(CompatError, match=r"on another host.*road is 'shared'; run them"):
+    with pytest.raises(CompatError, match=r"on another host.*road is 'shared'; run both"):
         sink.connect(msgspec.structs.replace(receiver.address, path=str(tmp_path / "rows")))
     receiver.close()
 

@@ -324,7 +324,7 @@ def test_the_requests_of_a_sweep_that_is_taken_fit(length, options):
         pytest.param([("nowhere", 1)], "sites are", id="site"),
         pytest.param([("embed", 0)], "a receiver is at resid_pre", id="embed"),
         pytest.param([("ln_final", 0)], "a receiver is at resid_pre", id="final"),
-        pytest.param([("mlp_out", 1, 0)], "rows of 'mlp_out' have none", id="head-of-none"),
+        pytest.param([("mlp_out", 1, 0)], "rows of 'mlp_out' have no heads", id="head-of-none"),
         pytest.param([("q", 7)], r"layers 0 to 2\.$", id="layer"),
         pytest.param([("v", 1, 1)], "head 1 of 'v', which has heads 0 to 0", id="head"),
         pytest.param([("mlp_post", 1)], "does not tap 'mlp_post'", id="untapped"),

@@ -262,7 +262,9 @@ def test_a_text_that_no_prompt_can_be_is_not_tokenized():
     assert bounded.encode("aa") == [0, 1, 1]
     with pytest.raises(SpecError, match="has 13 tokens; this engine takes at most 3, because"):
         bounded.encode("a" * 12)
-    with pytest.raises(SpecError, match="13 characters; the tokens that this engine takes have at"):
+    with pytest.raises(
+        SpecError, match="13 characters; the longest possible prompt of this engine has at most 12"
+    ):
         bounded.encode("a" * 13)
 
 
@@ -303,7 +305,7 @@ def rows_of(length, *, alike=False):
         pytest.param(
             257, {"source": rows_of(257)},
             r"has 257 edits of prompts\[1\], one for each different row; at most 256 are allowed, "
-            "so name fewer positions, or give rows of which at most 256 differ: equal ones are one",
+            r"so name fewer positions, or give rows of which at most 256 differ \(equal",
             id="rows-of-the-caller",
         ),
         pytest.param(
@@ -489,7 +491,9 @@ def test_a_module_is_named_by_each_cell():
     cells = [job for job in all_jobs(together) if job.place is not None]
     assert [len(job.actions) for job in cells] == [1] * 6
     for wrong in ({"mode": "patch"}, {"mode": "add", "site": "z", "heads": [0]}):
-        with pytest.raises(SpecError, match="module 'm', whose vectors are added or ablated"):
+        with pytest.raises(
+            SpecError, match="module 'm', whose vectors are whole rows to add or ablate"
+        ):
             Sweep({"module": "m"}, metric=METRIC, **wrong)
 
 
@@ -778,10 +782,10 @@ class Own(metrics.Metric):
     [
         ([(1, 2)], "a tuple for each of the 2 prompts"),
         (7, "a tuple for each of the 2 prompts"),
-        ([1, 2], "has 1; each prompt has a tuple"),
-        ([("a",), (1,)], "each prompt has a tuple"),
-        ([(-1,), (1,)], "each prompt has a tuple"),
-        ([(True,), (1,)], "each prompt has a tuple"),
+        ([1, 2], "has 1; each prompt must have a tuple"),
+        ([("a",), (1,)], "each prompt must have a tuple"),
+        ([(-1,), (1,)], "each prompt must have a tuple"),
+        ([(True,), (1,)], "each prompt must have a tuple"),
         ([(1, 1), (1, 2)], "2 tokens for a prompt, 1 of them different"),
         ([tuple(range(129)), (1,)], "129 tokens for a prompt"),
     ],

@@ -198,7 +198,7 @@ def test_every_front_end_has_keys_of_its_own_and_logs_none():
 @pytest.mark.parametrize("host", ["192.0.2.77", "no-such-interface"])
 def test_an_address_that_is_not_of_this_host_is_refused(host):
     receiver = Receiver(print, print)
-    with pytest.raises(ConfigError, match=f"over TCP to '{host}'.*road_host"):
+    with pytest.raises(ConfigError, match=f"rows on TCP at '{host}'.*road_host"):
         receiver.listen(host)
     assert receiver.address.tcp is None
     receiver.close()

@@ -151,5 +151,7 @@ def test_float8_takes_a_byte_for_each_weight(tmp_path):
     assert num_bytes(sae, torch.float8_e4m3fn) == D_SAE * (D_IN + 8)
     needed = num_bytes(sae, torch.float8_e4m3fn) / 2**20
     assert set(hold_saes([sae], needed, torch.bfloat16, CPU, fp8=True)) == {"a"}
-    with pytest.raises(ConfigError, match="Name fewer, set saes_dtype to fp8, or raise it"):
+    with pytest.raises(
+        ConfigError, match="Name fewer SAEs, set saes_dtype to fp8, or raise saes_mib"
+    ):
         hold_saes([sae], needed, torch.bfloat16, CPU)

@@ -208,7 +208,9 @@ def test_as_many_projections_as_allowed_are_held_until_their_requests_end():
     packer.hold(1, many[:4], {})
     packer.hold(2, many[2:8], {})
     packer.hold(3, [*many[5:7], encoding("int8", torch.float32)], {})
-    with pytest.raises(CapacityError, match="use 8 projections of rp8, and this one 1 more"):
+    with pytest.raises(
+        CapacityError, match="use 8 projections of rp8, and this request needs 1 more"
+    ):
         packer.hold(4, many[8:], BANKS)
     packer.hold(4, [encoding("int8", torch.float32)], {})
     packer.release_all([2, 99])
@@ -244,7 +246,7 @@ def test_if_weights_find_no_room_the_request_is_refused_and_others_go_on(monkeyp
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(probe_bank, "DeviceBank", full)
-    with pytest.raises(CapacityError, match="no room for the probes' weights; send fewer of them"):
+    with pytest.raises(CapacityError, match="no room for the probes' weights; send fewer probes"):
         packer.hold(2, (), BANKS)
     packer.release_all([2])
     assert _pack_six(packer).view(torch.float32).any()

@@ -15,12 +15,12 @@
 
 With vLLM's own LLM and SamplingParams the same fields are keys of `extra_args`.
 
-Hooks are pre_attn, post_attn and post_block. A request can use a hook only if the engine taps
-it (`additional_config={"scope": {"sites": [...]}}`). A tier is the vectors, or the clamps, for
-every token, for the prompt's tokens, or for generated tokens. The vectors of a module and of the
-request's tiers add up. Clamps apply after all additions, and clamps of features after all other
-clamps. A token's position decides which tiers it gets, so a token that is computed again after a
-preemption keeps its tiers.
+Hooks are pre_attn, post_attn and post_block. A request can use a hook only if the engine taps it
+(`additional_config={"scope": {"sites": [...]}}`). A tier is the vectors, or the clamps, for every
+token, for the prompt's tokens, or for generated tokens. The vectors of a module and of the
+request's tiers are added together. Clamps apply after all additions. Clamps of features apply after
+all other clamps. A token's position decides the token's tiers. Therefore a token that is computed
+again after a preemption keeps its tiers.
 
 Steering modules are loaded with `load_modules(llm, ["formal=formal.json"])`, or at start
 with `additional_config={"scope": {"modules": {"formal": "formal.json"}}}`.

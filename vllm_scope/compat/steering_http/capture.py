@@ -1,4 +1,4 @@
-"""Captures of the steering fork: a request's reads into sinks, and their results.
+"""Captures of the steering fork: a request's reads into sinks, and the results of the captures.
 
     capture={"filesystem": {"request_id": "q-42", "tag": "run-7",
                             "hooks": {"post_block": [12], "pre_attn": "all"},
@@ -54,7 +54,7 @@ _STATUS = {"ok": "ok", "partial": "partial_error", "error": "error"}
 
 @dataclass
 class FilesystemCaptureRequest:
-    """A capture by the consumer `filesystem`; a dict of the same fields is accepted too.
+    """A capture by the consumer `filesystem`; a dict with the same fields is accepted too.
 
     Attributes:
         request_id, tag: the name of the files, and their folder below the root.
@@ -76,10 +76,10 @@ class CaptureResult:
 
     Attributes:
         status: "pending" while the request runs, "ok", "partial_error" (rows are missing), or
-            "error". It stays "pending" if the sink does not answer in time.
-        error: why the status is not "ok".
-        payload: for `filesystem`, the paths of the files; over HTTP without the operator's key,
-            only their names. For another sink, the details of its manifest.
+            "error". The status stays "pending" if the sink does not answer in time.
+        error: the reason, if the status is not "ok".
+        payload: for `filesystem`, the paths of the files. Over HTTP without the operator's key,
+            only the names of the files. For another sink, the details of the sink's manifest.
     """
 
     status: str
@@ -93,13 +93,13 @@ class CaptureResult:
 
 
 def reads_of(capture: object, sites: Sites, room: Room) -> list[tuple[Read, dict[str, str]]]:
-    """One Read for each hook of each consumer, with the caller's names of its fields, for errors.
+    """One Read for each hook of each consumer, with the caller's names of the Read's fields.
 
     Args:
         room: counts the request's reads and positions.
 
     Raises:
-        SpecError: a value of a wrong form, or more than a request may have. An unknown consumer
+        SpecError: a value has a wrong form, or the request has too many values. An unknown consumer
             is refused later, when the request enters the engine.
     """
     consumers = few_fields(parsed(capture, WHERE), MOST["reads"], "consumers", WHERE)
@@ -124,7 +124,7 @@ def _reads_to(
         )
     if "layout" in fields:
         raise SpecError(
-            f"{where} has the layout {shown(fields['layout'])}; a layout is the operator's: "
+            f"{where} has the layout {shown(fields['layout'])}; only the operator sets it: "
             "additional_config['scope'].sinks.filesystem.layout. Leave it out."
         )
     if not set(fields) <= set(_FIELDS) or not fields.get("hooks"):
@@ -154,7 +154,6 @@ def _reads_to(
 
 
 def positions_of(positions: object, where: str) -> str | list[object]:
-    """The selector of a capture's positions."""
     if isinstance(positions, str):
         if positions not in _POSITIONS:
             raise SpecError(
@@ -189,11 +188,12 @@ def layers_of(layers: object, where: str, num_layers: int = MAX_LAYER + 1) -> ob
     for pair in layers.get("ranges") or []:
         sane = isinstance(pair, list | tuple) and len(pair) == 2
         if not sane or any(type(end) is not int for end in pair) or not 0 <= pair[0] <= pair[1]:
-            raise SpecError(f"{where} has the range {shown(pair)}; one is [first, last], from 0.")
+            raise SpecError(
+                f"{where} has the range {shown(pair)}; a range is [first, last], from 0."
+            )
         if pair[1] >= num_layers:
             raise SpecError(
-                f"{where} has the range {shown(pair)}; the last layer there can be is "
-                f"{num_layers - 1}."
+                f"{where} has the range {shown(pair)}; the last possible layer is {num_layers - 1}."
             )
         found += range(pair[0], pair[1] + 1)
     return found
@@ -202,7 +202,6 @@ def layers_of(layers: object, where: str, num_layers: int = MAX_LAYER + 1) -> ob
 def decorate(
     output: RequestOutput, completion: CompletionOutput, consumers: tuple[str, ...]
 ) -> None:
-    """Set `output.capture_results` of one completion."""
     give(output, completion, "capture_results", results_of(completion.scope, consumers))
 
 
@@ -232,7 +231,7 @@ class CaptureEntry:
     """Rows of one layer at one hook.
 
     Attributes:
-        array: [num_rows, hidden_size]; bfloat16 rows as their bits, in uint16.
+        array: [num_rows, hidden_size]; the bits of bfloat16 rows are in uint16.
         dtype: the name of the rows' dtype.
         positions: the rows' absolute positions.
     """
@@ -248,11 +247,11 @@ def read_request(path: str | Path) -> dict[tuple[int, str], CaptureEntry]:
     """A captured request: (layer, hook) -> its rows.
 
     Args:
-        path: root/tag/request_id, for any layout of the files; or a path from the payload, if
-            that file holds one request.
+        path: root/tag/request_id, for any layout of the files; or a path from the payload, if the
+            file has only one request.
 
     Raises:
-        FileError, KeyError: there is no such request, or there are several.
+        FileError, KeyError: no request or several requests are at the path.
     """
     path = Path(path)
     if path.is_file():

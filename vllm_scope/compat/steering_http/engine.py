@@ -28,9 +28,9 @@ from vllm_scope.vectors.hooks import mapping, site_of
 #: Options of the consumer `filesystem` -> options of vllm-scope's sink.
 _FILES = {"root": "root", "writer_threads": "threads", "fsync": "fsync"}
 _LAYOUTS = {"per_file": "per_request", "packed": "packed", "sharded": "sharded"}
-#: Options of the consumer `filesystem` that can have only this value here.
+#: Options of the consumer `filesystem` for which only this value is allowed.
 _ALWAYS = {"on_collision": "overwrite", "atomic_publish": True}
-#: Options without effect: vllm-scope has no such queues, caches and shards.
+#: Options without effect: vllm-scope has no queues, caches and shards of this kind.
 _IDLE = {
     "queue_size", "timeout_seconds", "fd_cache_size", "coalesce_max_bytes", "num_shards",
     "shard_max_bytes",
@@ -44,7 +44,7 @@ P = ParamSpec("P")
 
 
 class SamplingParams(vllm.SamplingParams):
-    """vLLM's SamplingParams with the fork's fields, which move into `extra_args`."""
+    """vLLM's SamplingParams with the fork's fields. The fields move into `extra_args`."""
 
     steering_vectors: Tier | None = None
     prefill_steering_vectors: Tier | None = None
@@ -71,7 +71,7 @@ class SamplingParams(vllm.SamplingParams):
 
 
 def _with_results(method: Callable[P, list[RequestOutput]]) -> Callable[P, list[RequestOutput]]:
-    """A method of vllm.LLM, wrapped so that all its outputs have `capture_results`."""
+    """A wrapper of a method of vllm.LLM. All outputs of the wrapper have `capture_results`."""
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> list[RequestOutput]:
@@ -89,10 +89,11 @@ class LLM(vllm.LLM):
 
     Args:
         model, vllm_kwargs: as for vllm.LLM.
-        enable_steering, max_steering_configs: without effect. Every request can be steered; it
-            waits until there is room for its vectors (additional_config["scope"].vectors_mib).
+        enable_steering, max_steering_configs: without effect. Every request can be steered. A
+            request waits until there is room for its vectors
+            (additional_config["scope"].vectors_mib).
         capture_consumers: sinks, each as {"name", "params"}. The params of `filesystem` have the
-            fork's names; a plugin gets its params as they are.
+            fork's names; a plugin gets unchanged params.
 
     Raises:
         ConfigError: an option of a consumer is not supported.
@@ -128,7 +129,7 @@ def sink_of(consumer: object) -> tuple[str, str, dict[str, object]]:
     where = "capture_consumers"
     known = {"name", "params", "instance_name"}
     if not isinstance(consumer, Mapping) or "name" not in consumer or not set(consumer) <= known:
-        raise ConfigError(f"{where} has {shown(consumer)}; one is {{name, params}}.")
+        raise ConfigError(f"{where} has {shown(consumer)}; each must be {{name, params}}.")
     name, params = consumer["name"], dict(consumer.get("params") or {})
     if consumer.get("instance_name") not in (None, name):
         raise ConfigError(
@@ -144,8 +145,8 @@ def sink_of(consumer: object) -> tuple[str, str, dict[str, object]]:
     for option, value in _ALWAYS.items():
         if params.get(option, value) != value:
             raise ConfigError(
-                f"{where}.{option} is {shown(params[option])}; files here are always made whole "
-                f"and replaced by name, so it is {value!r}."
+                f"{where}.{option} is {shown(params[option])}; a file is always published "
+                f"whole, and replaces a file of its name, so the value must be {value!r}."
             )
     sink: dict[str, object] = {_FILES[key]: params[key] for key in _FILES if key in params}
     layout = params.get("default_layout", "per_file")
@@ -160,8 +161,8 @@ def sink_of(consumer: object) -> tuple[str, str, dict[str, object]]:
     hooks = mapping(params["global_hooks"], f"{where}.global_hooks")
     if params.get("default_tag", "default") != "default":
         raise ConfigError(
-            f"{where}.default_tag is {shown(params['default_tag'])}; files of every request lie "
-            "below their root. Give them one of their own."
+            f"{where}.default_tag is {shown(params['default_tag'])}; files of global hooks have "
+            "no tag. Give these files a root of their own."
         )
     sink["reads"] = [
         {"site": site_of(hook, where), "layers": layers_of(layers, where), "tokens": tokens}

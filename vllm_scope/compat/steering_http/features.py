@@ -10,14 +10,15 @@
 
 Let f be the feature's activation in the token's row. `absolute` adds (value - f) times the
 feature's decoder vector to the row, and `additive` adds value times that vector. With
-`only_if_active` they add only if f is above 0.
+`only_if_active`, both kinds add only if f is above 0.
 
 Owns:  `features_of`, and the check that an SAE belongs to the clamped place.
 Runs:  in the front-end; over HTTP, on the event loop of the API server.
 To:    keys.
 
-Promise: on one token, all clamps of one SAE at one place see the same row, even if they stand in
-different objects of the list. They apply after all vectors and after all clamps along directions.
+Promise: on one token, all clamps of one SAE at one place see the same row, even if the clamps are
+in different objects of the list. Clamps of features apply after all vectors and after all clamps
+along directions.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ from vllm_scope.request.sites import Place, Sites
 from vllm_scope.vectors.hooks import layer_of, number_of, site_of
 
 KEY = "sae_clamp_specs"
-#: A phase -> the tokens of its tiers.
+#: A phase -> the tokens to which the phase applies.
 _PHASES = {
     "both": ("prompt", "generated"), "prefill": ("prompt",), "decode": ("generated",),
 }  # fmt: skip
 _KINDS = ("absolute", "additive")
 _NEEDED = {"feature_idx", "kind", "value"}
 _GATED = (
-    "it is for a monitor of the server that scales the steering of all requests, and there is none "
-    "here; leave it out, or give vllm_scope.SetFeature a gate"
+    "in the fork, a server's monitor scales gated clamps of all requests, and there is none here; "
+    "leave gated out, or give vllm_scope.SetFeature a gate"
 )
 
 
@@ -63,7 +64,7 @@ class Asked:
 
     Attributes:
         module, place: the SAE's name, and the place where the caller clamps its features.
-        words: the caller's names of the edit and its fields, for errors.
+        words: the caller's names of the edit and its fields, for error texts.
     """
 
     edit: SetFeature
@@ -83,7 +84,7 @@ def features_of(body: object, sites: Sites, room: Room) -> list[Asked]:
         room: counts the edits of the request.
 
     Raises:
-        SpecError: a value of a wrong form, or a clamp that is not possible.
+        SpecError: a value has a wrong form, or a clamp is not possible.
     """
     specs = parsed(body, KEY)
     if specs is None:
@@ -101,8 +102,8 @@ def check_places(asked: Iterable[Asked], saes: Mapping[str, Any]) -> None:
     """Raise SpecError if the caller clamps features at another place than the place of their SAE.
 
     Args:
-        saes: the SAEs that the engine holds, by name. An unknown name passes here; the check of
-            its SetFeature refuses the request.
+        saes: the SAEs that the engine holds, by name. This check ignores an unknown name, because
+            the check of SetFeature refuses the request.
     """
     for one in asked:
         sae = saes.get(one.module)
@@ -174,7 +175,7 @@ def _clamp(entry: object, where: str) -> _Clamp:
 
 
 def _edits(module: str, place: Place, tiers: Mapping[str, dict[_Clamp, str]]) -> Iterator[Asked]:
-    """Yield one SetFeature for all tokens, or one for each phase if the phases' clamps differ."""
+    """Yield one SetFeature for all tokens, or one for each phase if their clamps differ."""
     prompt, generated = (tiers.get(tokens, {}) for tokens in _PHASES["both"])
     same = set(prompt) == set(generated)
     by_tokens = {"all": prompt} if same else {"prompt": prompt, "generated": generated}

@@ -6,16 +6,16 @@
         "apply": {"kind": "add", "steer": SOURCE, "strength": 1.0},
     }]
 
-A SOURCE is {"kind": "inline", "packed": a tier of vectors}. The SOURCE of `steer` may also be
-{"kind": "name", "name": a steering module}. At each generated token, g * strength times the vectors
-are added, with g = sigmoid(sharpness * (row . probe - threshold)). `row` is the token's own row at
-the probe's hook and layer, before the edits of that hook. With {"kind": "always"}, g is 1.
+A SOURCE is {"kind": "inline", "packed": a tier of vectors}. The SOURCE of `steer` can also be
+{"kind": "name", "name": a steering module}. At each generated token, the Adds add g * strength
+times the vectors, with g = sigmoid(sharpness * (row . probe - threshold)). `row` is the token's own
+row at the probe's hook and layer, before the edits of that hook. With {"kind": "always"}, g is 1.
 
 Owns:  `gated`.
 Runs:  in the front-end; over HTTP, on the event loop of the API server.
 From:  vectors, beside this file.   To: keys.
 
-Promise: a gate of the fork that an Add with a Gate cannot express is refused with the reason.
+Promise: if an Add with a Gate cannot express a gate, the gate is refused with the reason.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ _APPLIES: _Kinds = {
 _STEERS: _Kinds = {"inline": (("packed",), ()), "name": (("name",), ())}
 _PROBES: _Kinds = {
     "inline": (("packed",), ()),
-    "name": "names are of steering modules, which are added; send the probe's numbers as kind "
-    "'inline'",
+    "name": "names are of steering modules, which are no probes; send the probe's numbers as "
+    "kind 'inline'",
 }
 #: A scope -> the reason why it is refused, or "".
 _SCOPES = {
     "this_token": "",
     "rest_of_request": "",
-    "next_step": "steps are the scheduler's, and may have several tokens; use this_token",
+    "next_step": "steps are the scheduler's, and can have several tokens; use this_token",
     "rest_of_conversation": "requests share no state; send the gate with each of them",
 }
 
 
 def gated(body: object, sites: Sites, room: Room) -> Iterator[tuple[Add, dict[str, str]]]:
-    """Yield the Adds of a request's gates, each with the caller's names of its fields, for errors.
+    """Yield the Adds of a request's gates, each with the caller's names of its fields.
 
     Args:
         room: counts the vectors and numbers of the request.
 
     Raises:
-        SpecError: a value of a wrong form, or a gate that is not possible.
+        SpecError: a value has a wrong form, or a gate is not possible.
     """
     gates = parsed(body, KEY)
     if gates is None:
@@ -87,7 +87,7 @@ def gated(body: object, sites: Sites, room: Room) -> Iterator[tuple[Add, dict[st
 
 
 def _of_kind(value: object, where: str, kinds: _Kinds) -> Mapping[object, object]:
-    """The fields of an object. Raises SpecError if they do not fit its `kind`."""
+    """The fields of an object. Raises SpecError if the fields do not fit the `kind`."""
     fields = few_fields(value, 4, "fields", where)
     kind = fields.get("kind")
     found = kinds.get(kind) if isinstance(kind, str) else None

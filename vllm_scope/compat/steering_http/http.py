@@ -5,11 +5,11 @@ Owns:  HTTP (the registration of this face with the server), the routers, and th
 Runs:  in each API server process, behind vLLM's authentication.
 From:  tiers (edits of every request), vllm_scope.vectors.hooks (modules).
 
-A response has the `capture_results` of its first choice. If there are several choices (n > 1,
-or several prompts), each choice also has its own.
+A response has the `capture_results` of its first choice. If there are several choices (n > 1, or
+several prompts), each choice also has its own `capture_results`.
 
-Promise: these routes and those below /v1/scope set and show the same edits and modules. A wrong
-body changes nothing.
+Promise: these routes and the routes below /v1/scope set and show the same edits and modules. A
+wrong body changes nothing.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class _Tiers(BaseModel):
     decode_clamps: Hooks = Field(default=None, description="Likewise, for generated tokens.")
 
     def tiers(self) -> dict[str, object]:
-        """The tiers that the body gives, not copied (`model_dump` would copy them)."""
+        """The tiers that the body gives, without a copy (`model_dump` would copy the tiers)."""
         values = {name: getattr(self, name) for name in _Tiers.model_fields}
         return {name: value for name, value in values.items() if value is not None}
 
 
 class SetSteering(_Tiers):
-    """Steering of every request from now on."""
+    """Steering of every request that enters from now on."""
 
     replace: bool = Field(
         default=False,
@@ -97,7 +97,7 @@ class SteeringStatus(BaseModel):
         "decode_norm; and the number of clamps: clamps, prefill_clamps, decode_clamps."
     )
     other_edits: int = Field(
-        description="Server-wide edits that are of no tier; GET /v1/scope/edits has all."
+        description="Number of server-wide edits without a tier; GET /v1/scope/edits has all."
     )
 
 
@@ -146,7 +146,7 @@ class Modules(BaseModel):
 
 
 class ModuleChanged(BaseModel):
-    """The module that was registered or forgotten, and all modules that there are now."""
+    """The module that was registered or forgotten, and all present modules."""
 
     status: str = "ok"
     name: str
@@ -177,7 +177,7 @@ async def _sites(request: Request) -> Sites:
 
 @reading.get("", summary="The steering of every request", responses=errors(400))
 async def get_steering(request: Request, target: Target = None) -> SteeringStatus:
-    """Norms and clamps of all server-wide edits, whichever route set them."""
+    """Norms and clamps of all server-wide edits, also of edits that other routes have set."""
     _check_target(target)
     text = await asked(engine_of(request).edits())
     return SteeringStatus.model_validate(await run_in_threadpool(status, text))
@@ -185,7 +185,7 @@ async def get_steering(request: Request, target: Target = None) -> SteeringStatu
 
 @reading.get("/layers", summary="What can be steered", responses=errors(400))
 async def get_layers(request: Request, target: Target = None) -> SteerableLayers:
-    """The hooks that are tapped at each layer. They do not change while the engine runs."""
+    """The hooks that are tapped at each layer. A running engine keeps its hooks."""
     _check_target(target)
     sites = await _sites(request)
     found: dict[str, HookPoints] = {}
@@ -198,15 +198,15 @@ async def get_layers(request: Request, target: Target = None) -> SteerableLayers
 
 @reading.get("/modules", summary="The names of steering modules")
 async def get_modules(request: Request) -> Modules:
-    """Names only. GET /v1/scope/modules also has each module's digest and streams."""
+    """The names only. GET /v1/scope/modules also has each module's digest and streams."""
     names = await _names(request)
     return Modules(modules=names, count=len(names))
 
 
 @changing.post("/set", summary="Steer every request")
 async def set_steering(request: Request, body: SetSteering) -> SteeringSet:
-    """Tiers add up with each other and with the tiers of requests. Running requests keep the
-    steering that they entered with."""
+    """All tiers are added together, also the tiers of requests. Running requests keep their
+    steering."""
     _check_target(body.target)
     engine = engine_of(request)
     sites = await _sites(request)
@@ -220,7 +220,7 @@ async def set_steering(request: Request, body: SetSteering) -> SteeringSet:
 
 @changing.post("/clear", summary="End the steering of every request")
 async def clear_steering(request: Request, body: ClearSteering | None = None) -> Cleared:
-    """Ends all server-wide edits, whichever route set them. Running requests keep these edits."""
+    """Ends all server-wide edits, from every route. Running requests keep these edits."""
     _check_target(body.target if body is not None else None)
     async with in_turn(request, clearing=True):
         await asked(engine_of(request).set_edits(None))
@@ -245,7 +245,7 @@ async def register_module(request: Request, body: RegisterModule) -> ModuleChang
 
 
 def _module(tiers: dict[str, object], sites: Sites) -> bytes:
-    """A module's content as bytes. Raises SpecError if it does not fit this model."""
+    """A module's content as bytes. Raises SpecError if the content does not fit this model."""
     room = Room()
     fields = {
         name: bounded(value, sites, room, f"the body[{name!r}]")
@@ -257,7 +257,7 @@ def _module(tiers: dict[str, object], sites: Sites) -> bytes:
 
 @changing.post("/modules/unregister", summary="Forget a steering module", responses=errors(404))
 async def unregister_module(request: Request, body: UnregisterModule) -> ModuleChanged:
-    """Later requests cannot use the module. Running requests keep it."""
+    """Later requests cannot use the module. Running requests keep the module."""
     async with in_turn(request):
         known = await asked(engine_of(request).unregister(body.name))
     names = await _names(request)

@@ -26,20 +26,20 @@ from vllm_scope.vectors.hooks import REQUEST_TIERS, number_of, tiers
 if TYPE_CHECKING:
     from vllm import LLM
 
-#: A key that is not supported -> the end of its error: the reason, and the alternative.
+#: A key that is not supported -> the reason and the alternative, for the error text.
 REFUSED = {
-    "sae_full_reconstruction_specs": "a row cannot be replaced by its reconstruction in this "
-    "version; rows of another run can, with vllm_scope.Replace",
-    "patch": "patching is vllm_scope.Replace, of rows that a Read has brought",
-    "patch_vectors": "patching is vllm_scope.Replace, of rows that a Read has brought",
+    "sae_full_reconstruction_specs": "this version cannot replace a row by its reconstruction; "
+    "vllm_scope.Replace replaces a row by a row of another run",
+    "patch": "to patch, use vllm_scope.Replace with the rows of a Read",
+    "patch_vectors": "to patch, use vllm_scope.Replace with the rows of a Read",
 }
 
 
 def translate(values: Mapping[str, object], sites: Sites) -> Translation:
-    """The edits and reads that the fork's keys of one request ask for.
+    """The edits and reads for the fork's keys in one request.
 
     Raises:
-        SpecError: a value of a wrong form, or a key that is not supported.
+        SpecError: a value has a wrong form, or a key is not supported.
     """
     for key, instead in REFUSED.items():
         if values.get(key) is not None:
@@ -66,7 +66,7 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
 
 def _module(values: Mapping[str, object]) -> list[tuple[Edit, dict[str, str]]]:
     """The edit of `steering_module_ref` or `steering_name`, whose value is (name, scale) or a name;
-    [] if the request has neither."""
+    [] if the request has no such key."""
     given = [k for k in ("steering_module_ref", "steering_name") if values.get(k) is not None]
     if not given:
         return []
@@ -87,7 +87,8 @@ def load_modules(llm: LLM, modules: Iterable[str]) -> dict[str, str]:
 
     Args:
         modules: "name=path" each. A path is a file that `vllm_scope.vectors.load_vectors` reads,
-            such as the fork's JSON. If a name is known, later requests get the new content.
+            such as the fork's JSON. If the engine has a module of this name, later requests get the
+            new content.
 
     Returns:
         name -> digest of the module's content.

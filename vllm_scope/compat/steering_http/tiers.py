@@ -4,9 +4,9 @@ Owns:  Wanted (the body of `set`), `merged` and `status`.
 Runs:  in an API server process.
 To:    http.
 
-Promise: the engine has the only list of server-wide edits. An Add or a Clamp in that list belongs
-to a tier if it has numbers, layers and the tier's tokens, whichever route set it. All other edits
-(modules by name, ablations, edits with a gate or a dose ...) stay as they are.
+Promise: the engine has the only list of server-wide edits. An Add or a Clamp of this list belongs
+to a tier if the edit has numbers, layers and the tier's tokens, no matter which route has set the
+edit. All other edits (modules by name, ablations, edits with a gate or a dose ...) stay unchanged.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Wanted:
         """A Wanted from the fields of a body.
 
         Raises:
-            SpecError: a wrong value, with its path; nothing is set.
+            SpecError: a value is wrong. The error names the value's path, and nothing is set.
         """
         edits: list[Edit] = []
         places: set[_Place] = set()
@@ -75,7 +75,7 @@ class Wanted:
             edits += chain.from_iterable(clamps.values())
         if not places:
             fields = ", ".join((*MODULE_TIERS, *CLAMP_TIERS))
-            raise SpecError(f"nothing is to be set; give vectors or clamps in one of {fields}.")
+            raise SpecError(f"the body sets nothing; give vectors or clamps in one of {fields}.")
         return Wanted(tuple(edits), frozenset(places))
 
     @property
@@ -88,10 +88,10 @@ class Wanted:
 
 
 def merged(text: str | None, wanted: Wanted, alone: bool) -> str | None:
-    """The new server-wide edits as a spec; None if there are none.
+    """The new server-wide edits as a spec; None if there are no edits.
 
     Args:
-        text: the present server-wide edits as a spec; None: there are none.
+        text: the present server-wide edits as a spec; None: there are no edits.
         alone: True: end all present edits first. False: present edits at other places stay.
     """
     held = [] if alone or text is None else Spec.from_json(text).edits
@@ -126,7 +126,7 @@ def _rows(edit: Edit) -> Iterator[np.ndarray]:
 
 
 def _without(edit: Edit, places: Iterable[_Place]) -> list[Edit]:
-    """[the edit without `places`], or [] if the edit has no other places."""
+    """A list with the edit without `places`; [] if the edit has no other places."""
     own = _places(edit)
     stays = [place not in places for place in own]
     if all(stays):
@@ -155,7 +155,7 @@ def status(text: str | None) -> dict[str, object]:
         others += not places
         for place, row in zip(places, _rows(edit), strict=False):
             if isinstance(edit, Add):
-                # In float64, the norm of no sum becomes infinite.
+                # In float64, the norm of every sum is finite.
                 sums[place] = sums.get(place, 0) + edit.scale * row.astype(np.float64)
             else:
                 entry, name = entry_of(place), _COUNTS[place[1]]

@@ -9,7 +9,7 @@ Runs:  in the front-end; over HTTP, on the event loop of the API server.
 From:  vllm_scope.vectors.hooks.   To: keys and gates (for one request), tiers and http (for
        all requests).
 
-Promise: a tier is counted before anything is built from it.
+Promise: the vectors and clamps of a tier are counted before anything is built from the tier.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _BOUNDS = {"min", "max", "value"}
 _PACKED_FIELDS, _VECTOR_FIELDS, _CLAMP_FIELDS = 7, 3, 5
 
 
-# Counting. Values of a wrong type pass; the parsers refuse them.
+# Counting. Values of a wrong type pass, because the parsers refuse these values.
 
 
 def bounded(
     body: object, sites: Sites, room: Room, where: str, *, clamps: bool = False
 ) -> Mapping[object, object]:
-    """The hooks of a tier, once their vectors, or with `clamps` their clamps, are counted.
+    """Count the vectors of a tier (if `clamps` is True: the clamps), and return the tier's hooks.
 
     A hook has at most one vector for each layer. Among the request's edits, all vectors of one hook
-    count as one, and each clamp counts as one.
+    count as one edit, and each clamp counts as one edit.
 
     Raises:
         SpecError: too many vectors or clamps, a layer that the model lacks, or a vector of another
@@ -116,13 +116,13 @@ def _check_packed(body: Mapping[object, object], sites: Sites, most: int | None,
 
 
 def vectors_of(body: object, where: str, sites: Sites, room: Room) -> HookVectors:
-    """The vectors of a tier, counted.
+    """Count and return the vectors of a tier.
 
     Args:
         room: counts the vectors and numbers of the request.
 
     Raises:
-        SpecError: a wrong value, with its path.
+        SpecError: a value is wrong; the error names the value's path.
     """
     return parse_hooks(bounded(body, sites, room, where), where)
 

@@ -12,7 +12,7 @@ Rows are read after all steering. Layer k is Hugging Face's `hidden_states[k + 1
 
 Keys in `extra_args`, or over HTTP in `vllm_xargs`, as JSON strings:
     output_residual_stream   Read("resid_post", layers): True for all layers, a list of
-                             them, False or None for nothing
+                             layers, False or None for nothing
     apply_steering_vectors   an Add for each vector; for 3-D activations one for each position
     apply_hooks              Python functions between the layers; offline, in this process, eager
     output_qk                Read("q", layers) and Read("k", layers), if the engine taps q and k
@@ -20,14 +20,14 @@ Keys in `extra_args`, or over HTTP in `vllm_xargs`, as JSON strings:
 
 keys.py        the keys of a request as actions, and Activations
 steering.py    SteeringVector
-hooks.py       Hook and HookContext, for one request or for all
+hooks.py       Hook and HookContext, for one request or for all requests
 model.py       the pydantic methods of SteeringVector and Hook
 attention.py   attention patterns, from queries and keys
 wire.py        tensors in JSON
 http.py        `activations` in answers, GET /v1/activations/{handle}
 client.py      VLLMLensClient
 
-Importing this package, or its client, imports neither torch nor vLLM.
+An import of this package, or of the package's client, does not import torch or vLLM.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ _MODULES = {
     "GenerateOutput": "client", "VLLMLensClient": "client", "Hook": "hooks", "HookContext": "hooks",
     "attention_patterns": "attention", "compute_attention_weights": "attention",
 }  # fmt: skip
-#: Exports of vllm-lens that are not here.
+#: Exports of vllm-lens that do not exist here.
 _MISSING = ("serialize_hook_results", "deserialize_hook_results")
 
 
 def __getattr__(name: str) -> object:
     if name in _MISSING:
         raise ImportError(
-            f"{name} has nothing to do: hooks and what they save stay in one process."
+            f"{name} is not needed: hooks and their saved values stay in one process."
         )
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

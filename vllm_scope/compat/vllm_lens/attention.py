@@ -1,4 +1,4 @@
-"""Attention patterns from queries and keys, as the model's kernel computes them.
+"""Attention patterns from queries and keys, equal to the patterns of the model's kernel.
 
     out.activations["attn_q"]                       # (layers, positions, heads, head_dim)
     attention_patterns(out.activations, layer=3)    # (heads, positions, positions), float32
@@ -54,7 +54,7 @@ def attention_patterns(
 
     Raises:
         KeyError: no queries and keys were captured. SpecError: this layer was not captured.
-        ScopeError: rows are missing, or the pattern does not follow from q and k alone.
+        ScopeError: rows are missing, or q and k are not enough to compute the pattern.
     """
     if "qk_layers" not in activations:
         raise KeyError(
@@ -100,14 +100,14 @@ def compute_attention_weights(
         causal: a query sees keys up to its own position.
         q_start: position of the first query among the keys; None: the queries have
             the last positions.
-        sliding_window: how many positions a query sees before and after its own; -1: all.
+        sliding_window: how many positions a query sees before and after its own position; -1: all.
         logits_soft_cap: a score becomes cap * tanh(score / cap); 0: scores are not capped.
         alibi_slopes: [heads]; slope * (key position - query position) is added to a score.
-        sinks: [heads]; a score that takes part in the softmax and has no key.
+        sinks: [heads]; one more score in the softmax of each head, without a key.
         dtype: the dtype of the computation.
 
     Returns:
-        [heads, num_queries, num_keys]; zeros where a query sees no key.
+        [heads, num_queries, num_keys]; zero if the query does not see the key.
 
     Raises:
         SpecError: shapes disagree.

@@ -5,8 +5,8 @@
     out = client.generate("Hello", max_tokens=10, capture_layers=[15])
     out.activations["residual_stream"]
 
-Needs no vLLM, and torch only for tensors. A wrong request raises SpecError, a full server
-CapacityError; every other refusal raises ServerError.
+The client needs no vLLM, and needs torch only for tensors. A wrong request raises SpecError, and a
+full server raises CapacityError. Every other refusal raises ServerError.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GenerateOutput:
             `capture_qk` there are also attn_q, attn_k, qk_layers and qk_meta, for
             `attention_patterns`. For choice i, call
             `decode_activations(out.raw["choices"][i], fetch_bytes=client.fetch_bytes)`.
-        hook_results: None; there are no hooks over HTTP.
+        hook_results: None, because a server runs no hooks.
         logprobs: the first choice's log-probabilities, as in the server's JSON.
         raw: the whole JSON of the answer.
     """
@@ -82,7 +82,6 @@ class VLLMLensClient:
 
     @property
     def model(self) -> str:
-        """The model's name on the server."""
         if self._model is None:
             models = json.loads(self._request("GET", "/v1/models"))
             self._model = str(models["data"][0]["id"])
@@ -107,17 +106,17 @@ class VLLMLensClient:
 
         Args:
             hooks: refused.
-            capture_layers: layers whose residual stream is wanted, or True for all.
-            capture_qk: layers whose queries and keys are wanted, or True for all.
+            capture_layers: layers of the residual stream to capture, or True for all layers.
+            capture_qk: layers of queries and keys to capture, or True for all layers.
             activations_transport: "binary": the server keeps tensors as files, and this method
-                fetches them.
+                fetches the files.
             fields: other fields of the request: n, stop, vllm_xargs, ...
 
         Raises:
             SpecError: the request is wrong.
             CapacityError: the server is full; send the request again later.
             ServerError: the server refused for another reason.
-            ScopeError: rows that were asked for are missing.
+            ScopeError: requested rows are missing.
         """
         words = _words(hooks, capture_layers, capture_qk, steering_vectors, activations_transport)
         body = {
@@ -164,7 +163,7 @@ class VLLMLensClient:
         return GenerateOutput(text, found, None, choice.get("logprobs"), raw)
 
     def fetch_bytes(self, handle: str) -> bytes:
-        """The bytes of a handle's tensor. The server then deletes them, so a second call fails."""
+        """The bytes of a handle's tensor. The server then deletes the bytes."""
         return self._request("GET", f"/v1/activations/{quote(handle, safe='')}?delete=true")
 
     def _request(self, method: str, path: str, body: object = None) -> bytes:
@@ -195,7 +194,7 @@ def _words(
     vectors: Sequence[SteeringVector] | None,
     transport: str | None,
 ) -> dict[str, str]:
-    """The keys for `vllm_xargs`; lists and objects become JSON strings there."""
+    """The keys for `vllm_xargs`, with lists and objects as JSON strings."""
     if hooks:
         raise SpecError(NO_HOOKS)
     words = {"activations_transport": transport} if transport is not None else {}

@@ -1,4 +1,4 @@
-"""Hook: a Python function inside the model, for one request or for all, in this process alone.
+"""Hook: a Python function inside the model, for one request or for all requests of this process.
 
     def ablate_neuron(ctx, h):                  # h: [seq_len, hidden], the rows of this step
         ctx.saved.setdefault("before", []).append(h[:, 42].cpu())
@@ -10,12 +10,12 @@
     params = SamplingParams(extra_args={"apply_hooks": [Hook(ablate_neuron, [15])]})
     llm.generate(prompt, params)[0].hook_results["0"]["before"]
 
-A function is called for each of its layers, once in each step that has tokens of its request: for
-each chunk of the prompt, then for each token. With async scheduling the last call may be for a
-token that is not kept. The model continues with the rows that the function returns. A function is
-never pickled and never leaves this process; it has this process's rights.
+In each step with tokens of its request, a function is called one time for each of its layers: for
+each chunk of the prompt, then for each generated token. With async scheduling, the last call can be
+for a token that vLLM then discards. The model continues with the rows that the function returns. A
+function is never pickled and never leaves this process. A function has the rights of this process.
 
-vllm-lens adds `llm.register_hooks(...)` and related methods to vllm.LLM. Here vllm.LLM gets these
+vllm-lens adds `llm.register_hooks(...)` and related methods to vllm.LLM. vllm-scope adds the
 methods when Hook is imported.
 """
 
@@ -35,7 +35,7 @@ from vllm_scope.errors import ScopeError, SpecError, shown
 if TYPE_CHECKING:
     from vllm import LLM
 
-#: The values that a hook saves, by names of its choice.
+#: The values that a hook saves, by names that the hook chooses.
 Saved = dict[str, Any]
 
 
@@ -66,10 +66,10 @@ class HookContext:
 
 @dataclass(frozen=True, eq=False)
 class Hook(Model):
-    """A function to call after some layers, or before them.
+    """A function to call after some layers, or before some layers.
 
     Attributes:
-        fn: (HookContext, rows) -> the new rows, or None to keep them. `rows` is a copy of
+        fn: (HookContext, rows) -> the new rows, or None to keep the old rows. `rows` is a copy of
             the residual stream, [seq_len, hidden], in the model's dtype, on its device.
         layer_indices: the layers, from 0.
         pre: True: call `fn` before each layer, with the layer's input. False: after it.
@@ -83,7 +83,7 @@ class Hook(Model):
         if not callable(self.fn):
             raise SpecError(
                 f"Hook.fn is {shown(self.fn)}; it must be a function of this process. Functions "
-                "are arbitrary code, and none is made from what was sent."
+                "are arbitrary code; no request can send a function."
             )
         layers = list(self.layer_indices)
         object.__setattr__(self, "layer_indices", layers)
@@ -101,7 +101,7 @@ class HookRun:
     Implements engine.functions.Functions.
 
     Args:
-        of_all: the hooks of every request; they run first.
+        of_all: the hooks of every request, which run before the request's own hooks.
         own: the request's hooks.
     """
 
@@ -118,7 +118,7 @@ class HookRun:
     ) -> Tensor | None:  # fmt: skip
         """The rows that the hooks of a place (layer, pre) return; None if no hook returns rows.
 
-        Each hook gets the rows that the hook before it returned.
+        Each hook gets the rows that the previous hook returned.
         """
         layer, before = place
         contexts = self._contexts.setdefault(child, {})
@@ -137,8 +137,8 @@ class HookRun:
         self._errors[child] = error
 
     def results(self, child: int, *, of_all: bool = False) -> HookResults:
-        """The values that hooks saved for a completion: the request's own hooks, or with `of_all`
-        the hooks of every request."""
+        """The values that the request's own hooks saved for a completion. If `of_all` is True: the
+        values of the hooks of every request."""
         start = 0 if of_all else self._num_of_all
         stop = self._num_of_all if of_all else len(self._hooks)
         contexts = self._contexts.get(child, {})
@@ -197,7 +197,7 @@ def register_hooks(
     """Let every later request run these hooks too.
 
     Raises:
-        SpecError: a value that is no Hook, or an engine that cannot run hooks.
+        SpecError: a value is no Hook, or the engine cannot run hooks.
     """
     from vllm_scope.engine.functions import check_engine
 

@@ -4,9 +4,9 @@ Owns:  HTTP, the registration of this face with the server.
 Runs:  in each API server process.
 
 A response has the `activations` of its first choice. If there are several choices (n > 1, or
-several prompts), each choice also has its own. With `activations_transport: "binary"` a handle
-stands for each tensor, and the tensor's bytes are in a file of the server. Only the request's API
-key can fetch that file.
+several prompts), each choice also has its own `activations`. With `activations_transport:
+"binary"`, the answer has a handle for each tensor, and a file of the server has the tensor's bytes.
+Only the request's API key can fetch this file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from vllm_scope.server.faces import FirstReply, HttpFace, Keep, Reply
 if TYPE_CHECKING:
     from vllm import CompletionOutput
 
-#: The metadata of a kept file have the dtype and the shape of its tensor under this key.
+#: Under this key, the metadata of a kept file has the dtype and the shape of the file's tensor.
 _DESCRIBED = "activations"
 
 
@@ -102,13 +102,13 @@ async def get_activation(
     handle: Annotated[str, Path(description="`handle` of a tensor in an answer.")],
     delete: Annotated[bool, Query(description="Delete the tensor after this answer.")] = False,
 ) -> StreamingResponse:
-    """The tensor's numbers, little-endian. The answer with the handle has their dtype and shape.
+    """The tensor's numbers, little-endian. The answer with the handle has the dtype and shape.
 
     Send the Authorization header of the request that made the tensor.
     """
     opened = await run_in_threadpool(_open, request, handle)
     if opened is None:
-        raise RefusalError(404, "there is no such handle, or not any more, or it is not yours.")
+        raise RefusalError(404, "there is no such handle: it was deleted, or has another key.")
     state, (file, header) = state_of(request), opened
     body = json.loads(header.metadata[_DESCRIBED])
     headers = {
@@ -123,7 +123,7 @@ async def get_activation(
 
 
 def _open(request: Request, handle: str) -> tuple[BinaryIO, Header] | None:
-    """The file of a kept tensor, positioned at the tensor's bytes; None if there is none."""
+    """The file of a kept tensor, positioned at the tensor's bytes; None if the file is missing."""
     state = state_of(request)
     file = state.store.open(handle, state.owner_of(request))
     if file is None:

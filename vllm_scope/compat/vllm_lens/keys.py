@@ -32,7 +32,7 @@ _TENSORS = {"residual_stream": SITE, "attn_q": "q", "attn_k": "k"}
 
 
 class Activations(Mapping[str, Any]):
-    """`output.activations`: the tensors that were asked for, stacked on access.
+    """`output.activations`: the requested tensors, which are stacked on access.
 
     residual_stream: CPU, model dtype, [n_layers, n_positions, hidden_size], layers
     ascending; n_positions is n_prompt + n_generated - 1, or less while the request
@@ -64,10 +64,10 @@ class Activations(Mapping[str, Any]):
             raise ScopeError(
                 f"{key} of this request is {self._result.status}: "
                 f"{self._result.error or f'{self._result.dropped} rows are missing'}. "
-                "What is there is in output.outputs[0].scope."
+                "The rows that have arrived are in output.outputs[0].scope."
             )
         rows = [self._result[_TENSORS[key], layer] for layer in self._layers[key]]
-        # During a stream, later pipeline stages may have delivered fewer rows.
+        # During a stream, later pipeline stages can have delivered fewer rows.
         shortest = min(len(each) for each in rows)
         return torch.stack([each[:shortest] for each in rows])
 
@@ -79,10 +79,10 @@ class Activations(Mapping[str, Any]):
 
 
 def translate(values: Mapping[str, object], sites: Sites) -> Translation:
-    """The actions and hooks that vllm-lens's keys of one request ask for.
+    """The actions and hooks for vllm-lens's keys in one request.
 
     Raises:
-        SpecError: a key has a wrong value, or this engine cannot do what the key asks.
+        SpecError: a key has a wrong value, or this engine does not support the key.
     """
     of_all, own = values.get(PERSISTENT), _hooks(values.get("apply_hooks"))
     run = _run(of_all.hooks if isinstance(of_all, PersistentHooks) else (), own, sites)
@@ -115,7 +115,7 @@ def translate(values: Mapping[str, object], sites: Sites) -> Translation:
 
 
 def _named(read: Read, key: str) -> tuple[Action, dict[str, str]]:
-    """A read that `key` asks for, and the caller's names of its fields, for errors."""
+    """A read for `key`, and the caller's names of its fields, for error texts."""
     return read, dict.fromkeys(("", ".layers", ".site"), key)
 
 
@@ -144,7 +144,7 @@ def _run(of_all: Sequence[Hook], own: Sequence[Hook], sites: Sites) -> HookRun |
 
 
 def _check_order(run: HookRun, adds: list[Action]) -> None:
-    """Raises SpecError if a vector would be added after a hook that expects to see it."""
+    """Raises SpecError if a vector would be added after a hook that expects to see the vector."""
     steered = {layer for add in adds if isinstance(add, Add) for layer in add.layer_numbers or ()}
     both = sorted(layer for layer, before in run.places if not before and layer in steered)
     if both:
@@ -169,7 +169,7 @@ def _layers(values: Mapping[str, object], key: str, sites: Sites) -> list[int] |
         return None
     # vLLM turns the booleans in `vllm_xargs` into numbers.
     if isinstance(asked, int) and asked == 1:
-        # All layers of the model: a layer without a tap is an error, and not left out.
+        # All layers of the model. If a layer has no tap, the request is refused.
         return list(range(sites.num_layers))
     few(asked, sites.num_layers, "layers", key)
     if not isinstance(asked, list | tuple) or not asked:

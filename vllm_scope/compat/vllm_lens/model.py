@@ -44,7 +44,7 @@ class Model:
         return cls(**obj)
 
     def model_copy(self, *, update: Mapping[str, object] | None = None, deep: bool = False) -> Self:
-        """A copy with new values for some fields. They are checked, which pydantic does not do.
+        """A copy with new values for some fields. Unlike in pydantic, the new values are checked.
 
         Args:
             deep: copy the values of the other fields too.

@@ -25,15 +25,15 @@ class SteeringVector(Model):
     """Vectors to add to the residual stream, at the exit of some layers.
 
     Attributes:
-        activations: [num_layers, hidden_size] for every token, or [num_layers,
-            num_positions, hidden_size] for one token per position. May be given as an array,
-            as lists, or as JSON of a tensor.
+        activations: [num_layers, hidden_size] for every token, or [num_layers, num_positions,
+            hidden_size] for one token per position. An array, lists or JSON of a tensor are
+            accepted too.
         layer_indices: one layer for each index of the first dimension of `activations`.
         scale: the factor of the vectors.
         norm_match: add `scale * ||h||` times the vector's direction, where h is the token's row.
-        position_indices: absolute positions, each once. If `activations` has two dimensions, the
-            tokens that get the vector (None: every token). If it has three, one position for each
-            index of the second dimension (None: 0 to num_positions - 1).
+        position_indices: absolute positions without repeats. If `activations` has two dimensions:
+            the tokens that get the vector (None: every token). If it has three dimensions: one
+            position for each index of the second dimension (None: 0 to num_positions - 1).
 
     Raises:
         SpecError: shapes and indices do not fit, or a position is negative or comes twice.
@@ -69,7 +69,7 @@ class SteeringVector(Model):
                 )
             if len(set(positions)) < len(positions):
                 raise SpecError(
-                    f"SteeringVector.position_indices {shown(positions)} has one twice."
+                    f"SteeringVector.position_indices {shown(positions)} has a position twice."
                 )
             if len(shape) == 3 and len(positions) != shape[1]:
                 raise SpecError(
@@ -84,7 +84,6 @@ class SteeringVector(Model):
         return 1 if self.activations.dim() == 2 else int(self.activations.shape[1])
 
     def to_actions(self) -> list[Action]:
-        """The vectors as Adds."""
         values, positions = self.activations, self.position_indices
         parts: list[tuple[Tensor, Sequence[int] | str]]
         if values.dim() == 2:
@@ -103,7 +102,7 @@ class SteeringVector(Model):
         ]  # fmt: skip
 
     def model_dump(self, mode: str = "json") -> dict[str, object]:
-        """The vector as JSON, whatever the mode; `SteeringVector.model_validate` reads it."""
+        """The vector as JSON, for every `mode`; `SteeringVector.model_validate` reads it."""
         body = {name: getattr(self, name) for name in FIELDS}
         return body | {"activations": serialize_tensor(self.activations, compress=False)}
 
@@ -151,7 +150,7 @@ def _tensor(values: object) -> Tensor:
             f"{where} is {shown(values)}; it must be a tensor, an array or lists of numbers."
         )
     tensor = torch.from_numpy(np.ascontiguousarray(found))
-    # As torch.tensor, which makes float32 of a list of floats.
+    # Like torch.tensor, which converts a list of floats to float32.
     return (
         tensor.float() if isinstance(values, list | tuple) and found.dtype.kind == "f" else tensor
     )

@@ -3,9 +3,9 @@
     {"data": base64, "dtype": numpy's, "original_dtype": "torch.bfloat16", "shape": [...],
      "compression": "zstd"}
 
-bfloat16 travels as int16, because numpy has no bfloat16. `compression` is present if the bytes
-are a zstd frame. Instead of `data` there may be a `handle`, whose bytes the client fetches, or
-`error`, the reason why there is no tensor. Values that are no tensors are `{"__json__": value}`.
+bfloat16 is sent as int16, because numpy has no bfloat16. `compression` is present if the bytes are
+a zstd frame. A tensor without `data` has a `handle`, whose bytes the client fetches, or an `error`,
+the reason why the tensor is missing. A value that is no tensor is `{"__json__": value}`.
 
 Promise: nothing is unpickled. Sizes are checked before memory is allocated.
 """
@@ -27,14 +27,13 @@ from vllm_scope.codecs.zstd import zstd_library
 from vllm_scope.compat.bounds import few
 from vllm_scope.errors import ConfigError, ScopeError, SpecError, shown
 
-#: The dtypes that tensors may have, by numpy's names.
+#: The allowed dtypes of tensors, by numpy's names.
 DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
 MAX_DIMENSIONS = 8
 FIELDS = ("data", "dtype", "original_dtype", "shape", "compression")
-#: The largest number of fields of a tensor's JSON. Unknown fields, which a later version may have,
-#: are ignored.
+#: The largest number of fields of a tensor's JSON. Unknown fields are ignored.
 MOST_FIELDS = 16
-#: An untrusted zstd frame of n bytes may become at most SMALL_BYTES + MOST_TIMES * n bytes.
+#: An untrusted zstd frame of n bytes may have at most SMALL_BYTES + MOST_TIMES * n bytes of data.
 MOST_TIMES, SMALL_BYTES = 64, 1 << 16
 #: The only field of a value that is not a tensor.
 PLAIN = "__json__"
@@ -98,7 +97,7 @@ def deserialize_tensor(
     """
     few(body, MOST_FIELDS, "fields", where)
     if "data" not in body:
-        raise SpecError(f"{where} is {shown(body)}; over the wire it is {{{', '.join(FIELDS)}}}.")
+        raise SpecError(f"{where} is {shown(body)}; its JSON is {{{', '.join(FIELDS)}}}.")
     data, (_, _, size) = body["data"], _described(body, most_bytes, where)
     length = 4 * -(-size // 3)
     if isinstance(data, str) and len(data) != length and body.get("compression") != "zstd":
@@ -118,13 +117,13 @@ def deserialize_tensor(
 def tensor_of(
     raw: bytes, body: Mapping[str, object], most_bytes: int | None = None, where: str = "the tensor"
 ) -> Tensor:
-    """The tensor of bytes that `body` describes. Arguments, errors: see `deserialize_tensor`."""
+    """The tensor in `raw`, which `body` describes. Arguments, errors: see `deserialize_tensor`."""
     dtype, shape, size = _described(body, most_bytes, where)
     if body.get("compression") == "zstd":
         if most_bytes is not None and size > SMALL_BYTES + MOST_TIMES * len(raw):
             raise SpecError(
                 f"{where} of shape {shape} takes {size:,} bytes, and {len(raw):,} came; zstd may "
-                f"make at most {MOST_TIMES} times as many. Send it without compression."
+                f"make at most {MOST_TIMES} times as many. Send the tensor without compression."
             )
         raw = _unzipped(raw, size, where)
     if len(raw) != size:
@@ -169,7 +168,7 @@ def _unzipped(raw: bytes, size: int, where: str) -> bytes:
             "pip install 'vllm-scope[files]'."
         )
     try:
-        # One byte more than expected, so that a longer frame is noticed.
+        # Read one byte more than expected, to notice a longer frame.
         found = zstd.ZstdDecompressor().decompress(raw, size + 1)
     except zstd.ZstdError as error:
         raise SpecError(f"{where} is not zstd: {error}.") from None
@@ -185,8 +184,7 @@ def decode_activations(body: Mapping[str, object], *, fetch_bytes: Fetch | None 
         fetch_bytes: returns the bytes of a handle, by GET /v1/activations/{handle}.
 
     Raises:
-        ScopeError: the server could not deliver a tensor, or there is a handle and no
-            `fetch_bytes`.
+        ScopeError: the server could not deliver a tensor, or needs `fetch_bytes` for a handle.
     """
     found: Decoded = {}
     entries = msgspec.convert(body.get("activations") or {}, dict[str, dict[str, object]])

@@ -1,13 +1,13 @@
-"""KV blocks that may hold NaN after a faulty edit: zeroed before they are used again.
+"""Zeroes KV blocks that can hold NaN after a faulty edit, before a request uses them again.
 
 Owns:  the set of these blocks (unfit blocks), in EngineCore, and their zeroing, in the worker.
-From:  engine.worker.faults (a request that failed), the scheduler (blocks that are freed).
+From:  engine.worker.faults (a failed request), the scheduler (freed blocks).
 
-An attention kernel may read the whole block that holds a token (vLLM's CPU kernel does). A NaN
-anywhere in that block then spoils the token's result, because 0 * NaN is NaN. The blocks of a
-faulty request are therefore zeroed when they are next allocated, before the forward of the step
-that first uses them. A fault is known only when its step ends. If an edited request ends or is
-preempted while a step is in flight, the blocks that this step writes count as unfit.
+Some attention kernels, such as vLLM's CPU kernel, read the whole block that holds a token. A NaN in
+the block then makes the token's result NaN, because 0 * NaN is NaN. Therefore the worker zeroes a
+faulty request's blocks after another request gets the blocks, before the next forward.
+EngineCore sees a fault only at the end of a step. If an edited request ends or is preempted
+during a step, the blocks that the step writes count as unfit.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 
 class _Unfit:
-    """Ids of blocks that may hold NaN: `free` ones, and those that were just allocated and are
-    `due` to be zeroed."""
+    """Ids of blocks that can hold NaN. `free` blocks belong to no request. `due` blocks belong to a
+    new request, and the workers must zero the `due` blocks."""
 
     def __init__(self) -> None:
         self.free: set[int] = set()
@@ -59,7 +59,7 @@ def _blocks_from(scheduler: Scheduler, request: Request, first: int) -> set[int]
 
 
 def _withdraw(scheduler: Scheduler, block_ids: set[int]) -> None:
-    """Take blocks out of the prefix cache, and have them zeroed before their next use."""
+    """Remove blocks from the prefix cache. The workers zero these blocks before their next use."""
     scheduler.kv_cache_manager.evict_blocks(block_ids)
     pool = scheduler.kv_cache_manager.block_pool
     (_unfit.of(pool) or _unfit.put(pool, _Unfit())).free.update(block_ids)
@@ -69,7 +69,7 @@ def withdraw(scheduler: Scheduler, request: Request) -> set[str]:
     """Withdraw the edited KV of a faulty request.
 
     Returns:
-        The ids of other requests that have the same edits and share some of that KV.
+        The ids of other requests with the same edits that share some of this KV.
     """
     first = first_edited(request)
     if first is None:
@@ -86,8 +86,8 @@ def withdraw(scheduler: Scheduler, request: Request) -> set[str]:
 
 
 def _free_blocks(original: Callable[..., T], self: Scheduler, request: Request) -> T:
-    """Scheduler._free_request_blocks, when a request ends or is preempted. If the request has
-    edits, withdraw the blocks with edited KV that steps in flight write."""
+    """Scheduler._free_request_blocks, at the end or preemption of a request. If the request has
+    edits, withdraw the blocks with edited KV that running steps write."""
     first = first_edited(request)
     if first is not None and request.num_in_flight_tokens:
         written = max(request.num_computed_tokens - request.num_in_flight_tokens, 0)
@@ -98,7 +98,7 @@ def _free_blocks(original: Callable[..., T], self: Scheduler, request: Request) 
 def _new_blocks(
     original: Callable[..., list[KVCacheBlock]], self: object, num_blocks: int
 ) -> list[KVCacheBlock]:
-    """BlockPool.get_new_blocks: note the unfit blocks among the new ones, for `due`."""
+    """BlockPool.get_new_blocks. Stores for `due` the unfit blocks among the new blocks."""
     blocks = original(self, num_blocks)
     unfit = _unfit.of(self)
     if unfit is not None and unfit.free:
@@ -109,14 +109,14 @@ def _new_blocks(
 
 
 def is_due(scheduler: Scheduler) -> bool:
-    """True if `due` may return blocks after the next step is scheduled: some blocks that are not
-    zeroed yet are free, or have a new owner."""
+    """True if some unfit blocks are not zeroed yet. `due` can then return blocks after the next
+    call of Scheduler.schedule."""
     unfit = _unfit.of(scheduler.kv_cache_manager.block_pool)
     return unfit is not None and bool(unfit.free or unfit.due)
 
 
 def due(scheduler: Scheduler) -> list[int]:
-    """The blocks that workers must zero before the step that was just scheduled."""
+    """The blocks that workers must zero before the step that the scheduler has just made."""
     unfit = _unfit.of(scheduler.kv_cache_manager.block_pool)
     if unfit is None or not unfit.due:
         return []
@@ -125,16 +125,16 @@ def due(scheduler: Scheduler) -> list[int]:
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Zero the null block now, so that no kernel is compiled inside a step.
+    """Zero the null block now. Otherwise a kernel would be compiled during a step.
 
     Raises:
-        CompatError: this KV cache cannot be zeroed block by block.
+        CompatError: single blocks of this KV cache cannot be zeroed.
     """
     try:
         zero(runner, [0])
     except Exception as error:
         raise CompatError(
-            "KV blocks cannot be zeroed here, which requests whose edits overflow need "
+            "this engine cannot zero KV blocks, as is needed after an edit that overflows "
             f"({type(error).__name__}: {error})"
         ) from error
 
@@ -145,8 +145,8 @@ def zero(runner: ModelRunner, block_ids: list[int]) -> None:
         for cache in _caches_of(runner):
             cache[block_ids] = 0
         return
-    # If vLLM zeroes blocks itself, it has made a zeroer. The first name below is that of Model
-    # Runner V2, the second that of V1.
+    # If vLLM itself zeroes blocks, the runner already has a zeroer. The zeroer's attribute is
+    # kv_block_zeroer in Model Runner V2, and _kv_block_zeroer in V1.
     zeroer = getattr(runner, "kv_block_zeroer", None) or getattr(runner, "_kv_block_zeroer", None)
     if zeroer is None:
         runner._init_kv_zero_meta()
@@ -155,13 +155,13 @@ def zero(runner: ModelRunner, block_ids: list[int]) -> None:
     if runner.vllm_config.kv_transfer_config is not None:
         import torch
 
-        # A connector may fill a block on another CUDA stream. The zeros must be written first.
+        # A connector can fill a block on another CUDA stream. The zeros must be written earlier.
         torch.cuda.current_stream().synchronize()
 
 
 def _caches_of(runner: ModelRunner) -> list[Tensor]:
-    """The KV caches of the attention layers, [num_blocks, ...] each. Layers may share a cache;
-    each cache is listed once."""
+    """The KV caches of the attention layers, [num_blocks, ...] each. If layers share a cache, the
+    list has the cache one time."""
     import torch
 
     layers = runner.vllm_config.compilation_config.static_forward_context.values()

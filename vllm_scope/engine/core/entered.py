@@ -1,7 +1,7 @@
-"""What EngineCore keeps about requests that read, probe or edit.
+"""EngineCore's data of requests that read, probe or edit.
 
-Owns:  Entered, and the tables that hold it for each request.
-Runs:  in EngineCore: the input thread writes; the input thread and the scheduler's thread read.
+Owns:  Entered, and the tables that hold the Entered of each request.
+Runs:  in EngineCore. The input thread writes. The input thread and the scheduler's thread read.
 From:  entry.   To: scheduler, clearing, engine.worker.faults.
 """
 
@@ -21,20 +21,20 @@ from vllm_scope.request.ticket import Recipient
 
 
 class Entered(Struct, frozen=True):
-    """A request, as it was when it entered.
+    """EngineCore's data of one request, fixed when the request enters.
 
     Attributes:
-        asked: what it reads, probes and edits, with the server's edits and global sinks' reads.
+        asked: the request's actions, the server's edits and the reads of global sinks.
         recipient: None if the request has no spec of its own.
-        first_read: the first position that delivers something; None if none does.
+        first_read: the first position that delivers a row or score; None without such a position.
         first_edited: the first position whose KV depends on edits; None without edits.
-        keys: the keys of its KV blocks; None without edits.
-        held: the programs that it holds in the workers' tables; None if it only reads.
+        keys: the keys of the request's KV blocks; None without edits.
+        held: the request's programs in the workers' tables; None if the request only reads.
         columns, unchecked: as in core.news.Entrant.
-        logged: how much of the log of states it needs.
-        reserve: the places in the workers' tables that it may take later if its policy changes
-            scales, and the rows of its lenses.
-        sums: the room for its sums; None without Moments.
+        logged: the number of places that the request needs in the log of states.
+        reserve: the places in the workers' tables that a policy's changes of scales can need, and
+            the rows of the request's lenses.
+        sums: the room for the request's sums; None without Moments.
     """
 
     asked: Resolved
@@ -59,23 +59,23 @@ class Entered(Struct, frozen=True):
 _entered: Beside[Entered] = Beside()
 #: vLLM's Request with edits -> the keys of its blocks.
 _keys: Beside[BlockKeys] = Beside()
-#: Request id -> the keys of its blocks, while vLLM makes the Request. vLLM hashes the request's
-#: blocks then, before `_keys` can have the Request.
+#: Request id -> the keys of the request's blocks, while vLLM makes its Request. vLLM hashes the
+#: blocks before `_keys` has the Request.
 entering: dict[str, BlockKeys] = {}
 
 
 def entered(request: object) -> Entered | None:
-    """The Entered of a request; None for a plain request."""
+    """The Entered of a request; None for a request without taps."""
     return _entered.of(request)
 
 
 def any_entered() -> bool:
-    """False if all requests of this process are plain."""
+    """False if no request of this process has an Entered."""
     return len(_entered) > 0
 
 
 def keys_of(request: Request) -> BlockKeys | None:
-    """The keys of a request's KV blocks; None without edits. Called for each block that vLLM
+    """The keys of a request's KV blocks; None without edits. Runs for each block that vLLM
     hashes."""
     if not (entering or _keys):
         return None

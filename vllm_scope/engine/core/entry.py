@@ -1,13 +1,13 @@
-"""EngineCore: what a request that enters means, and the keys of its KV blocks.
+"""EngineCore: what a new request means, and the keys of its KV blocks.
 
-Owns:  the resolution of module names and server-wide edits for a request that enters, the
-       programs that it will hold in the workers' tables, the keys of edited KV blocks, and the
-       remote calls about modules and server-wide edits.
+Owns:  the resolution of module names and server-wide edits for a new request; the programs of the
+       request; the keys of edited KV blocks; the remote calls about modules and server-wide
+       edits.
 Runs:  in EngineCore: when a request enters (input thread), and when vLLM hashes its blocks.
-From:  request.ticket (made by the front-end).   To: entered, scheduler.
+From:  request.ticket, from the front-end.   To: entered, scheduler.
 
-From its first edited block on, a request's KV is keyed by the edits and by the tokens that they
-apply to.
+From the first edited block on, the keys of a request's KV depend on the edits, and on the tokens to
+which the edits apply.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from vllm_scope.vectors import load_vectors
 T = TypeVar("T")
 
 
-#: The programs that a request holds, the columns of all its programs, and the places that it may
-#: take later.
+#: (the programs that a request holds, the columns of all its programs, the places that the request
+#: can need later)
 _HeldBy = tuple[Held | None, tuple[bytes, ...], Cost]
 
 
 class CoreScope:
-    """The registry, and the preparation of requests that enter."""
+    """The registry, and the preparation of new requests."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         config = config_of(vllm_config)
@@ -75,34 +75,34 @@ class CoreScope:
         self.everywhere = global_reads(config, self.sites)
         self.policies = config.policy_configs()
         self.most = capacity(self.sites.vector_size, config.vectors_mib)
-        #: Widths of rows for the worker in this process, which uploads the table rows that
-        #: EngineCore makes; None if workers run in other processes.
+        #: Widths of rows, for table rows that EngineCore makes and a worker in this process
+        #: uploads. None if workers run in other processes.
         self.widths: Widths | None = None
         if worker_is_here(vllm_config):
             itemsize = vllm_config.model_config.dtype.itemsize
             self.widths = Widths.of(self.sites.row_sizes, itemsize)
 
     def learn(self, replies: Iterable[Described]) -> None:
-        """Take from the workers' answers the layers before which the model changes the stream. The
-        workers found these at load, and answer before the first request with a ticket enters."""
+        """Store the layers before which the model changes the stream. The workers found these
+        layers at load. The workers reply before the first request with a ticket enters."""
         moved = tuple(sorted({layer for each in replies for layer in each["sites"]["moved"]}))
         if moved != self.sites.moved:
             self.sites = replace(self.sites, moved=moved)
             self.registry.know(self.sites)
 
     def enter(self, request: EngineCoreRequest, ticket: Ticket | None) -> Entered | None:
-        """The Entered of a request that enters, with the current modules and server-wide edits.
+        """The Entered of a new request, with the current modules and server-wide edits.
 
         Args:
             request: vLLM's EngineCoreRequest.
-            ticket: the request's ticket; None if it has none.
+            ticket: the request's ticket; None without a ticket.
 
         Returns:
-            None if nothing reads, probes or edits its tokens.
+            None if no action reads, probes or edits the request's tokens.
 
         Raises:
-            ScopeError: the front-end accepted the request, but modules or server-wide edits
-                have changed since. vLLM ends the request with an error.
+            ScopeError: modules or server-wide edits have changed after the front-end accepted
+                the request. vLLM ends the request with an error.
         """
         params = request.sampling_params
         if params is None:  # a pooling request
@@ -111,7 +111,7 @@ class CoreScope:
             if self.registry.server is not None:
                 raise SpecError(
                     "this server edits every request, and prompt embeddings cannot be edited; "
-                    "send text or token ids, or send it again when the server's edits are gone."
+                    "send text or token ids, or repeat the request after these edits are removed."
                 )
             return None
         own, edited = self.registry.resolve(ticket)
@@ -125,7 +125,7 @@ class CoreScope:
         firsts += [] if ticket is None else [ticket.first_position]
         unchecked = _unchecked(asked, asked is not own, ticket)
         if self.widths is None:
-            packed_of(asked)  # packed here, and not later on the scheduler's thread
+            packed_of(asked)  # pack now, not later on the scheduler's thread
         elif asked is own and ticket is not None and not ticket.modules:
             know_digest(asked, ticket.spec.digest)
         nonce = secrets.token_bytes(16) if asked.scaled else b""
@@ -144,8 +144,8 @@ class CoreScope:
         )  # fmt: skip
 
     def _held_of(self, asked: Resolved, ids: Ids, max_tokens: int, unchecked: bool) -> _HeldBy:
-        """As `_held_by`. If a spec is uniform (Resolved.uniform), the result is made once for all
-        requests of the spec."""
+        """As `_held_by`. If a spec is uniform (Resolved.uniform), all requests of the spec share
+        one result."""
         if not asked.uniform or not len(ids):
             return self._held_by(asked, ids, max_tokens, unchecked)
         known: dict[tuple[bool, Cost], _HeldBy] = asked.__dict__.setdefault("_held", {})
@@ -155,9 +155,9 @@ class CoreScope:
         return known[key]
 
     def _held_by(self, asked: Resolved, ids: Ids, max_tokens: int, unchecked: bool) -> _HeldBy:
-        """The programs that a request with vectors holds while it runs, the columns of all its
-        programs, and the places that its policy may take later. Each is None or empty if the
-        workers do not need it."""
+        """(the programs that a request with vectors holds, the columns of all its programs, the
+        places that its policy can need later). If the workers do not need a part, the part is None
+        or empty."""
         vectors = bool(asked.edits or asked.banked)
         if not (vectors or unchecked):
             return None, (), Cost()
@@ -175,22 +175,23 @@ class CoreScope:
         if not cost.fits(self.most):
             raise CapacityError(
                 f"with the server's edits the request takes {cost}; this engine has "
-                f"{self.most}. Edit or probe fewer places, or send it again when they are gone."
+                f"{self.most}. Edit or probe fewer places, or repeat the request after the "
+                "server's edits are removed."
             )
         if self.widths is not None and not held.few:
-            held.rows(self.widths)  # made here, and not on the thread that launches the model
+            held.rows(self.widths)  # compute now, not on the thread that launches the model
         return held, columns, reserve
 
     def check_edits(self, text: str | None) -> None:
-        """Raises SpecError if this engine cannot apply these server-wide edits, or its tables have
-        no room for them."""
+        """Raises SpecError if this engine cannot apply these server-wide edits, or if its tables
+        lack room for the edits."""
         if text is None:
             return
         self._check_connector()
         asked = Resolved(edits=self.registry.parse_edits(text))
         check_stages(asked, self.num_stages)
-        # One prompt token and some generated tokens are enough for the count, because these edits
-        # apply to all tokens of the prompt, all generated tokens, or both (registry.TIERS).
+        # One prompt token and some generated tokens are enough for the count: server-wide edits
+        # apply to all prompt tokens, to all generated tokens, or to all tokens (registry.TIERS).
         program = RequestProgram.compile(
             asked, self.sites, frozenset(self.sites.boundaries), 1, [0]
         )
@@ -203,22 +204,22 @@ class CoreScope:
             )
 
     def _check_connector(self) -> None:
-        """Raises SpecError if a KV connector could mix edited KV with plain KV."""
+        """Raises SpecError if a KV connector can mix edited KV with plain KV."""
         if self.connector is not None:
             raise SpecError(
-                f"this engine shares KV through {shown(self.connector)}, which may give KV of "
-                "edited tokens to plain requests, or theirs to edited ones; edits need an engine "
-                f"without it, or with {' or '.join(CONNECTORS_BY_HASH)}. Reads and probes stay."
+                f"this engine shares KV through {shown(self.connector)}, which can mix the KV of "
+                "edited and plain requests. Start the engine without this connector, or with "
+                f"{' or '.join(CONNECTORS_BY_HASH)}. Reads and probes are still possible."
             )
 
 
 def _first(selectors: set[Selector], ids: Ids) -> int | None:
-    """The first position that one of the selectors may select; None without selectors."""
+    """The first position that any of the selectors can select; None without selectors."""
     return min((one.first_position(len(ids), ids) for one in selectors), default=None)
 
 
 def _unchecked(asked: Resolved, more: bool, ticket: Ticket | None) -> bool:
-    """True if the request may deliver more than its front-end checked."""
+    """True if the request can deliver more than its front-end has checked."""
     changed = more or (ticket is not None and bool(ticket.modules))
     encoded = any(read.encoding is not None for read in asked.reads)
     return bool(asked.taking) and (changed or encoded)
@@ -237,7 +238,7 @@ def _preprocess(
 ) -> tuple[T, int]:
     if not _concerns(self, request):
         return original(self, request)
-    # The workers need no ticket: the news tells them what they need (core.news).
+    # The workers need no ticket, because the news (core.news) has the data for the workers.
     ticket = ticket_of(request.sampling_params)
     request.sampling_params = without_ticket(request.sampling_params)
     if ticket is None or not ticket.variants:
@@ -256,8 +257,7 @@ def _entered_as(
     original: Callable[..., tuple[T, int]], self: EngineCore, request: EngineCoreRequest,
     ticket: Ticket | None,
 ) -> tuple[T, int]:  # fmt: skip
-    """Have vLLM make its Request, and keep the Entered beside it. `request` no longer has the
-    ticket."""
+    """Make vLLM's Request, and store its Entered. The ticket was removed from `request` before."""
     found = _scope_of(self).enter(request, ticket)
     if found is None:
         return original(self, request)
@@ -265,8 +265,8 @@ def _entered_as(
         entering[request.request_id] = found.keys
     try:
         made = original(self, request)
-        # Room for sums is taken last: a refused request must not have taken any, because only a
-        # drop of sums gives room back.
+        # Room for sums is reserved last, because a refused request must not reserve room. Only a
+        # drop of sums frees this room.
         if found.sums is not None:
             found.sums.enter(found.asked.moments)
         keep(made[0], found)
@@ -276,7 +276,7 @@ def _entered_as(
 
 
 def _concerns(engine: EngineCore, request: EngineCoreRequest) -> bool:
-    """False if a request is certainly plain. EngineCore then makes no CoreScope for it."""
+    """False if a request surely has no taps. EngineCore then needs no CoreScope for the request."""
     if _scopes.of(engine) is not None or has_ticket(request.sampling_params):
         return True
     known = _reads_all.of(engine)
@@ -287,8 +287,8 @@ def _concerns(engine: EngineCore, request: EngineCoreRequest) -> bool:
 
 
 def _scope_of(engine: EngineCore) -> CoreScope:
-    """EngineCore's CoreScope, made at its first use. The first use is a request (on the input
-    thread) or a remote call (on another thread)."""
+    """EngineCore's CoreScope. The first request (on the input thread) or the first remote call (on
+    another thread) makes the CoreScope."""
     with _making:
         return _scopes.of(engine) or _scopes.put(engine, CoreScope(engine.vllm_config))
 
@@ -308,7 +308,7 @@ def _extra_keys(
 
 # Remote calls
 
-#: Makes a remote call, by its name, to every worker, and returns their answers.
+#: Sends a remote call, given by name, to every worker, and returns the workers' answers.
 Ask = Callable[[str], list[Described]]
 
 
@@ -327,8 +327,8 @@ def _set_edits(engine: EngineCore, ask: Ask, text: str | None) -> str | None:
 
 
 def _tapped(ask: Ask) -> list[Described]:
-    """The workers' answers to `scope_describe`. Raises SpecError if the model has no taps: modules
-    and edits would then do nothing."""
+    """The workers' answers to `scope_describe`. Raises SpecError if the model has no taps, because
+    modules and edits would then have no effect."""
     found = ask("scope_describe")
     reason = next((each["reason"] for each in found if each["reason"]), None)
     if reason is not None:
@@ -336,8 +336,8 @@ def _tapped(ask: Ask) -> list[Described]:
     return found
 
 
-#: Name of a remote call -> the function that answers it in EngineCore. Workers know no names of
-#: modules.
+#: Name of a remote call -> the function that answers the call in EngineCore. Workers do not have
+#: the names of modules.
 _ANSWERS: dict[str, Callable[..., object]] = {
     "scope_register": _register,
     "scope_unregister": lambda engine, ask, name: _scope_of(engine).registry.unregister(name),
@@ -346,7 +346,7 @@ _ANSWERS: dict[str, Callable[..., object]] = {
     "scope_get_edits": lambda engine, ask: _scope_of(engine).registry.server_text,
     "scope_hold": lambda engine, ask, *args: _scope_of(engine).registry.hold(*args),
 }
-#: Remote calls to whose answers EngineCore adds the modules.
+#: Remote calls whose answers get the modules from EngineCore.
 _WITH_MODULES = ("scope_connect", "scope_describe")
 
 
@@ -358,7 +358,7 @@ def _collective_rpc(
     args: tuple[object, ...] = (),
     kwargs: dict[str, object] | None = None,
 ) -> list[Any]:
-    """EngineCore.collective_rpc: EngineCore itself answers the calls of _ANSWERS."""
+    """EngineCore.collective_rpc. EngineCore itself answers the calls in _ANSWERS."""
     if method in _ANSWERS:
 
         def ask(name: str) -> list[Described]:

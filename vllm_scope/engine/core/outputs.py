@@ -1,10 +1,10 @@
-"""Outputs of steps in the scheduler: reports of workers in them, and joined answers of variants.
+"""Handles the scheduler's step outputs: reports of workers, and joined answers of variants.
 
 Owns:  the seam on Scheduler.update_from_output.
 Runs:  in EngineCore, on the scheduler's thread.
-From:  engine.worker.faults, verdicts, variants (which handle an output).
+From:  engine.worker.faults, verdicts, variants, whose functions handle an output.
 
-Promise: for an output of plain requests alone, the seam makes three checks and nothing else.
+Promise: if a step has only requests without taps, the seam makes three checks and nothing more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _update(
         return original(self, scheduler_output, model_runner_output)
     faulty = partial(end_faulty, original)
     judged = partial(stop_judged, faulty)
-    # `take_variants` is the outermost wrapper: it must see the outputs that the other two add.
+    # `take_variants` is the outermost wrapper, because it needs the outputs of the other wrappers.
     return take_variants(judged, self, scheduler_output, model_runner_output)
 
 

@@ -1,13 +1,13 @@
-"""Requests with taps in the scheduler: when one starts, which cached KV it uses, how it ends.
+"""Requests with taps in the scheduler: when they start, which cached KV they use, how they end.
 
-Owns:  the wait for room in the workers' tables (core.admission), the cap on a reading request's
-       prefix-cache hits, and the news that goes to the workers with a step (core.news).
+Owns:  the wait for room in the workers' tables (core.admission), the cap on prefix-cache hits of a
+       reading request, and the news for the workers in each step (core.news).
 Runs:  in EngineCore, on the scheduler's thread.
-From:  entered (what a request means).   To: engine.worker.attach (the news).
+From:  entered (the meaning of a request).   To: engine.worker.attach (the news).
 
-A token whose KV comes from the cache is not computed and has no rows. If a request reads from
-position p on, it therefore takes KV from the cache for positions below p only. The KV that it
-computes enters the cache as usual, and plain requests may use it.
+If a token's KV comes from the cache, the model does not compute the token, and there are no rows.
+Therefore a request that reads from position p on uses cached KV only for positions below p. The KV
+that the request computes enters the cache as usual. Requests without taps can use this KV.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ T = TypeVar("T")
 
 @dataclass
 class _State:
-    """What this module keeps about one of vLLM's schedulers.
+    """This file's data of one scheduler of vLLM.
 
     Attributes:
-        told: what the workers hold.
-        admission: None until a request with programs comes.
-        ended: id of an ended request that has sinks -> the tokens that were accepted. An entry is
-            kept until it is in the news of a step.
+        told: the data that the workers hold.
+        admission: None before the first request with programs.
+        ended: id of an ended request with sinks -> its accepted tokens. An entry stays until a
+            step's news contains the entry.
         summing: ids of running requests with Moments.
-        accepted: id of an ended request with Moments -> its number of tokens, kept as in `ended`.
+        accepted: id of an ended request with Moments -> its number of tokens. An entry stays as in
+            `ended`.
     """
 
     told: Told
@@ -81,7 +82,7 @@ def _state_of(scheduler: Scheduler) -> _State:
 
 
 def admission_of(scheduler: object) -> Admission[Request] | None:
-    """The scheduler's Admission; None until a request with programs comes."""
+    """The scheduler's Admission; None before the first request with programs."""
     state = _states.of(scheduler)
     return None if state is None else state.admission
 
@@ -106,8 +107,8 @@ def _new_admission(scheduler: Scheduler) -> Admission[Request]:
 
 
 def _held_by(request: object) -> tuple[Held | None, int, Cost]:
-    """What a request holds in the workers' tables: its programs (None if it needs none), its number
-    of places in the log of states, and the places that it may take later."""
+    """(the request's programs in the workers' tables or None, the request's number of places in the
+    log of states, the places that the request can need later)"""
     found = entered(request)
     if found is None:
         return None, 0, Cost()
@@ -131,13 +132,13 @@ def _add_to_scheduler(original: Callable[..., object], self: Scheduler, request:
             admission = _new_admission(self)
         if admission is not None and not admission.enter(request, *held):
             return
-    # A piece of streamed input joins its session, which is the request with the same id. The
-    # session's reads and edits hold for the piece too.
+    # A piece of streamed input joins its session: the earlier request with the same id. The
+    # session's reads and edits apply to the piece too.
     original(self, request)
 
 
 def _let_in(self: Scheduler, admission: Admission[Request]) -> None:
-    """Move waiting requests to the scheduler, in order, while there is room."""
+    """Move waiting requests to the scheduler in order, as long as there is room."""
     for line in admission.lines:
         while line:
             held, num_logged, reserve = _held_by(line[0])
@@ -172,8 +173,8 @@ def _finish(
     request_ids: str | Iterable[str] | None,
     status: object,
 ) -> list[Request]:
-    """Scheduler.finish_requests: move requests that wait for room to the scheduler's queue first,
-    so that the scheduler can end them."""
+    """Scheduler.finish_requests. Requests that wait for room first move to the scheduler's queue,
+    because the scheduler can end only requests in its queue."""
     request_ids = with_variants(self, request_ids)
     admission = admission_of(self)
     if admission is None or not admission.waiting:
@@ -183,13 +184,13 @@ def _finish(
     for request in admission.take_out(some):
         _enqueue(self, request)
     found = original(self, some, status)
-    # If the first request in line has gone, there may be room for those behind it.
+    # If the first waiting request has ended, the requests after it can perhaps start.
     _let_in(self, admission)
     return _as_known(self, found, status)
 
 
 def _as_known(scheduler: Scheduler, ended: list[Request], status: object) -> list[Request]:
-    """The ended requests. If they were aborted, variants are replaced as in `aborted`."""
+    """The ended requests. If requests were aborted, `aborted` replaces their variants."""
     from vllm.v1.request import RequestStatus
 
     return aborted(scheduler, ended) if status == RequestStatus.FINISHED_ABORTED else ended
@@ -204,7 +205,7 @@ _enqueue: Any = None
 def _schedule(
     original: Callable[..., SchedulerOutput], self: Scheduler, *args: object, **kwargs: object
 ) -> SchedulerOutput:
-    """Scheduler.schedule: add the step's news to the output, as its attribute `scope_news`. vLLM
+    """Scheduler.schedule. Adds the step's news to the output as the attribute `scope_news`. vLLM
     sends the output to every worker."""
     if _is_quiet(self):
         return original(self, *args, **kwargs)
@@ -217,7 +218,7 @@ def _schedule(
         known = entered(request)
         if known is not None:
             if known.sums is not None:
-                # The sums may have been dropped since the request entered.
+                # A user can have dropped the sums after the request entered.
                 known.sums.enter_again(known.asked.moments)
                 _state_of(self).summing.add(new.req_id)
             number = _state_of(self).told.number_of(known.asked, news)
@@ -228,7 +229,7 @@ def _schedule(
             )  # fmt: skip
             if known.held is not None:
                 news.held[new.req_id] = known.held
-    # With Model Runner V2, resumed requests are among the new ones.
+    # In Model Runner V2, the new requests include the resumed requests.
     for req_id in (*output.scheduled_cached_reqs.resumed_req_ids, *news.entrants):
         known = entered(self.requests[req_id])
         if known is not None and known.asked.num_states:
@@ -248,7 +249,7 @@ def _schedule(
 
 
 def _is_quiet(scheduler: Scheduler) -> bool:
-    """True if all requests are plain, and nothing is left to tell the workers."""
+    """True if no request has taps and there is no news for the workers."""
     if any_entered():
         return False
     state, index = _states.of(scheduler), index_of(scheduler.kv_cache_manager)
@@ -262,7 +263,7 @@ def _is_quiet(scheduler: Scheduler) -> bool:
 
 @contextmanager
 def _bounded(scheduler: Scheduler) -> Iterator[None]:
-    """While the `with` block runs, the scheduler schedules at most `most_tokens` tokens."""
+    """In the `with` block, the scheduler schedules at most `most_tokens` tokens."""
     most = most_tokens(scheduler)
     if most is None:
         yield
@@ -276,7 +277,7 @@ def _bounded(scheduler: Scheduler) -> Iterator[None]:
 
 
 def news_in(scheduler_output: object) -> StepNews | None:
-    """The news of a step; None if nothing has changed."""
+    """The news of a step; None without news."""
     found = getattr(scheduler_output, "scope_news", None)
     return found if isinstance(found, StepNews) else None
 
@@ -291,11 +292,11 @@ def _capped(
     *args: int | None,
     **kwargs: int | None,
 ) -> T:
-    """KVCacheManager.get_computed_blocks and its twin for KV connectors: cache hits end below the
-    first position that the request reads.
+    """KVCacheManager.get_computed_blocks, and the same method for KV connectors. Cache hits end
+    below the first position that the request reads.
 
     Args:
-        args, kwargs: `max_cache_hit_length`, vLLM's own cap, since vLLM 0.33; empty before.
+        args, kwargs: `max_cache_hit_length`, vLLM's own cap, from vLLM 0.33 on; empty before 0.33.
     """
     known = entered(request)
     if known is None or known.first_read is None:
@@ -303,8 +304,8 @@ def _capped(
     first, index, probes = known.first_read, index_of(self), known.asked.scores_alone
     if index is not None and probes is not None:
         count = index.num_known(request.block_hashes, probes)
-        # A request that was preempted has the scores of the blocks that it had filled. It gets no
-        # scores of later blocks from the cache, so it must compute these blocks.
+        # A preempted request already has the scores of the blocks that the request had filled. The
+        # cache gives no scores of later blocks. Therefore the request must compute these blocks.
         told = index.num_told(request.request_id)
         first = max(first, min(count, count if told is None else told) * index.block_size)
     if _takes_cap(original):
@@ -322,12 +323,12 @@ def _takes_cap(original: Callable[..., object]) -> bool:
 
 @contextmanager
 def _lookups_end(coordinator: object, first: int) -> Iterator[None]:
-    """Cap the hits of a KV-cache coordinator while the `with` block runs. The methods are replaced
-    on the instance, because vLLM tests the coordinator's class.
+    """Cap the hits of a KV-cache coordinator in the `with` block. The methods are replaced on the
+    instance, because vLLM tests the coordinator's class.
     vllm 0.32, v1/core/kv_cache_manager.py, get_computed_blocks_for_connector"""
     names = ("find_longest_cache_hit", "find_longest_cache_hit_per_group")
-    # The lookup for connectors may call the plain lookup for the same request. The cap is then set
-    # already.
+    # The lookup for connectors can call the plain lookup for the same request. If the outer call
+    # has already set the cap, the inner call must not set the cap again.
     nested = any(name in coordinator.__dict__ for name in names)
     here = [name for name in names if hasattr(coordinator, name) and not nested]
     lookups = {name: getattr(coordinator, name) for name in here}
@@ -341,8 +342,8 @@ def _lookups_end(coordinator: object, first: int) -> Iterator[None]:
 
 
 def _take_nothing_from(connector: KVConnector) -> None:
-    """Make requests with taps take no KV from a KV connector. Tokens with such KV would not be
-    computed, and the connector may hold KV of a failed request with the same edits."""
+    """Make requests with taps use no KV from a KV connector. If a token's KV came from a connector,
+    the model would not compute the token. The KV could be of a failed request with equal edits."""
     if "get_num_new_matched_tokens" not in connector.__dict__:
         lookup = connector.get_num_new_matched_tokens
         connector.get_num_new_matched_tokens = partial(_lookup_outside, lookup)
@@ -356,7 +357,7 @@ def _lookup_outside(
 ) -> tuple[int | None, bool]:
     """A connector's get_num_new_matched_tokens; (0, False) for a request with taps.
 
-    The connector is called all the same, because some connectors record the call. If the connector
+    The wrapper still calls the connector, because some connectors record the call. If the connector
     answers None tokens ("ask again later"), the result is (None, False).
     """
     if entered(request) is None:

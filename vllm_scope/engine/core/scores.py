@@ -1,6 +1,6 @@
-"""Scores that are kept with KV blocks, so that a request that only probes may use the prefix cache.
+"""Scores that the workers store for KV blocks, for requests that only probe and use cached KV.
 
-Owns:  one ScoreIndex for each of vLLM's KV-cache managers, and the news of kept scores.
+Owns:  one ScoreIndex for each of vLLM's KV-cache managers, and the news of stored scores.
 Runs:  in EngineCore, on the scheduler's thread.
 From:  scheduler.   To: core.news.
 """
@@ -27,7 +27,7 @@ def index_of(manager: object) -> ScoreIndex | None:
 
 
 def new_index(scheduler: Scheduler) -> None:
-    """Make the index if there is none yet, the prefix cache is on, and `scores_mib` is not 0."""
+    """Make the index if it is missing, the prefix cache is on, and `scores_mib` is not 0."""
     manager = scheduler.kv_cache_manager
     if index_of(manager) is not None or not manager.enable_caching:
         return
@@ -41,15 +41,15 @@ def new_index(scheduler: Scheduler) -> None:
 
 
 def _hash_block_size(scheduler: Scheduler) -> int:
-    """Tokens of a block that has a hash. vllm 0.32, v1/core/sched/scheduler.py"""
+    """Number of tokens in a block that has a hash. vllm 0.32, v1/core/sched/scheduler.py"""
     return int(getattr(scheduler, "hash_block_size", scheduler.block_size))
 
 
 def kept_of(
     scheduler: Scheduler, request: Request, asked: Resolved, num_cached: int
 ) -> tuple[bytes, tuple[bytes, ...], int]:
-    """Begin to keep a request's scores, if they can be kept. Returns Entrant.scores,
-    Entrant.cached and Entrant.block_size."""
+    """Begin to store a request's scores, if possible. Returns (Entrant.scores, Entrant.cached,
+    Entrant.block_size)."""
     index = index_of(scheduler.kv_cache_manager)
     if index is None or asked.scores_alone is None:
         return b"", (), 0
@@ -59,7 +59,7 @@ def kept_of(
 
 
 def fill_blocks(scheduler: Scheduler, output: SchedulerOutput, news: StepNews) -> None:
-    """Put into the news which blocks are full once this step has run, and which scores the workers
+    """Add to the news the blocks that are full after this step, and the scores that the workers
     must forget."""
     index = index_of(scheduler.kv_cache_manager)
     if index is None:
@@ -76,16 +76,16 @@ def fill_blocks(scheduler: Scheduler, output: SchedulerOutput, news: StepNews) -
 
 
 def finish_request(scheduler: Scheduler, request: Request) -> None:
-    """Forget a request that has ended. The next news names the blocks that the request filled and
-    that no earlier news has named."""
+    """Forget an ended request. If the request filled blocks that no earlier news names, the next
+    news names these blocks."""
     index = index_of(scheduler.kv_cache_manager)
     if index is not None and index.num_told(request.request_id) is not None:
         index.finish_request(request.request_id, _filled(index, request))
 
 
 def _filled(index: ScoreIndex, request: Request) -> tuple[int, list[bytes]] | None:
-    """As ScoreIndex.fill, for all tokens of a request that are computed or scheduled."""
-    # Drafts may be rejected: tokens that are not known yet fill no block.
+    """As ScoreIndex.fill, for all computed or scheduled tokens of a request."""
+    # Drafts can be rejected. Therefore only accepted tokens fill a block.
     num_tokens = min(request.num_computed_tokens, request.num_tokens)
     if not index.may_fill(request.request_id, num_tokens):
         return None
@@ -98,15 +98,15 @@ def _filled(index: ScoreIndex, request: Request) -> tuple[int, list[bytes]] | No
 
 
 def lose(scheduler: Scheduler, keys: Iterable[ScoreKey]) -> None:
-    """Note that a worker does not hold some scores, so that their blocks are computed again."""
+    """Record that a worker lacks some scores. Requests then compute the blocks of these scores."""
     index = index_of(scheduler.kv_cache_manager)
     if index is not None:
         index.lose(keys)
 
 
 def freeze(scheduler: Scheduler, request: Request) -> None:
-    """From now on keep only those blocks of a request that hold its prompt, or tokens that are
-    scheduled already: no later stage scores these tokens."""
+    """From now on, keep only blocks with the request's prompt or with scheduled tokens, because no
+    later stage scores these tokens."""
     index = index_of(scheduler.kv_cache_manager)
     if index is not None:
         num_tokens = max(request.num_computed_tokens, request.num_prompt_tokens)
@@ -114,8 +114,8 @@ def freeze(scheduler: Scheduler, request: Request) -> None:
 
 
 def _reset(original: Callable[..., bool], self: KVCacheManager) -> bool:
-    """KVCacheManager.reset_prefix_cache: clear the index too, because the model's weights may have
-    changed."""
+    """KVCacheManager.reset_prefix_cache. Clears the index too, because the model's weights have
+    perhaps changed."""
     done = original(self)
     index = index_of(self)
     if done and index is not None:

@@ -1,19 +1,19 @@
-"""One request of the front-end that stands for several variants, each with edits of its own.
+"""Makes several variants of one request from the front-end. Each variant has its own edits.
 
-Owns:  the requests that EngineCore makes of such a request, their answers, and their end.
-Runs:  in EngineCore: `expand` when the request enters (input thread), the rest on the scheduler's
-       thread.
+Owns:  the variants that EngineCore makes of one request, the variants' answers, and their end.
+Runs:  in EngineCore. `expand` runs when the request enters (input thread), the other functions on
+       the scheduler's thread.
 From:  request.ticket (Ticket.variants), entry.   To: the request's only output, which
        `engine.frontend.sweeping` reads.
 
-The request itself is never scheduled. Its variants are ordinary requests: they have its prompt and
-its parameters, share KV blocks, and yield to other requests. Each samples one token. When the last
-variant has ended, the front-end gets one output with the log-probabilities of all variants, in the
-field kv_transfer_params, which vLLM passes on as it is.
+The request itself is never scheduled. Its variants are ordinary requests with the same prompt and
+parameters. The variants share KV blocks, and yield to other requests. Each variant samples one
+token. After the last variant has ended, the front-end gets one output. The log-probabilities of all
+variants are in the output's field kv_transfer_params, which vLLM does not change.
 
-With async scheduling EngineCore prepares one step while the device computes another. If a step
-takes all waiting variants, none is left for the next step, and the device waits until new variants
-arrive. So a step gets only a part of the waiting variants (`most_tokens`).
+With async scheduling, EngineCore prepares one step while the device computes another step. If one
+step took all waiting variants, the device would wait for new variants after that step. Therefore
+each step gets only a part of the waiting variants (`most_tokens`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from vllm_scope.errors import ScopeError
 from vllm_scope.request.answers import NO_LOGPROBS, Answers
 from vllm_scope.sweeps.yielding import SWEPT
 
-#: The tokens of all variants in the scheduler are divided among this many steps: one is on the
-#: device, one is prepared, and one waits.
+#: The tokens of all variants in the scheduler are divided among this number of steps. The device
+#: computes one step, EngineCore prepares the next step, and the third step waits.
 _PARTS: Final = 3
-#: A step may always have this many tokens. A smaller step takes longer to launch than to compute.
+#: Every step is allowed this number of tokens. The launch of a smaller step takes longer than the
+#: computation of the step.
 _LEAST_TOKENS: Final = 1024
 
 
@@ -47,12 +48,12 @@ class _Group:
 
     Args:
         requests: number -> the variant.
-        errors: number -> why a variant was refused.
-        asked: the tokens whose log-probabilities are asked for; None for all.
+        errors: number -> the reason why EngineCore refused the variant.
+        asked: the tokens whose log-probabilities the request wants; None for all tokens.
         num_tokens: size of the vocabulary.
     """
 
-    #: About how many tokens of one variant are computed. The prefix cache has the others.
+    #: The approximate number of tokens of one variant that the prefix cache does not have.
     num_tokens_each = 0
 
     def __init__(
@@ -68,7 +69,7 @@ class _Group:
         self._outputs: list[EngineCoreOutput] = []
 
     def take(self, output: EngineCoreOutput) -> bool:
-        """Take the only output of a variant. True if all variants have now ended."""
+        """Take the only output of a variant. Returns True if all variants have now ended."""
         number = self.numbers.pop(output.request_id)
         self._outputs.append(output)
         found = _logprobs(output.new_logprobs, self._asked, self._num_tokens)
@@ -81,8 +82,8 @@ class _Group:
         return not self.numbers
 
     def last(self, request_id: str, others: bool) -> EngineCoreOutput:
-        """The output of the request that stands for the variants. It has the tokens of all variants
-        and the times of the last variant, from which vLLM makes its metrics.
+        """The output of the request that stands for the variants, with the tokens of all variants
+        and the times of the last variant. vLLM makes its metrics from these times.
 
         Args:
             others: as in Answers.
@@ -111,12 +112,12 @@ class _Group:
 
 
 def _logprobs(found: Any, asked: list[int] | None, num_tokens: int) -> NDArray[np.float32] | None:
-    """float32 [n]: log-probabilities of the asked tokens, or of all tokens; None if vLLM did not
-    return them.
+    """float32 [n]: log-probabilities of the asked tokens, or of all tokens. None if vLLM did not
+    return these log-probabilities.
 
     Args:
-        found: vLLM's LogprobsLists, or None. A row has the sampled token, then the tokens that were
-            asked for. If another row of the step is longer, the rest is filled with token 0.
+        found: vLLM's LogprobsLists, or None. A row has the sampled token, then the asked tokens.
+            If another row of the step is longer, token 0 fills the rest of this row.
         num_tokens: size of the vocabulary.
     """
     if found is None:
@@ -136,8 +137,8 @@ def _logprobs(found: Any, asked: list[int] | None, num_tokens: int) -> NDArray[n
 
 
 def _total(each: list[Any]) -> Any:
-    """The sum of vLLM's PrefillStats, some of which may be None; None if all are. The sum has
-    `num_cached_tokens` of the last one, because vLLM subtracts it from the length of one prompt."""
+    """The sum of vLLM's PrefillStats; None if all items are None. `num_cached_tokens` is only the
+    last item's, because vLLM subtracts this number from the length of one prompt."""
     some = [one for one in each if one is not None]
     if not some:
         return None
@@ -145,24 +146,24 @@ def _total(each: list[Any]) -> Any:
     return replace(some[-1], **{name: sum(getattr(one, name) for one in some) for name in names})
 
 
-#: vLLM's Request that stands for others -> its variants, until the Request comes to the scheduler.
+#: vLLM's Request that stands for variants -> the variants, until the scheduler gets the Request.
 _entered: Beside[_Group] = Beside()
 
 
 class _Running:
-    """The requests of one scheduler that stand for others."""
+    """The requests of one scheduler that stand for variants."""
 
     def __init__(self) -> None:
-        #: Id of a request that stands for others -> the request, and its variants.
+        #: Id of a request that stands for variants -> (the request, its variants).
         self.groups: dict[str, tuple[Request, _Group]] = {}
-        #: Id of a variant -> id of the request that stands for it.
+        #: Id of a variant -> id of the request that stands for the variant.
         self.name_of: dict[str, str] = {}
-        #: True if the scheduler also had requests that belong to no sweep when it last made a step
-        #: with variants.
+        #: True if the scheduler had requests outside of sweeps when it made the last step with
+        #: variants.
         self.others = False
 
     def __del__(self) -> None:
-        if self.groups:  # the scheduler is gone, and the groups will not end
+        if self.groups:  # the scheduler is freed, and `end` will not run for these groups
             seldom.end()
 
     def begin(self, request: Request, group: _Group) -> None:
@@ -180,8 +181,8 @@ class _Running:
         return request, group
 
     def take(self, outputs: Outputs) -> None:
-        """Remove the outputs of variants, and add one output for each request whose variants have
-        all ended."""
+        """Remove the outputs of variants. If all variants of a request have ended, add one output
+        for this request."""
         mine = [one for one in outputs.outputs if one.request_id in self.name_of]
         if not mine:
             return
@@ -204,14 +205,14 @@ def expand(
 
     Args:
         standing: vLLM's Request that stands for the variants.
-        request: vLLM's EngineCoreRequest, without its ticket. It has a variant's id while that
-            variant is made.
-        num: how many variants there are.
-        make: called with the number of a variant; makes the variant's Request.
+        request: vLLM's EngineCoreRequest without its ticket. While `make` runs, the request has
+            the id of the variant.
+        num: number of variants.
+        make: makes the Request of a variant, given by number.
         num_tokens: size of the vocabulary.
 
     Raises:
-        ScopeError: no variant is possible here. The error is that of the first variant.
+        ScopeError: the error of the first variant, if the engine refuses all variants.
     """
     name, made = request.request_id, {}
     errors: dict[int, ScopeError] = {}
@@ -232,8 +233,8 @@ def expand(
 
 
 def variants_of(scheduler: Scheduler, request: Request) -> list[Request]:
-    """The requests to schedule in place of one that stands for them; empty for any other
-    request."""
+    """The variants that are scheduled in place of their request. Empty for a request without
+    variants."""
     group = _entered.pop(request)
     if group is None:
         return []
@@ -245,8 +246,8 @@ def variants_of(scheduler: Scheduler, request: Request) -> list[Request]:
 
 
 def _num_tokens(scheduler: Scheduler, request: Request) -> int:
-    """How many tokens of a variant's prompt the prefix cache lacks after another variant has been
-    computed."""
+    """The number of a variant's prompt tokens that the prefix cache lacks after another variant has
+    been computed."""
     known, size = entered(request), scheduler.block_size
     if known is None or known.first_edited is None or not scheduler.kv_cache_manager.enable_caching:
         return request.num_prompt_tokens
@@ -254,11 +255,11 @@ def _num_tokens(scheduler: Scheduler, request: Request) -> int:
 
 
 def most_tokens(scheduler: Scheduler) -> int | None:
-    """The most tokens that the next step may have; None if vLLM's own bound holds.
+    """The most tokens that the next step is allowed; None for vLLM's own bound.
 
-    Returns None if there are no variants, if scheduling is not async, or if there are more than a
-    few other requests. Otherwise the bound leaves room for any prompt that waits, and for one token
-    and the drafts of each other request, so that every request comes into a step.
+    Returns None without variants, without async scheduling, or with more than a few other requests.
+    Otherwise the bound has room for any waiting prompt, and for one token and the drafts of each
+    other request. Therefore each step can contain every request.
     """
     running = _running.of(scheduler)
     if running is None or not running.groups:
@@ -284,8 +285,8 @@ def most_tokens(scheduler: Scheduler) -> int | None:
 def with_variants(
     scheduler: Scheduler, request_ids: str | Iterable[str] | None
 ) -> str | Iterable[str] | None:
-    """The ids of requests that are to end. The id of a request that stands for variants is replaced
-    by the ids of those variants that have not ended."""
+    """The ids of requests that must end. The id of a request that stands for variants is replaced
+    by the ids of its running variants."""
     running = _running.of(scheduler)
     if running is None or request_ids is None or not running.groups:
         return request_ids
@@ -299,15 +300,15 @@ def _ids(running: _Running, name: str) -> Iterable[str]:
 
 
 def aborted(scheduler: Scheduler, ended: list[Request]) -> list[Request]:
-    """The requests that were aborted. Variants, which front-ends do not know, are replaced by the
-    request that stands for them."""
+    """The aborted requests. Variants are replaced by the request that stands for them, because
+    front-ends do not have the ids of variants."""
     running = _running.of(scheduler)
     if running is None or not running.groups:
         return ended
     names = [running.name_of.get(one.request_id) for one in ended]
     others = [one for one, name in zip(ended, names, strict=True) if name is None]
     standing = [running.end(name)[0] for name in dict.fromkeys(names) if name is not None]
-    if scheduler.finished_req_ids_dict is not None:  # data-parallel clients count these
+    if scheduler.finished_req_ids_dict is not None:  # data-parallel clients count these ids
         for request in standing:
             scheduler.finished_req_ids_dict[request.client_index].add(request.request_id)
     return others + standing

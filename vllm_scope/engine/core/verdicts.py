@@ -1,18 +1,17 @@
-"""Scores that change what happens to a request: a probe or a policy stops it, a later stage begins,
-or a policy sets new scales.
+"""Acts on scores: a probe or a policy stops a request, a later stage begins, or a policy sets new
+scales.
 
 Owns:  the path of verdicts and new scales from a worker to the caller, or back to all workers.
-Runs:  `with_verdicts` in the worker, where a step's output is made; the rest in EngineCore.
+Runs:  `with_verdicts` and `with_lost` in the worker; the other functions in EngineCore.
 From:  worker.watch (verdicts, new scales).   To: the request's finish_reason and stop_reason;
        scheduler (the news of the next step).
 
 The step that computes a token's row also samples the next token. If the row's score stops the
-request, the sampled token is kept as the last one, because the row's position then counts as
-processed.
+request, the sampled token stays as the last token, because the row's position counts as processed.
 
-New scales hold from the first position that no step has begun to compute. Without async scheduling
-this is the position after the scored row. With async scheduling one more step has begun, so it is
-one position later.
+New scales act from the first position that no step has begun to compute. Without async scheduling,
+the first position is one after the scored row. With async scheduling, the first position is two
+after the scored row, because one more step has begun.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from vllm_scope.worker.score_store import ScoreStore
 from vllm_scope.worker.watch import Judged, Watch
 
 _TOO_LATE = (
-    "what the request's policy decided came after the tokens that it was for, so the request was "
-    "ended; start the engine without async scheduling."
+    "the request was ended, because its policy's decision came after the tokens of the decision; "
+    "start the engine without async scheduling."
 )
 _NAME, _LOST = "scope_verdicts", "scope_lost_scores"
 
 
 @dataclass
 class Due:
-    """What the news of the next step tells the workers; attributes as in StepNews."""
+    """The part of the next step's news that comes from verdicts. Attributes: as in StepNews."""
 
     begun: dict[str, tuple[str, ...]] = field(default_factory=dict)
     scales: dict[str, Changes] = field(default_factory=dict)
@@ -52,8 +51,8 @@ _due: Beside[Due] = Beside()
 
 
 def with_verdicts(output: Any, watch: Watch) -> Any:
-    """A step's output, with the verdicts and the policies' new scales that follow from the rows of
-    that step and of earlier steps."""
+    """A step's output, with the verdicts and the new scales that follow from the rows of this step
+    and of earlier steps."""
     steps = watch.take() if is_output(output) else []
     if not steps:
         return output
@@ -61,7 +60,7 @@ def with_verdicts(output: Any, watch: Watch) -> Any:
 
 
 def with_lost(output: Any, store: ScoreStore) -> Any:
-    """A step's output, with the keys of kept scores that this worker did not find."""
+    """A step's output, with the keys of stored scores that this worker did not find."""
     missing = store.take_missing() if is_output(output) else []
     return carrying(output, _LOST, lambda: {"keys": missing}) if missing else output
 
@@ -72,8 +71,8 @@ def stop_judged(
     scheduler_output: object,
     model_runner_output: object,
 ) -> dict[int, Outputs]:
-    """Take the tokens of a step, then end the requests that a verdict stops or whose new scales are
-    too late."""
+    """Take the tokens of a step. Afterwards end the requests that a verdict stops, and the requests
+    whose new scales are too late."""
     outputs = original(self, scheduler_output, model_runner_output)
     lose(self, carried(model_runner_output, _LOST).get("keys", ()))
     judged: Mapping[str, Judged] = carried(model_runner_output, _NAME)
@@ -89,8 +88,8 @@ def stop_judged(
         mine.outputs.append(refused(request.request_id, ScopeError(_TOO_LATE)))
     for request in self.finish_requests(set(verdicts), RequestStatus.FINISHED_STOPPED):
         mine = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
-        # A separate output without tokens: in an output with tokens, a stop takes the last token
-        # out of the text.
+        # The end is a separate output without tokens. In an output with tokens, a stop would
+        # remove the last token from the text.
         end = EngineCoreOutput(
             request.request_id, [], finish_reason=FinishReason.STOP,
             stop_reason=verdicts[request.request_id],
@@ -100,11 +99,11 @@ def stop_judged(
 
 
 def tell_workers(scheduler: Scheduler, judged: Mapping[str, Judged]) -> set[str]:
-    """Keep the begun stages and the new scales for the next step's news, which tells all workers.
+    """Store the begun stages and the new scales for the next step's news to all workers.
 
     Returns:
-        The ids of requests whose new scales come too late: a step has begun to compute a token
-        that should have had them.
+        The ids of requests whose new scales are too late, because a step has already begun to
+        compute a token to which the new scales should apply.
     """
     due, late = _due.of(scheduler) or _due.put(scheduler, Due()), set()
     for req_id, (_, firsts, scales) in judged.items():
@@ -126,7 +125,7 @@ def has_due(scheduler: Scheduler) -> bool:
 
 
 def take_due(scheduler: Scheduler) -> Due:
-    """Everything that has become due since the last call, for requests that have not ended."""
+    """The begun stages and new scales since the last call, without those of ended requests."""
     due, running = _due.pop(scheduler), scheduler.requests
     if due is None:
         return Due()

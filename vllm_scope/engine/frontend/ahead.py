@@ -1,15 +1,15 @@
-"""Vectors of monitors, which travel to EngineCore once, before the requests that use them.
+"""Sends the vectors of monitors to EngineCore once, before the requests that use them.
 
-Owns:  the record of the vectors that each engine holds for this process, and the calls that send
-       them.
+Owns:  the record of the vectors that each engine holds for this process; the calls that send
+       vectors.
 Runs:  in the front-end, on its main thread or event loop.
-From:  monitors.   To: the remote call `scope_hold` (core.sent_ahead); requests (whose tickets leave
-       these vectors out).
+From:  monitors.   To: the remote call `scope_hold` (core.sent_ahead); requests, whose tickets leave
+       these vectors out.
 
 Promise: a ticket leaves a vector out only if every EngineCore of the engine has answered that it
-holds the vector. Until then, and if a call fails, vectors travel with each ticket. If EngineCore
-has dropped a vector since (core.sent_ahead), it refuses the request, and the front-end sends the
-vectors again.
+holds the vector. Before these answers, and if a call fails, each ticket contains the vectors. If
+EngineCore has dropped a vector (core.sent_ahead), EngineCore refuses the request, and the front-end
+sends the vectors again.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 @dataclass
 class _Ahead:
-    """The vectors that an engine was sent.
+    """The vectors that the front-end sent to one engine.
 
     Attributes:
         monitors: the monitors whose vectors were sent; None if the vectors must be sent again.
-        client: vLLM's client of the EngineCores. Its `core_engines` change if EngineCores are added
-            or removed.
-        engines: the EngineCores that the vectors were sent to.
+        client: vLLM's client of the EngineCores. If EngineCores are added or removed, the client's
+            `core_engines` changes.
+        engines: the EngineCores to which the vectors were sent.
         digests: digests of the vectors that all of `engines` hold.
-        called: True from the call that sends the vectors until it has ended.
+        called: True from the start to the end of the call that sends the vectors.
     """
 
     monitors: tuple[Monitor, ...] | None
@@ -56,31 +56,31 @@ class _Ahead:
 
     @property
     def holds(self) -> bool:
-        """True if the client's EngineCores are still those that the vectors were sent to."""
+        """True if the client still has the same EngineCores to which the vectors were sent."""
         return self.engines == _engines_of(self.client())
 
 
-#: vLLM's OutputProcessor -> what its engine was sent last.
+#: vLLM's OutputProcessor -> the vectors that were sent last to its engine.
 _aheads: Beside[_Ahead] = Beside()
-#: Calls under way. The event loop keeps only weak references to them.
+#: Running calls. The event loop keeps only weak references to its tasks.
 _calls: set[asyncio.Task[None]] = set()
 
 
 def _engines_of(client: object) -> tuple[object, ...]:
-    """The EngineCores that a client reaches in other processes; none if its only EngineCore is in
+    """The EngineCores of a client in other processes. Empty if the client's only EngineCore is in
     this process."""
     return tuple(getattr(client, "core_engines", ()))
 
 
 def held_by(processor: object) -> frozenset[bytes]:
-    """Digests of the vectors that a ticket made now may leave out."""
+    """Digests of the vectors that a new ticket can leave out."""
     known = _aheads.of(processor)
     return known.digests if known is not None and known.holds else frozenset()
 
 
 def doubt(processor: object) -> None:
-    """Note that EngineCore refused a request because EngineCore lacks vectors. From now on vectors
-    travel with tickets, until a call has sent them ahead again: a call under way, or a new one."""
+    """Record that EngineCore refused a request because EngineCore lacks vectors. Tickets then
+    contain the vectors, until a running or new call has sent the vectors ahead again."""
     known = _aheads.of(processor)
     if known is not None:
         known.digests = frozenset()
@@ -89,8 +89,8 @@ def doubt(processor: object) -> None:
 
 
 def _begin(engine: Engine, monitors: tuple[Monitor, ...]) -> tuple[_Ahead, bytes] | None:
-    """Begin a call: returns the entry for its answers, and the data to send; None if there is
-    nothing new to send. From now on tickets leave out only vectors that this call sends."""
+    """Begin a call. Returns (the entry for the answers, the data to send); None without new data.
+    After this function, tickets leave out only vectors that the call sends."""
     processor = engine.output_processor
     known = _aheads.of(processor)
     if known is None:
@@ -108,15 +108,14 @@ def _begin(engine: Engine, monitors: tuple[Monitor, ...]) -> tuple[_Ahead, bytes
 
 
 def _end(ahead: _Ahead, replies: Iterable[list[list[bytes]]]) -> None:
-    """Note the answers of all EngineCores. If other vectors were sent meanwhile, `ahead` is no
-    longer used, and the answers have no effect."""
+    """Store the answers of all EngineCores. If a later call has sent other vectors, do nothing."""
     if ahead.monitors is not None and ahead.holds:
         held = (frozenset(map(bytes, digests)) for (digests,) in replies)
         ahead.digests = frozenset.intersection(*held)
 
 
 def send(engine: LLMEngine, monitors: tuple[Monitor, ...]) -> None:
-    """Send the monitors' vectors, if the engine was not sent them yet."""
+    """If the engine does not have the monitors' vectors yet, send the vectors."""
     begun = _begin(engine, monitors)
     if begun is None:
         return
@@ -126,7 +125,7 @@ def send(engine: LLMEngine, monitors: tuple[Monitor, ...]) -> None:
 
 
 def send_soon(engine: AsyncLLM, monitors: tuple[Monitor, ...]) -> None:
-    """As `send`, but without a wait for the answers. Call it on the event loop."""
+    """As `send`, but does not wait for the answers. Only the event loop's thread calls this."""
     begun = _begin(engine, monitors)
     if begun is not None:
         call = asyncio.get_running_loop().create_task(_send(engine, *begun))
@@ -141,7 +140,7 @@ async def _send(engine: AsyncLLM, ahead: _Ahead, data: bytes) -> None:
 
 @contextmanager
 def _logged(ahead: _Ahead) -> Iterator[None]:
-    """Log the error of a failed call. No request fails: vectors travel with each ticket."""
+    """Log the error of a failed call. No request fails: each ticket then contains the vectors."""
     try:
         yield
     except Exception:

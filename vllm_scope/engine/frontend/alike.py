@@ -1,4 +1,4 @@
-"""Requests that are alike: the check of the first one holds for all.
+"""Requests that are alike: the check of the first request holds for all of them.
 
 Owns:  Alike.
 Runs:  in the front-end process, on the thread that sends the requests.
@@ -24,23 +24,23 @@ from vllm_scope.results.budget import bytes_of_prompt
 
 
 class Alike:
-    """Checks the first of several alike requests, for all of them.
+    """Checks the first of several alike requests. The check holds for all these requests.
 
     Args:
-        connection: the connection of their engine.
+        connection: the connection of the requests' engine.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        #: The kind of the requests that are sent now, and the first of them, checked.
+        #: (the kind of the current requests, the checked first request of this kind)
         self._first: tuple[Hashable, Prepared] | None = None
         #: The last spec of edits.
         self._last: Spec | None = None
 
     @staticmethod
     def of_engine(engine: Engine) -> Alike | None:
-        """An Alike for an engine. None if the engine has no taps, or if each request must be
-        translated, because a translator (that of monitors) adds actions to every request."""
+        """An Alike for an engine. None if the engine has no taps, or if a translator adds actions
+        (such as monitors) to every request."""
         connection = connections.of(engine.output_processor)
         if connection is None or connection.reason is not None:
             return None
@@ -50,14 +50,14 @@ class Alike:
     def checked(
         self, kind: Hashable, actions: Sequence[Action], params: Any, ids: Sequence[int]
     ) -> Prepared:
-        """The first request of this kind, checked; kept until a request of another kind comes.
+        """The checked first request of this kind. Stored until the caller names another kind.
 
         Args:
             kind: equal for all requests for which one check is enough.
-            actions, params, ids: those of this request; used if it is the first.
+            actions, params, ids: the parts of this request. Used only for the first request.
 
         Raises:
-            SpecError: the first request is not possible here.
+            SpecError: the engine cannot run the first request.
         """
         if self._first is None or self._first[0] != kind:
             asked: Any = SimpleNamespace(
@@ -71,8 +71,8 @@ class Alike:
         """A request that differs from a checked one only in the place and the numbers of its edits.
 
         Args:
-            each: the request's edits. If several tuples are given, the request stands for several
-                variants, one with each tuple.
+            each: the request's edits. If there are several tuples, the request stands for several
+                variants: one variant for each tuple.
         """
         specs = []
         for edits in each:
@@ -84,11 +84,11 @@ class Alike:
         """A request that differs from a checked one only in its prompt.
 
         Args:
-            ids: token ids of the prompt, at least one.
+            ids: token ids of the prompt, at least one token.
 
         Returns:
             None if the check depends on the prompt: the actions are not uniform (Resolved.uniform),
-            or the prompt delivers nothing.
+            or the prompt delivers no rows.
         """
         if not checked.asked.uniform or checked.first_position != 0:
             return None
@@ -97,8 +97,8 @@ class Alike:
 
 
 def asking(params: Any, text: str = "") -> Any:
-    """A copy of SamplingParams with a spec. For a prepared request the text may be empty, because
-    it is not read."""
+    """A copy of SamplingParams with a spec. For a prepared request the text can be empty, because
+    no code reads the text."""
     made = copy(params)
     made.extra_args = {"scope": text}
     return made

@@ -1,10 +1,10 @@
-"""What a request may ask of an engine: its tokens, its destinations, its lenses, and its room.
+"""Checks what a request asks of an engine: its tokens, its destinations, its lenses, its room.
 
 Owns:  `check_tokens`, `check_sinks`, `check_lenses`, `check_room`.
 Runs:  in the front-end, for each request with a spec.
 To:    connection.
 
-Promise: each error begins with the path that the caller typed.
+Promise: each error begins with the path of the field that the caller sent.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.selectors import Ids, Selector, Tokens
 from vllm_scope.request.sites import Sites
 
-#: Fields of a Resolved whose actions may name a sink.
+#: Fields of a Resolved whose actions can name a sink.
 _TAKEN = ("reads", "probes", "features")
 
 
 def check_sinks(asked: Resolved, sinks: Mapping[str, Collection[str]]) -> None:
-    """Raises SpecError for a destination that the operator did not set up, or that does not take
-    the results of the action that names it."""
+    """Raises SpecError if the operator did not set up a destination, or if the destination does not
+    take the results of the action."""
     for name in _TAKEN:
         for where, action in actions_of(asked, name):
             if action.to == MEMORY:
@@ -65,16 +65,16 @@ def check_sinks(asked: Resolved, sinks: Mapping[str, Collection[str]]) -> None:
 
 
 def actions_of(asked: Resolved, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield (path that the caller typed, action) for each action in one field of a Resolved."""
+    """Yield (path of the caller's field, action) for each action in one field of a Resolved."""
     for i, action in enumerate(getattr(asked, name)):
         lens = getattr(action, "lens", None)
-        # An edit or a lens of several layers is one action for each layer, all with the same path.
+        # A Resolved has one action for each layer of an edit or lens, all with the same path.
         i = action.number if name == "edits" else i
         yield (f"{name}[{i}]" if lens is None else f"lens[{lens[1]}]"), action
 
 
 def check_tokens(asked: Resolved, ids: Ids, last: int, limits: Limits) -> None:
-    """Raises SpecError if a selector names tokens that this request cannot have on this engine."""
+    """Raises SpecError if a selector names tokens that the request cannot have on this engine."""
     for name in ("reads", "probes", "edits", "features", "moments"):
         checked: set[Selector] = set()
         for path, action in actions_of(asked, name):
@@ -92,7 +92,7 @@ def check_tokens(asked: Resolved, ids: Ids, last: int, limits: Limits) -> None:
             if limits.optimistic and sum(p >= len(ids) for p in positions) > 1:
                 raise SpecError(
                     f"{path}.positions has several generated tokens, and this engine decodes "
-                    "speculatively: which position a row has is not known when it is replaced. "
+                    "speculatively: a row's position is not known when the row is replaced. "
                     "Replace tokens of the prompt, or start without speculation."
                 )
             if limits.optimistic and not action.tokens.uniform:
@@ -101,8 +101,8 @@ def check_tokens(asked: Resolved, ids: Ids, last: int, limits: Limits) -> None:
                 if chosen.any() and not chosen.all():
                     raise SpecError(
                         f"{where} picks some of the generated tokens, and this engine decodes "
-                        "speculatively: which position a row has is not known when it is "
-                        "edited. Take all of them, or start without speculation."
+                        "speculatively: a row's position is not known when the row is edited. "
+                        "Take all generated tokens, or start without speculation."
                     )
 
 
@@ -121,13 +121,13 @@ def check_lenses(asked: Resolved, ids: Ids, max_tokens: int, most: int) -> None:
 def check_room(
     asked: Resolved, ids: Ids, max_tokens: int, sites: Sites, limits: Limits, most_changes: int
 ) -> bool:
-    """Raises SpecError for a request that this engine could never hold.
+    """Raises SpecError for a request that this engine can never hold.
 
     Args:
-        most_changes: how often the request's policy may change scales.
+        most_changes: the largest number of times that the policy changes scales.
 
     Returns:
-        True if no request of the same outline (request.outline) takes more.
+        True if all requests with the same outline (request.outline) need at most this room.
     """
     encodes = any(read.encoding for read in asked.reads)
     if asked.edits or asked.banked or asked.moments or len(asked.reads) > 1 or encodes:

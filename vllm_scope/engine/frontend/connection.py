@@ -1,11 +1,11 @@
-"""What an engine can do, asked once, and the check of a request against that.
+"""Asks the workers once what they can do, and checks requests against their answers.
 
-Owns:  Connection, and how it is made: every worker gets the address of this process's inbox.
-Runs:  in the front-end: when the first request with a spec comes, and for each such request.
+Owns:  Connection, and how a connection is made: every worker gets the address of this inbox.
+Runs:  in the front-end, when the first request with a spec arrives, and for each such request.
 To:    prepared, requests.
 
-Promise: a request that passes can run here, perhaps after a wait for room. Any other request is
-refused before it enters, with the path that the caller typed.
+Promise: a request that passes the check can run on this engine, perhaps after a wait for room. All
+other requests are refused before they enter. A refusal's error has the path of the caller's field.
 """
 
 from __future__ import annotations
@@ -51,28 +51,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: If an attempt to reconnect fails, the front-end waits this long before the next attempt.
+#: Seconds between a failed attempt to reconnect and the next attempt.
 RETRY_S = 10.0
 
 
 @dataclass
 class Connection:
-    """What the workers of an engine can do, according to their answers.
+    """The abilities of an engine's workers, from the workers' answers.
 
     Attributes:
         sinks: name of a sink other than `memory` -> what the sink takes (checks.check_sinks).
-        modules: name of a steering module -> stand-ins for its vectors, for the checks;
-            EngineCore has the content.
-        generation: the inbox's generation when the workers were asked.
-        retry_at: when the front-end may connect again after a failed attempt, in monotonic seconds.
+        modules: name of a steering module -> placeholders for its vectors, for the checks. Only
+            EngineCore has the vectors.
+        generation: the inbox's generation when the front-end asked the workers.
+        retry_at: the time of the next attempt after a failed reconnection, in monotonic seconds.
         saes: name -> SAE, for each SAE that the configuration names.
         encodes: True if the workers hold the encoders of `saes`.
         policies: name -> policy, for each policy that the configuration names.
         lens_rows: as in ScopeConfig.
         no_lens: boundary -> why the model's lens cannot be applied to the boundary's rows.
         lenses: as in LensTopK.of_engine.
-        num_doubts: how many times the names of modules may have changed elsewhere.
-        num_asked: `num_doubts` when `modules` were last asked for.
+        num_doubts: how many times the names of modules have possibly changed.
+        num_asked: the value of `num_doubts` when the engine was last asked for `modules`.
     """
 
     sites: Sites
@@ -95,8 +95,8 @@ class Connection:
 
     def __post_init__(self) -> None:
         self._meanings = Meanings(self.sites)
-        #: The module names of the last request that named only known modules. Many requests share
-        #: one such collection.
+        #: The module names of the last request whose modules were all known. Many requests share
+        #: the same collection.
         self._known: Collection[str] | None = None
 
     @staticmethod
@@ -127,16 +127,16 @@ class Connection:
 
     @property
     def always_answers(self) -> bool:
-        """True if workers send this process a message about each request: its outcome in a sink, or
-        whether a pipeline stage before the last had an error."""
+        """True if workers send this process a message about each request. The message says how the
+        request ended in a sink, or whether an earlier pipeline stage had an error."""
         return bool(self.sinks) or self.num_stages > 1
 
     def doubt_modules(self) -> None:
-        """Make the next request that names a module ask the engine for all modules."""
+        """Record a change of names. The next request with a module's name then asks the engine."""
         self.num_doubts += 1
 
     def lacks(self, names: Collection[str]) -> bool:
-        """True if there are names and this front-end must ask the engine about them."""
+        """True if the front-end must ask the engine about these names."""
         if self.num_doubts == self.num_asked and names is self._known:
             return False
         wanted = set(names)
@@ -150,7 +150,7 @@ class Connection:
         """Replace the known modules.
 
         Args:
-            num_doubts: the value of the attribute `num_doubts` when the engine was asked.
+            num_doubts: the value of the attribute `num_doubts` before the engine was asked.
         """
         self.num_asked, self._known = num_doubts, None
         places = {
@@ -163,7 +163,7 @@ class Connection:
         self.modules = {name: dict.fromkeys(some, ones) for name, some in places.items()}
 
     def resolve(self, spec: Spec) -> Resolved:
-        """A spec, resolved for this engine, with stand-ins for the vectors of modules."""
+        """A spec, resolved for this engine, with placeholders for the vectors of modules."""
         # `learn_modules` drops the resolved specs that name modules.
         version = ("modules",) if spec.modules else ()
         return self._meanings.of(spec.packed, spec.arrays, self.modules, version, spec)
@@ -175,11 +175,11 @@ class Connection:
             ids: token ids of the prompt.
 
         Raises:
-            SpecError: the request names a token that it cannot have or a destination that the
-                operator did not set up, or needs more than this engine could ever hold.
+            SpecError: the request names an impossible token, or a destination that the operator did
+                not set up, or needs more room than this engine has in total.
         """
-        # The room of uniform actions (Resolved.uniform) does not depend on the prompt. A request
-        # may have a thousand probes, so a spec that only reads or probes is checked once.
+        # The room of uniform actions (Resolved.uniform) does not depend on the prompt. A spec can
+        # have a thousand probes. Therefore a spec with only reads and probes is checked once.
         alike = asked.uniform and not asked.num_states and len(ids) > 0
         here = self.limits, self.sinks, self.policies, self.no_lens, self.encodes, self.num_stages
         passed = asked.__dict__.get("_passed") if alike and not asked.edits else None
@@ -192,14 +192,13 @@ class Connection:
         """As `check`, without the rows of lenses.
 
         Args:
-            alike: True if the answer about room is the same for every prompt.
+            alike: True if the needed room is the same for every prompt.
         """
         check_tokens(asked, ids, max(len(ids) + max_tokens - 2, len(ids) - 1), self.limits)
         most_changes = 0
         if asked.policy is not None:
             most_changes = checked(asked.policy, self.policies).most_changes
-        # If no request of the same outline takes more than this one, one check holds for all of
-        # them.
+        # If all requests with the same outline need at most this room, one check is enough.
         known = asked.shared.get("_has_room"), asked.__dict__.get("_has_room")
         if not alike or all(limits is not self.limits for limits in known):
             most = most_changes if asked.scaled else 0
@@ -233,7 +232,7 @@ class Connection:
             )
 
 
-#: vLLM's OutputProcessor -> its engine's Connection.
+#: vLLM's OutputProcessor -> the Connection of its engine.
 connections: Beside[Connection] = Beside()
 #: AsyncLLM -> the task that connects it.
 _connecting: Beside[asyncio.Task[None]] = Beside()
@@ -249,7 +248,7 @@ def _address() -> dict[str, object]:
 
 
 def _may_listen(engine: Engine, replies: list[Connected]) -> bool:
-    """Listen on TCP if a worker needs it; True if the workers must be asked again."""
+    """Listen on TCP if a worker needs TCP. Returns True if the workers must be asked again."""
     if not any(reply["needs_tcp"] for reply in replies):
         return False
     config = config_of(engine.vllm_config)
@@ -273,7 +272,7 @@ def _connect(engine: Engine, replies: list[Connected], generation: int) -> None:
     found = Connection.from_replies(replies, config.deliver_timeout_s)
     known = connections.of(engine.output_processor)
     if known is not None and known.reason is None and found.reason is not None:
-        # The transport worked before and may work again.
+        # The transport worked before. A later attempt can succeed.
         logger.warning("vllm-scope: %s. It is tried again in %g s.", found.reason, RETRY_S)
         known.retry_at = time.monotonic() + RETRY_S
         return
@@ -288,11 +287,11 @@ def _connect(engine: Engine, replies: list[Connected], generation: int) -> None:
 
 
 def _load_saes(config: ScopeConfig) -> Mapping[str, Sae]:
-    """The SAEs that the configuration names, by name; none if this process cannot read them.
-    Requests that name an SAE are then refused, and other requests go on."""
+    """The configured SAEs, by name. If this process cannot read the SAEs, the result is empty, and
+    requests that name an SAE are refused. Other requests continue."""
     if not config.saes:
         return {}
-    from vllm_scope.saes.load import load_saes  # imports torch and file formats
+    from vllm_scope.saes.load import load_saes  # this import loads torch and file formats
 
     try:
         return load_saes(config.saes)
@@ -310,8 +309,8 @@ def connect_sync(engine: LLMEngine) -> None:
 
 
 async def connect_async(engine: AsyncLLM) -> None:
-    """Connect once for all requests that wait. If one of them is cancelled, the connection is made
-    for the others."""
+    """Connect one time for all waiting requests. If one waiting request is cancelled, the attempt
+    continues for the other requests."""
     task = _connecting.of(engine)
     if task is None or task.done():
         task = _connecting.put(engine, asyncio.ensure_future(_connect_async(engine)))

@@ -1,10 +1,10 @@
-"""Results out: the seams on outputs, and on the calls that return them.
+"""The seams on outputs, and on the calls that return outputs to the caller.
 
-Owns:  the wait for rows that are still on their way when a request ends.
+Owns:  the wait for rows that arrive after the end of a request.
 Runs:  in the front-end process, on its main thread or event loop.
 From:  running, results.buffer.   To: the caller; http.
 
-Promise: a finished output waits for its own rows and delays no other output. The cost of an
+Promise: a finished output waits only for its own rows, and delays no other output. The cost of an
 output does not grow with its prompt.
 """
 
@@ -28,18 +28,18 @@ from vllm_scope.errors import ScopeError, SpecError, UnheldError
 from vllm_scope.results.buffer import Pending
 from vllm_scope.results.inbox import inbox
 
-#: What AsyncLLM.generate returns.
+#: The type of AsyncLLM.generate's result.
 Outputs = AsyncGenerator[RequestOutput, None]
-#: How long a synchronous step waits for rows before it looks again.
+#: The time in s that a synchronous step waits for rows between two checks.
 POLL_S = 0.05
-#: If due rows have not arrived after this time, their worker may have disconnected.
+#: The wait for rows in s after which the front-end suspects that a worker has disconnected.
 LONG_S = 5.0
 
 
 def _new_completion(
     original: Callable[..., CompletionOutput], self: object, *args: object, **kwargs: object
 ) -> CompletionOutput:
-    """RequestState._new_completion_output: connect the completion with its rows."""
+    """RequestState._new_completion_output. Connects the completion with its rows."""
     completion = original(self, *args, **kwargs)
     known, refused = runs.of(self), refusal_in(completion)
     if isinstance(refused, SpecError) and known is not None:
@@ -54,7 +54,7 @@ def _new_completion(
 
 
 def _waiting_for(output: RequestOutput) -> list[Pending]:
-    """The buffers whose rows a finished output still waits for."""
+    """The buffers of a finished output that still lack rows."""
     found = []
     for completion in output.outputs:
         running = running_of(completion)
@@ -65,7 +65,7 @@ def _waiting_for(output: RequestOutput) -> list[Pending]:
 
 
 def settle(output: RequestOutput) -> RequestOutput:
-    """Give every completion a snapshot of its current rows. Returns the output."""
+    """Give every completion a snapshot of its current rows, and return the output."""
     for completion in output.outputs:
         running = running_of(completion)
         if running is not None:
@@ -74,7 +74,7 @@ def settle(output: RequestOutput) -> RequestOutput:
 
 
 def outdated(output: RequestOutput) -> bool:
-    """True if something has arrived for a completion since `settle`."""
+    """True if data for a completion has arrived after the last `settle`."""
     return any(
         live is not None and live.running is not None
         and live.running.pending.num_came != live.num_seen
@@ -100,11 +100,11 @@ async def _settled(engine: AsyncLLM, stream: Outputs) -> Outputs:
                     if isinstance(live.refusal, UnheldError):
                         ahead.doubt(engine.output_processor)
                     if connection and live.running and names_module(live.running.text):
-                        # Another front-end may have changed a module's name that this one knew.
+                        # Another front-end can have changed a module's name.
                         connection.doubt_modules()
                     # The error's traceback holds this frame, and the frame holds the completion.
-                    # The completion's entry in `lives` holds the error: with this entry, neither
-                    # would be freed.
+                    # The completion's entry in `lives` holds the error. Without `pop`, Python
+                    # would free neither the error nor the completion.
                     lives.pop(completion)
                     raise live.refusal
             for pending in _waiting_for(output):
@@ -114,8 +114,8 @@ async def _settled(engine: AsyncLLM, stream: Outputs) -> Outputs:
 
 
 async def _arrival(pending: Pending, timeout: float) -> None:
-    """Wait for a request's last row, at most `timeout` seconds. If it is still missing after a wait
-    of LONG_S or more (or of `timeout`, if that is less), the engines connect again."""
+    """Wait for a request's last row, at most `timeout` seconds. If the row is still missing after
+    LONG_S or `timeout` seconds (the smaller number), the engines connect again."""
     limit = time.monotonic() + min(timeout, LONG_S)
     try:
         await asyncio.wait([asyncio.wrap_future(pending.done)], timeout=timeout)
@@ -124,12 +124,12 @@ async def _arrival(pending: Pending, timeout: float) -> None:
             inbox().renew()
 
 
-#: LLMEngine -> finished outputs whose rows are missing, and until when each waits.
+#: LLMEngine -> [(finished output whose rows are missing, time at which its wait ends)].
 _waiting: Beside[list[tuple[RequestOutput, float]]] = Beside()
 
 
 def _step(original: Callable[..., list[RequestOutput]], self: LLMEngine) -> list[RequestOutput]:
-    """LLMEngine.step: a finished output whose rows are missing is returned by a later step."""
+    """LLMEngine.step. If rows of a finished output are missing, a later step returns the output."""
     waiting = _waiting.of(self)
     if waiting is None:
         waiting = _waiting.put(self, [])
@@ -137,8 +137,8 @@ def _step(original: Callable[..., list[RequestOutput]], self: LLMEngine) -> list
     if not waiting:
         outputs = original(self)
     elif self.output_processor.has_unfinished_requests() or not _multiprocess(self):
-        # In one process the engine must step: the workers learn of a request's end in the
-        # next step.
+        # If EngineCore is in this process, the engine must make a step: the workers get the end
+        # of a request with the next step.
         outputs = original(self)
         if not outputs and not self.output_processor.has_unfinished_requests():
             time.sleep(POLL_S / 10)
@@ -171,12 +171,12 @@ def _multiprocess(engine: LLMEngine) -> bool:
 
 
 def drop(engine: LLMEngine, request_ids: Collection[str]) -> None:
-    """End requests whose outputs nobody takes, and drop their outputs that wait for rows."""
+    """End requests whose outputs the caller does not want. Drop their outputs that lack rows."""
     engine.abort_request(list(request_ids))
     waiting = _waiting.of(engine) or []
     waiting[:] = [(output, t) for output, t in waiting if output.request_id not in request_ids]
     if not _multiprocess(engine):
-        engine.step()  # the workers learn of the requests' end in the next step
+        engine.step()  # the workers get the end of the requests with the next step
 
 
 def _has_unfinished(original: Callable[..., bool], self: object) -> bool:

@@ -1,10 +1,10 @@
-"""The check of a request with a spec before it enters, off the event loop if it is large.
+"""Checks a request with a spec before it enters. Another thread checks a large request.
 
 Owns:  Prepared, `prepare`, and `aside`.
-Runs:  in the front-end: a small request inline, a large one in a thread.
+Runs:  in the front-end: a small request on the calling thread, a large request on another thread.
 From:  connection.   To: requests.
 
-Promise: an API server's other requests do not wait for the check of a large one.
+Promise: an API server's other requests do not wait for the check of a large request.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from vllm_scope.request.resolved import Resolved
 from vllm_scope.request.spec import Spec
 from vllm_scope.results.budget import bytes_of_prompt
 
-#: Characters of a spec and tokens of its prompt, together. Up to so many, a request is prepared by
-#: the calling thread, which takes about 1 ms; a larger one is prepared by another thread.
+#: The largest size of a request that the calling thread prepares (in about 1 ms): characters of the
+#: spec plus tokens of the prompt. Another thread prepares a larger request.
 SMALL = 4096
 _NUMBERS = {int, float, bool, type(None)}
 Result = TypeVar("Result")
@@ -41,8 +41,8 @@ class Prepared(msgspec.Struct, frozen=True):
         own: the reads, probes and features that go to memory.
         first_position: as in Ticket.
         num_bytes: bytes that the prompt delivers to this process.
-        variants: the spec of each variant, if the request stands for several; else empty. Variants
-            deliver nothing to this process. `spec` is then the spec of the first variant.
+        variants: the specs of the request's variants; empty without variants. `spec` is then the
+            spec of the first variant. Variants deliver no rows or scores to this process.
     """
 
     spec: Spec
@@ -56,16 +56,15 @@ class Prepared(msgspec.Struct, frozen=True):
 
     @property
     def answered(self) -> bool:
-        """True if workers send something for the request: rows, numbers, or a policy's
-        decisions."""
+        """True if workers send rows, numbers or a policy's decisions for the request."""
         return bool(self.asked.taking) or self.asked.policy is not None
 
 
 def prepare(connection: Connection | None, request: EngineCoreRequest) -> Prepared:
-    """Check vLLM's request against the engine, and return it prepared. Any thread may call this.
+    """Check vLLM's request against the engine, and return the checked request. Safe on any thread.
 
     Raises:
-        SpecError: the request is not possible here.
+        SpecError: the engine cannot run the request.
     """
     if connection is None:
         raise SpecError(NO_TAPS)
@@ -94,8 +93,8 @@ def prepare(connection: Connection | None, request: EngineCoreRequest) -> Prepar
 
 
 def is_small(values: object) -> bool:
-    """True if characters and items together are at most SMALL: a thread would then cost more time
-    than it saves.
+    """True if `values` has at most SMALL characters and items. For such small values, another
+    thread would cost more time than it saves.
 
     Args:
         values: a text, or lists and mappings of texts and numbers.
@@ -115,28 +114,28 @@ def is_small(values: object) -> bool:
     return True
 
 
-#: Finds the fields by which a spec names features of an SAE: a few characters there stand for large
-#: vectors. A field's name may be written with escapes.
+#: Finds the fields by which a spec names features of an SAE. A few characters in these fields stand
+#: for large vectors. The JSON text can write a field's name with escapes.
 _ROWS = re.compile(r'"ind(?:ex|ices)"|\\u')
 
 
 def is_known(text: object) -> bool:
-    """True for a spec that was prepared before and is uniform (Resolved.uniform): its text is not
-    parsed again. Monitors add the same long text to every request."""
+    """True for a uniform spec (Resolved.uniform) that was prepared before. The text of such a spec
+    is not parsed again, because monitors add the same long text to every request."""
     spec = Spec.remembered(text)
     return spec is not None and "_prepared" in spec.__dict__
 
 
 def is_quick(text: object, prompt_ids: object) -> bool:
-    """True if a request's spec is prepared inline: the spec is known, or it is small and names no
-    features of an SAE."""
+    """True if a spec is known, or is small and names no features of an SAE. The calling thread then
+    prepares the request."""
     if is_known(text):
         return is_small(prompt_ids)
     return is_small((text, prompt_ids)) and not (isinstance(text, str) and _ROWS.search(text))
 
 
 async def aside(call: Callable[..., Result], *args: object, if_large: object) -> Result:
-    """The result of a call, which runs in a thread if `if_large` is large."""
+    """The result of a call. If `if_large` is large, the call runs on another thread."""
     if is_small(if_large):
         return call(*args)
     return await asyncio.to_thread(call, *args)

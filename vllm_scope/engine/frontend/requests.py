@@ -1,10 +1,10 @@
-"""Requests in: the seams on LLMEngine, AsyncLLM and their output processor.
+"""The seams on LLMEngine, AsyncLLM and OutputProcessor for new requests.
 
 Owns:  the request's ticket.
 Runs:  in the front-end process, on its main thread or event loop.
 From:  prepared (the checked spec).   To: results.inbox, engine.core (the ticket), outputs.
 
-Promise: a caller's SamplingParams are never changed. A plain request takes the original path.
+Promise: a caller's SamplingParams never change. A request without a scope takes vLLM's path.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ from vllm_scope.results.buffer import Pending
 from vllm_scope.results.inbox import inbox
 
 T = TypeVar("T")
-#: The checked request that the running code adds to the engine; None if it was not checked yet.
+#: The checked request that the running code adds to the engine; None for an unchecked request.
 _ahead: ContextVar[Prepared | None] = ContextVar("vllm_scope_ahead", default=None)
 
 
 @contextmanager
 def prepared_as(found: Prepared | None) -> Iterator[None]:
-    """A request that the `with` block adds uses `found`, and is not checked again. If `found` is
-    None, the request is checked as any other."""
+    """If the `with` block adds a request, the request uses `found` and is not checked again. If
+    `found` is None, the request is checked as usual."""
     token = _ahead.set(found)
     try:
         yield
@@ -81,12 +81,12 @@ def _open(
     child: int,
     held: Container[bytes],
 ) -> Pending:
-    """Make a request's buffer, and put its ticket in place of its spec.
+    """Make a request's buffer. Replace the spec in the request by the ticket.
 
     Args:
-        parent: vLLM's ParentRequest if the request has several completions (n > 1), or None.
+        parent: vLLM's ParentRequest of a request with several completions (n > 1); else None.
         child: the completion's index in the request.
-        held: digests of vectors that EngineCore holds.
+        held: digests of the vectors that EngineCore holds.
     """
     box, spec, params = inbox(), prepared.spec, request.sampling_params
     pending = box.open(
@@ -119,34 +119,34 @@ def _open(
 
 
 def _is_answered(connection: Connection, prepared: Prepared, params: object) -> bool:
-    """True if workers send this process something for the request: rows, numbers or decisions, the
-    error of a function, or a message that they send for each request."""
+    """True if workers send this process data for the request: rows, numbers, decisions, the error
+    of a function, or a message for each request."""
     return prepared.answered or connection.always_answers or functions.has(params)
 
 
 @dataclass
 class _Shared:
-    """What the completions of one request share.
+    """The data that the completions of one request share.
 
     Attributes:
-        prepared: None until the first completion enters.
+        prepared: None before the first completion enters.
     """
 
     prepared: Prepared | None = None
 
     @cached_property
     def uid(self) -> str:
-        """As in Recipient."""
+        """The value of `Recipient.uid` for all completions."""
         return secrets.token_hex(16)
 
 
-#: vLLM's ParentRequest -> what its completions share.
+#: vLLM's ParentRequest -> the data that its completions share.
 _shared: Beside[_Shared] = Beside()
 
 
 def _shared_of(parent: ParentRequest | None) -> _Shared:
-    """What the completions of a parent share. A request with one completion has no parent, and gets
-    a new _Shared."""
+    """The data that the completions of a parent share. A request with one completion has no parent,
+    and gets a new _Shared."""
     if parent is None:
         return _Shared()
     return _shared.of(parent) or _shared.put(parent, _Shared())
@@ -155,7 +155,7 @@ def _shared_of(parent: ParentRequest | None) -> _Shared:
 def _prepared_of(
     processor: object, request: EngineCoreRequest, parent: ParentRequest | None
 ) -> Prepared:
-    """The checked request; the same object for all its completions.
+    """The checked request, as one object for all completions of the request.
 
     Raises:
         SpecError: as `prepare`.
@@ -178,10 +178,10 @@ def _is_of(found: Prepared, request: EngineCoreRequest) -> bool:
 async def _prepare_ahead(
     engine: AsyncLLM, params: SamplingParams, prompt: object
 ) -> Prepared | None:
-    """Prepare a large request with several completions in a thread; None for any other request.
+    """Prepare a large request with several completions on another thread. None for other requests.
 
-    vLLM adds all completions without an await. This is the last point at which the event loop can
-    serve other requests during the check.
+    vLLM adds all completions without an await. After this function, the event loop could not serve
+    other requests during the check.
     vllm 0.31 to 0.33, v1/engine/async_llm.py, AsyncLLM.add_request
 
     Raises:
@@ -199,7 +199,7 @@ async def _prepare_ahead(
 
 
 def _unknown_modules(engine: Engine, params: SamplingParams) -> bool:
-    """True if the spec names a steering module that this front-end must ask about."""
+    """True if the spec names a steering module about which the front-end must ask the engine."""
     connection = connections.of(engine.output_processor)
     text = params.extra_args["scope"] if asks(params) else None
     if connection is None or not names_module(text):
@@ -219,7 +219,7 @@ def _add_to_processor(
     *args: object,
     **kwargs: object,
 ) -> None:
-    """OutputProcessor.add_request: called for each completion of a request."""
+    """OutputProcessor.add_request. vLLM calls this method for each completion of a request."""
     rest = (prompt, parent_req, request_index, *args)
     extra = getattr(request.sampling_params, "extra_args", None)
     if extra and TICKET in extra:
@@ -251,7 +251,7 @@ def _translated(
     args: tuple[object, ...],
     kwargs: dict[str, object],
 ) -> tuple[Any, tuple[object, ...], dict[str, object]]:
-    """(params, args, kwargs), with a spec in place of other systems' keys."""
+    """(params, args, kwargs). The params have a spec in place of other systems' keys."""
     given = params_of(args, kwargs, 2)
     connection = connections.of(engine.output_processor)
     with Refusing():
@@ -285,7 +285,7 @@ def _add_sync(original: Callable[..., T], self: LLMEngine, *args: object, **kwar
     try:
         return original(self, *args, **kwargs)
     except ScopeError:
-        # EngineCore runs in this process and refused the request.
+        # EngineCore is in this process, and EngineCore refused the request.
         self.abort_request([kwargs["request_id"] if "request_id" in kwargs else args[0]])
         raise
 
@@ -329,8 +329,8 @@ async def _add_one_async(
     *args: object,
     **kwargs: object,
 ) -> None:
-    """AsyncLLM._add_request, which calls the output processor on the event loop: a large request is
-    prepared in a thread before that call."""
+    """AsyncLLM._add_request, which calls the output processor on the event loop. Before that call,
+    another thread prepares a large request."""
     params = request.sampling_params
     found = _ahead.get()
     if (
@@ -347,7 +347,7 @@ async def _add_one_async(
         try:
             await original(self, request, prompt, parent_req, *args, **kwargs)
         except asyncio.CancelledError:
-            # If the caller is cancelled while the request is added, vLLM would keep the request.
+            # If the caller is cancelled while vLLM adds the request, vLLM itself keeps the request.
             # vllm 0.30 to 0.33, v1/engine/async_llm.py, AsyncLLM.generate: `q` is None then
             name = getattr(request, "external_req_id", None) or request.request_id
             await self.abort([name])
@@ -362,8 +362,8 @@ def _add_several(
     *args: object,
     **kwargs: object,
 ) -> T:
-    """OfflineInferenceMixin._render_and_add_requests: if there are several prompts, the error
-    text of a refusal names the prompt."""
+    """OfflineInferenceMixin._render_and_add_requests. If there are several prompts, a refusal's
+    error text names the prompt."""
     number = 0
 
     def counted() -> Iterator[object]:
@@ -381,8 +381,8 @@ def _add_several(
 
 @cache
 def wrap_llm() -> None:
-    """Wrap the loop of LLM.generate. Its module takes time to import, so call this only in a
-    process that has imported the module."""
+    """Wrap the loop of LLM.generate. Only a process that has imported the loop's module calls this
+    function, because the import takes time."""
     wrapping.wrap("OfflineInferenceMixin._render_and_add_requests", _add_several)
 
 

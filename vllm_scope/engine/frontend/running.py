@@ -1,8 +1,8 @@
-"""Requests that have entered, and the completions that vLLM makes of them.
+"""Requests that have entered, and their completions.
 
-Owns:  Running and Live, and the tables of both.
+Owns:  Running and Live, and the tables of Running and Live objects.
 Runs:  in the front-end process, on its main thread or event loop.
-From:  requests (which puts a Running beside vLLM's RequestState).   To: outputs, http.
+From:  requests, which stores a Running for vLLM's RequestState.   To: outputs, http.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ logger = logging.getLogger("vllm.vllm_scope")
 
 
 class Running:
-    """A request that has entered, and what its outputs get.
+    """A request that has entered, and the data for its outputs.
 
     Attributes:
         text: the spec.
-        vectors: True if it edits or probes. EngineCore may still refuse such a request.
+        vectors: True if the request edits or probes. EngineCore can still refuse such a request.
         texts: the text that each generated token added to the answer; empty without probes. A
-            stop token that is not shown has no entry.
+            stop token without text in the answer has no entry.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class Running:
         return decode_next
 
     def output_ids(self) -> list[int]:
-        """All generated tokens so far. Snapshots share this list, and later calls extend it."""
+        """All generated tokens so far. Snapshots share the returned list. Later calls extend it."""
         every, known = self._detokenizer.token_ids, self._output_ids
         count = self._detokenizer.num_output_tokens()
-        if count < len(known):  # a stop string removed some
+        if count < len(known):  # a stop string has removed tokens
             known = self._output_ids = known[:count]
         known.extend(every[len(every) - count + len(known) :])
         return known
 
     def give(self, output: RequestOutput, completion: CompletionOutput) -> None:
-        """Set the completion's result so far, and call the request's decorators."""
-        # Read before the snapshot is taken: values that arrive in between then count as new.
+        """Set the completion's current result, and call the request's decorators."""
+        # `num_seen` is read before the snapshot. Data that arrives in between then counts as new.
         num_seen = self.pending.num_came
         completion.scope = self.pending.snapshot(self.output_ids(), completion.finish_reason)
         completion.scope_texts = self.texts
@@ -79,10 +79,10 @@ class Running:
             try:
                 decorate(output, completion)
             except Exception as error:
-                # Only this request fails; the step's other outputs go on.
+                # Only this request fails. The step's other outputs continue.
                 logger.exception("vllm-scope: output %s was not decorated", output.request_id)
                 self.pending.error = self.pending.error or (
-                    "what this output was to have beside its rows could not be made "
+                    "the other data of this output, besides its rows, could not be made "
                     f"({type(error).__name__}); the server's log has the traceback."
                 )
                 completion.scope = self.pending.snapshot(
@@ -92,12 +92,12 @@ class Running:
 
 @dataclass
 class Live:
-    """A completion whose result may still change.
+    """A completion whose result can still change.
 
     Attributes:
-        running: its request; None if EngineCore refused a request without a spec of its own.
-        num_seen: `Pending.num_came` at the last snapshot; -1 before the first.
-        refusal: why EngineCore refused the request, or None.
+        running: the completion's request; None if EngineCore refused a request without a spec.
+        num_seen: `Pending.num_came` at the last snapshot; -1 before the first snapshot.
+        refusal: the error with which EngineCore refused the request, or None.
     """
 
     running: Running | None
@@ -112,6 +112,6 @@ lives: Beside[Live] = Beside()
 
 
 def running_of(completion: object) -> Running | None:
-    """The request of a completion whose result may still change; None for any other completion."""
+    """The request of a completion whose result can still change; otherwise None."""
     live = lives.of(completion)
     return None if live is None else live.running

@@ -12,12 +12,12 @@ from typing import Any, Final
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.sweeps.plan import Tokenizer
 
-#: The largest number of log-probabilities of all cells in the engine together.
+#: The largest number of log-probabilities in the engine, of all cells together.
 MAX_LOGPROBS: Final = 1 << 22
 
 
 class NoTokenizer:
-    """Stands for the tokenizer of an engine that was started with skip_tokenizer_init."""
+    """Replaces the tokenizer of an engine that was started with skip_tokenizer_init."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         raise SpecError(
@@ -29,10 +29,9 @@ class NoTokenizer:
 
 
 class Bounded:
-    """A tokenizer that refuses each text that is too long for the engine. A text with more
-    characters than any prompt of this engine is refused before it is encoded, as in vLLM. A shorter
-    text with too many tokens is refused right after it is encoded, before the next text.
-
+    """A tokenizer that refuses texts that are too long for the engine. If a text has more
+    characters than any prompt of this engine, the text is refused before encoding, as in vLLM. If
+    a text has too many tokens, the text is refused after encoding, before the next text.
     Source: vllm 0.30 to 0.33, renderers/params.py, TokenizeParams._text_len_check
     """
 
@@ -44,8 +43,8 @@ class Bounded:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if self._most is not None and len(text) > self._most:
             raise SpecError(
-                f"the text has {len(text):,} characters; the tokens that this engine "
-                f"takes have at most {self._most:,}, so give a shorter one."
+                f"the text has {len(text):,} characters; the longest possible prompt of this "
+                f"engine has at most {self._most:,}. Give a shorter text."
             )
         found = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if found:
@@ -54,8 +53,8 @@ class Bounded:
 
 
 def check_tokens(model: Any, ids: list[int], where: str) -> None:
-    """Raises SpecError if a prompt leaves no room for one more token, or has a token that is not in
-    the vocabulary."""
+    """Raises SpecError if a prompt leaves no room for one more token, or has a token outside the
+    vocabulary."""
     num_tokens = model.get_vocab_size()
     if len(ids) >= model.max_model_len:
         raise SpecError(
@@ -71,10 +70,10 @@ def check_tokens(model: Any, ids: list[int], where: str) -> None:
 
 
 def check_logprobs(model: Any, token_ids: list[tuple[int, ...]]) -> None:
-    """Raises SpecError if the engine does not return the log-probabilities that a metric takes.
+    """Raises SpecError if the engine does not return the log-probabilities that a metric needs.
 
     Args:
-        token_ids: for each prompt the tokens that the metric takes; empty for all tokens.
+        token_ids: for each prompt the tokens that the metric needs; empty for all tokens.
     """
     num_tokens = model.get_vocab_size()
     for i, ids in enumerate(token_ids):
@@ -96,11 +95,11 @@ def check_logprobs(model: Any, token_ids: list[tuple[int, ...]]) -> None:
 
 
 def cells_at_once(most: int, num_logprobs: int) -> int:
-    """How many cells may be in the engine: at most `most`, and so few that the log-probabilities of
-    a step take at most about 1 GiB.
+    """The number of cells that the engine can have at the same time: at most `most`. The number is
+    smaller if the log-probabilities of a step would otherwise take more than about 1 GiB.
 
     Args:
-        num_logprobs: how many log-probabilities one cell has. vLLM makes a Python object of about
-            225 bytes for each of them.
+        num_logprobs: the number of log-probabilities of one cell. vLLM makes a Python object of
+            about 225 bytes for each log-probability.
     """
     return max(1, min(most, MAX_LOGPROBS // num_logprobs))

@@ -1,10 +1,10 @@
-"""Runs sweeps: sends their requests to an engine, and takes the answers.
+"""Runs sweeps: sends their requests to an engine, and receives the answers.
 
 Owns:  `run` and `run_async`; `follow`, which a server calls to run a sweep.
 Runs:  in the front-end process, on the caller's thread or event loop.
 From:  sweeping (the requests).   To: requests (each cell is a request with an edit).
 
-Promise: a sweep that ends early, for whatever reason, leaves no request in the engine.
+Promise: a sweep that ends early, for any reason, leaves no request in the engine.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from vllm_scope.sweeps.table import SweepTable
 OnCell = Callable[[Cell], object]
 Progress = bool | Literal["map"]
 
-#: Task that waits for the answer to a request -> the request.
+#: A task that waits for the answer to a request -> the request.
 _Tasks = dict["asyncio.Task[RequestOutput | ScopeError]", Request]
 
 
 @contextmanager
 def showing(plan: Plan, progress: Progress) -> Iterator[Callable[[], object]]:
-    """Show a progress bar of the cells, or a map that fills, or nothing. Yields a function to call
-    after each cell.
+    """Show a progress bar of the cells, or a map of the cells, or nothing. Yields a function that
+    the caller must call after each cell.
 
     Raises:
         SpecError: `progress` is not True, False or "map".
@@ -52,7 +52,7 @@ def showing(plan: Plan, progress: Progress) -> Iterator[Callable[[], object]]:
         with shown_live(plan.table.picture) as changed:
             yield changed
     elif progress:
-        from tqdm.auto import tqdm  # vLLM needs it too
+        from tqdm.auto import tqdm  # vLLM also depends on tqdm
 
         with tqdm(total=plan.num_cells, desc="Sweep", unit=" cells") as bar:
             yield bar.update
@@ -108,16 +108,16 @@ async def run_async(
 async def follow(
     engine: AsyncLLM, sweeping: Sweeping, tell: Callable[[Cell | None], object]
 ) -> None:
-    """Run a sweep to its end. If it is cancelled, or `tell` raises, its requests end.
+    """Run a sweep to its end. If the sweep is cancelled, or `tell` raises, its requests end.
 
     Args:
-        tell: called with each cell as it arrives, and with None for other answers.
+        tell: called with each cell that arrives, and with None for other answers.
     """
     running: _Tasks = {}
     names = _names()
     seldom.begin()
-    # The error of a cancelled task keeps this frame alive, so no local variable here may be a task
-    # or an output.
+    # The error of a cancelled task keeps this frame alive. Therefore this function has no task and
+    # no output in a local variable.
     try:
         while running or not sweeping.over:
             for request in sweeping.due(_num_jobs(running.values()), tell):
@@ -151,12 +151,12 @@ async def _end(running: _Tasks) -> None:
     await asyncio.gather(*running, return_exceptions=True)
     for task in running:
         with suppress(asyncio.CancelledError):
-            task.exception()  # else the task keeps its error, with the frames that have its output
+            task.exception()  # without this call, the task keeps its error and the error's frames
     running.clear()
 
 
 async def _answer(engine: AsyncLLM, name: str, request: Request) -> RequestOutput | ScopeError:
-    """The answer to a request; the error if it was refused, or if its edit overflowed."""
+    """The answer to a request, or the error if the request was refused or its edit overflowed."""
     try:
         with prepared_as(request.prepared):
             outputs = engine.generate(request.prompt, request.params, name)

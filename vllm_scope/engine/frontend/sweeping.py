@@ -1,11 +1,11 @@
-"""The requests of one sweep: which are due, and what their answers say.
+"""The requests of one sweep: which requests are due, and the meaning of their answers.
 
 Owns:  Sweeping.
 Runs:  in the front-end process, on the caller's thread or event loop.
 From:  sweeps.plan (the jobs), sweep_bounds.   To: sweep_runs, which sends the requests.
 
-The cells of a prompt differ only in the place and the numbers of their edits, so the check of the
-first cell holds for all.
+The cells of a prompt differ only in the place and the numbers of their edits. Therefore the check
+of the first cell holds for all cells of the prompt.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from vllm_scope.sweeps.source import ReadRows
 from vllm_scope.sweeps.sweep import Sweep
 from vllm_scope.sweeps.yielding import SWEPT, Yielding
 
-#: The largest number of cells that one request stands for, and the largest number of bytes of the
-#: rows and vectors in their edits. EngineCore makes the requests of these cells without a pause.
+#: The largest number of cells in one request, and the largest number of bytes of the rows and
+#: vectors in their edits. EngineCore makes the requests of these cells without a pause.
 CELLS_TOGETHER: Final = 16
 BYTES_TOGETHER: Final = 1 << 20
-#: The first characters of the request ids of this process's sweeps; no client can know them.
+#: The first characters of the request ids of this process's sweeps. No client can guess them.
 PREFIX: Final = f"{SWEPT}{secrets.token_hex(8)}-"
 
 
@@ -61,7 +61,7 @@ class Request:
     makes a request of each cell.
 
     Attributes:
-        prepared: the checked request; None if the request is to be checked as any other.
+        prepared: the checked request; None if the front-end must check the request as usual.
     """
 
     jobs: tuple[Job, ...]
@@ -71,15 +71,15 @@ class Request:
 
 
 class Sweeping:
-    """One sweep on an engine that is connected.
+    """One sweep on a connected engine.
 
     Args:
-        share: the part of a step's sequences and tokens that cells may take. While the engine has
-            other requests, the engine has cells for `share / 5` of the time (sweeps.yielding).
-        alone: True if the engine has no other requests: the sweep then looks for none. It also has
-            twice as many cells in the engine, so that the engine has the cells of the next step
-            while this process takes the answers of the last step.
-        tokenizer: None for the engine's tokenizer, which may be used only on the event loop.
+        share: the part of a step's sequences and tokens that cells use. If the engine has other
+            requests, the engine has cells for `share / 5` of the time (sweeps.yielding).
+        alone: True if the engine has no other requests. The sweep then looks for no other requests,
+            and has twice as many cells in the engine. Therefore the engine can compute a step while
+            this process takes the answers of the last step.
+        tokenizer: None for the engine's tokenizer, which is allowed only on the event loop.
         most_cells: as for Plan.
     """
 
@@ -105,8 +105,8 @@ class Sweeping:
         self._alone, self._config, self._processor = alone, config, engine.output_processor
         self._yielding = Yielding(share)
         self.take_share(share)
-        # One check is not enough if the sweep has a module (only EngineCore has its vectors) or
-        # receivers (its requests then differ in their reads).
+        # One check is not enough with a module, because only EngineCore has the module's vectors.
+        # One check is not enough with receivers, because the requests differ in their reads.
         alike = sweep.module is None and sweep.receivers is None
         self._alike = Alike.of_engine(engine) if alike else None
         self._jobs = _Peekable(self.plan.jobs())
@@ -114,11 +114,11 @@ class Sweeping:
 
     @property
     def over(self) -> bool:
-        """True once all jobs were taken."""
+        """True after all jobs were taken."""
         return self._jobs.over
 
     def take_share(self, share: float) -> None:
-        """From now on take this share of a step."""
+        """From now on use this share of a step."""
         scheduler, longest = self._config.scheduler_config, max(map(len, self.plan.ids))
         batch = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // longest)
         most = max(1, int(share * batch)) * (2 if self._alone else 1)
@@ -127,14 +127,14 @@ class Sweeping:
         self._yielding.share = share
 
     def _others(self) -> bool:
-        """True if this process has requests in the engine that belong to none of its sweeps. The
-        answers to cells tell whether other front-ends have requests in the engine."""
+        """True if this process has requests in the engine outside its sweeps. The answers to cells
+        say whether the engine has requests of other front-ends."""
         names = () if self._alone else self._processor.request_states
         return not all(name.startswith(PREFIX) for name in names)
 
     @property
     def pause(self) -> float:
-        """Seconds for which `due` yields nothing if no cells are in the engine."""
+        """The seconds for which `due` yields no requests if the engine has no cells."""
         return self._yielding.pause
 
     @property
@@ -144,12 +144,12 @@ class Sweeping:
         return num
 
     def _num_logprobs(self) -> int:
-        """The largest number of log-probabilities that a cell's answer has."""
+        """The largest number of log-probabilities in a cell's answer."""
         each = self.plan.token_ids
         return max(map(len, each)) if all(each) else self._num_tokens
 
     def due(self, num_running: int, tell: Callable[[Cell | None], object]) -> Iterator[Request]:
-        """The requests to send now, while `num_running` cells are in the engine.
+        """The requests to send now, if the engine has `num_running` cells.
 
         Args:
             tell: called with each cell whose edit is not possible.
@@ -165,7 +165,7 @@ class Sweeping:
                 return
             num = self._num_together(job, most - num_running if yields else most // 4)
             if num_running and num > most - num_running:
-                return  # more cells can be sent at once when others have ended
+                return  # after other cells have ended, one request can have more cells
             with naming(job.name):
                 request = self._request(self._first(num))
             num_running += len(request.jobs)
@@ -174,21 +174,21 @@ class Sweeping:
             yield request
 
     def _sendable(self, tell: Callable[[Cell | None], object]) -> Job | None:
-        """The next job that can be sent; None if there is none now. Jobs before it that cannot be
-        sent are taken, and `tell` gets their cells."""
+        """The next job that can be sent now, or None. Earlier jobs with an error are taken. `tell`
+        gets the cells of these jobs."""
         while (job := self._jobs.peek()) is not None and job.error is not None:
             tell(self.plan.take(self._jobs.next(), None, None, job.error))
         return job
 
     def _num_together(self, job: Job, most: int) -> int:
-        """How many jobs, from this one on, one request may stand for: 1 to `most`."""
+        """The largest number of jobs, from this job on, in one request: 1 to `most`."""
         if self._alike is None or job.place is None or self._connection.always_answers:
             return 1
         return max(1, min(CELLS_TOGETHER, most))
 
     def _first(self, num: int) -> tuple[Job, ...]:
-        """Take the next job, and those after it that can be sent in the same request; at most `num`
-        jobs in all."""
+        """Take the next job, and later jobs that fit into the same request: at most `num` jobs in
+        total."""
         jobs = [self._jobs.next()]
         num_bytes = jobs[0].num_bytes
         while len(jobs) < num:
@@ -212,11 +212,11 @@ class Sweeping:
         return Request(jobs, prompt, asking(params), cells_of(self._alike, jobs, params))
 
     def take(self, request: Request, output: RequestOutput | ScopeError) -> Iterator[Cell | None]:
-        """Take the answer to a request. Yields what Plan.take returns for each of its jobs."""
+        """Take the answer to a request. Yields the result of Plan.take for each of its jobs."""
         job = request.jobs[0]
         if isinstance(output, CapacityError) and job.place is None:
             with naming(job.name):
-                raise output  # without the rows of this job there are no cells
+                raise output  # without the rows of this job, the prompt has no cells
         if isinstance(output, ScopeError):
             yield from self._failed(request, str(output))
             return
@@ -246,8 +246,8 @@ class Sweeping:
             yield self.plan.take(job, None if error else logprobs[i], None, error)
 
     def _rows(self, result: Any, job: Job) -> ReadRows:
-        """The rows that a job has read. They count against the budget, as rows of a request do,
-        until the cells of their prompt were sent. Raises CapacityError if there is no room."""
+        """The rows that a job has read. The budget counts these rows until the cells of the prompt
+        were sent. Raises CapacityError if the budget has no room."""
         sites = self._connection.sites
         size = max(sites.row_size(read.site) for read in job.actions if isinstance(read, Read))
         row_bytes = size * getattr(torch, sites.dtype).itemsize
@@ -256,26 +256,26 @@ class Sweeping:
 
 def cells_of(alike: Alike, jobs: Sequence[Job], params: Any) -> Prepared:
     """The checked request of some cells of a prompt. The cells of a prompt differ only in the place
-    and the numbers of their edits, so the check of the first cell holds for all.
+    and the numbers of their edits. Therefore the check of the first cell holds for all cells.
 
     Raises:
-        SpecError: the first cell of the prompt is not possible here.
+        SpecError: the engine cannot run the first cell of the prompt.
     """
     first = alike.checked(jobs[0].prompt, jobs[0].actions, params, jobs[0].ids)
     return alike.with_edits(first, *(job.actions for job in jobs))  # type: ignore[arg-type]
 
 
 class _Peekable:
-    """An iterator of jobs that can show the next job before it is taken."""
+    """An iterator of jobs that can show the next job without taking the job."""
 
     def __init__(self, jobs: Iterator[Job | None]) -> None:
         self._jobs = jobs
         self._next: Job | None = None
-        #: True once all jobs were taken.
+        #: True after all jobs were taken.
         self.over = False
 
     def peek(self) -> Job | None:
-        """The next job; None if it must wait for an answer, or if all jobs were taken."""
+        """The next job. None if the job must wait for an answer, or if all jobs were taken."""
         if self._next is None and not self.over:
             try:
                 self._next = next(self._jobs)
@@ -297,17 +297,17 @@ def _logprobs(found: Any, asked: Sequence[int]) -> Logprobs:
         found: CompletionOutput.logprobs.
 
     Raises:
-        ScopeError: vLLM did not return them.
+        ScopeError: vLLM did not return these log-probabilities.
     """
     try:
         return np.array([found[0][token].logprob for token in asked], np.float64)
-    except LookupError:  # vLLM returned none, or those of other tokens
+    except LookupError:  # vLLM returned no log-probabilities, or those of other tokens
         raise ScopeError(NO_LOGPROBS) from None
 
 
 def params_of(token_ids: tuple[int, ...]) -> Any:
-    """SamplingParams for one token, with the log-probabilities of these tokens; of all tokens if
-    `token_ids` is empty."""
+    """SamplingParams for one token, with the log-probabilities of these tokens (of all tokens, if
+    `token_ids` is empty)."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

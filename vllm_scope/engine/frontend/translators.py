@@ -1,12 +1,12 @@
-"""Requests in other systems' words: keys of `extra_args` that stand for actions.
+"""Translates other systems' keys in `extra_args` to actions.
 
 Owns:  the translators by key, and a request's SamplingParams after translation.
-Runs:  in the front-end, before a request is checked and when outputs are returned.
-From:  compat (which registers translators).   To: requests, outputs.
+Runs:  in the front-end, before the check of a request and when outputs are returned.
+From:  compat, which registers translators.   To: requests, outputs.
 
-Promise: after translation a request has a spec like any other. A translator decorates only the
-outputs of its requests, and its errors affect only these requests. An error of the spec names what
-the caller wrote (`in_words`).
+Promise: after translation, a request has an ordinary spec. A translator decorates only the outputs
+of its own requests. A translator's error affects only these requests. An error of the spec names
+the fields that the caller wrote (`in_words`).
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ Params = TypeVar("Params", bound=SamplingParams)
 #: The key of `extra_args` that holds a request's Decorators until the front-end removes them.
 DECORATORS = "scope_decorators"
 
-#: Called with (output, completion) after each new snapshot, `completion.scope`. Runs on the event
-#: loop, so it must be quick.
+#: Gets (output, completion) after each new snapshot, `completion.scope`. A decorator must be quick,
+#: because it runs on the event loop.
 Decorator = Callable[[RequestOutput, CompletionOutput], None]
 
 
 class Translation(Struct, frozen=True):
-    """What some keys of a request mean.
+    """The meaning of some keys of a request.
 
     Attributes:
         actions: empty if the keys ask for nothing.
         decorate: gives outputs the attributes that users of the keys expect.
-        functions: Python functions to run between layers; only together with actions. `decorate`
+        functions: Python functions that run between layers; only together with actions. `decorate`
             must hold a reference to `functions`.
         paths: path of an action or of its field, such as "edits[3]" or "edits[3].vector" -> the
-            caller's words for it, in errors. The number in a path is the action's index among the
-            actions of its kind in `actions`. `named` makes `paths`.
-        check: called with the SAEs that the engine holds, by name. Raises SpecError if they do not
-            fit what the keys ask for.
+            caller's words, for errors. The number in a path is the action's index among the actions
+            of its kind in `actions`. `named` makes `paths`.
+        check: gets the SAEs that the engine holds, by name. Raises SpecError if these SAEs do not
+            fit the keys.
     """
 
     actions: tuple[Action, ...] = ()
@@ -68,7 +68,7 @@ class Decorators(Struct, frozen=True):
     """The decorators and paths of a request's translations.
 
     Attributes:
-        paths: as in Translation, but the index is among all actions of that kind in the request.
+        paths: as in Translation, but the index counts all actions of that kind in the request.
     """
 
     each: tuple[Decorator, ...] = ()
@@ -78,25 +78,25 @@ class Decorators(Struct, frozen=True):
         return iter(self.each)
 
     def __deepcopy__(self, memo: object) -> Decorators:
-        # vLLM copies the parameters of each request, and decorators may hold vectors.
+        # vLLM copies the parameters of each request, and decorators can hold vectors.
         return self
 
 
-#: Called with the values that a request has for the translator's keys, by key, and with the
-#: engine's sites. Raises SpecError if the keys ask for something that is not possible.
+#: Gets the request's values of the translator's keys, by key, and the engine's sites. Raises
+#: SpecError if the keys ask for something impossible.
 Translator = Callable[[Mapping[str, object], Sites], Translation]
-#: An engine's VllmConfig -> values that are added to every request; None to translate only
-#: requests with keys.
+#: An engine's VllmConfig -> values that are added to every request. None: only requests with the
+#: keys are translated.
 Everywhere = Callable[[VllmConfig], Mapping[str, object] | None]
 
 
 @dataclass(frozen=True)
 class Uncounted:
-    """A value of `extra_args` that only its translator looks through.
+    """A value of `extra_args` that only its translator visits.
 
-    vLLM looks through all dicts and lists in `extra_args`, which takes 0.6 s for 600,000 numbers;
-    it does not look into an Uncounted. A translator counts the items of a value before it reads
-    them.
+    vLLM visits all dicts and lists in `extra_args`, which takes 0.6 s for 600,000 numbers. vLLM
+    does not visit the content of an Uncounted. A translator counts the items of a value before it
+    reads the items.
     """
 
     value: object = field(repr=False)
@@ -113,11 +113,11 @@ class _Entry:
     everywhere: Everywhere | None
 
     def of_all(self, vllm_config: VllmConfig) -> Mapping[str, object] | None:
-        """What `everywhere` adds to each request at the moment; None if it adds nothing."""
+        """The current values that `everywhere` adds to each request; None without values."""
         return None if self.everywhere is None else self.everywhere(vllm_config)
 
 
-#: The translators that apply to a request, each with what its `everywhere` adds at the moment.
+#: The translators that apply to a request, each with the current values of its `everywhere`.
 Applying = Sequence[tuple[_Entry, Mapping[str, object] | None]]
 
 _entries: dict[str, _Entry] = {}
@@ -129,12 +129,12 @@ _everywhere: tuple[_Entry, ...] = ()
 def register(
     name: str, keys: Iterable[str], translate: Translator, everywhere: Everywhere | None = None
 ) -> None:
-    """Register a translator, or replace the one of this name.
+    """Register a translator, or replace the translator of this name.
 
     Args:
-        keys: the translator's keys of `extra_args`; no other translator may have them.
-        translate: called for each request that has one of the keys.
-        everywhere: if it returns values, `translate` is called for every request.
+        keys: the translator's keys of `extra_args`. No other translator is allowed to have them.
+        translate: called for each request with one of the keys.
+        everywhere: if this function returns values, `translate` is called for every request.
     """
     global _keys, _everywhere
     _entries[name] = _Entry(frozenset(keys), translate, everywhere)
@@ -143,7 +143,7 @@ def register(
 
 
 def applying(params: object, vllm_config: VllmConfig) -> Applying:
-    """The translators that apply to a request; none for most requests."""
+    """The translators that apply to a request; empty for most requests."""
     if not hasattr(params, "extra_args"):
         return []
     extra = params.extra_args or {}
@@ -166,15 +166,15 @@ def keys() -> frozenset[str]:
 
 
 def translated(params: Params, applied: Applying, sites: Sites, saes: Mapping[str, Sae]) -> Params:
-    """A copy of SamplingParams with a spec in place of the keys; the same object if no translator
-    applies.
+    """A copy of SamplingParams with a spec in place of the keys. Without a translator: the same
+    object.
 
     Args:
-        applied: as `applying` returned it for these parameters.
+        applied: the result of `applying` for these parameters.
         saes: the SAEs that the engine holds, by name.
 
     Raises:
-        SpecError: the keys ask for something that is not possible.
+        SpecError: the keys ask for something impossible.
     """
     if not applied:
         return params
@@ -199,18 +199,18 @@ def translated(params: Params, applied: Applying, sites: Sites, saes: Mapping[st
     return params
 
 
-#: (a request's spec, ids of added actions) -> the added actions, the joined spec, and its paths. An
-#: entry keeps its actions alive, so that no other object gets their ids. Monitors add the same
-#: actions to every request.
+#: (a request's spec, ids of added actions) -> (the added actions, the joined spec, its paths). An
+#: entry keeps its actions alive, because a freed action's id could be the id of a new object.
+#: Monitors add the same actions to every request.
 _known: Remembered[tuple[object, ...], tuple[list[Action], str, dict[str, str]]]
 _known = Remembered(16 << 20)
-#: Length of the longest spec for which `_known` has an entry.
+#: The length of the longest spec in `_known`.
 _LONGEST = 1 << 16
 
 
 def _joined(text: object, translations: list[Translation]) -> tuple[str, dict[str, str]]:
-    """The text of a spec with the translations' actions after its own, and the paths for its
-    errors."""
+    """(text of the joined spec, paths for its errors). The joined spec has the actions of `text`,
+    then the actions of the translations."""
     added = [action for each in translations for action in each.actions]
     key = (text, *map(id, added))
     known = None if any(each.paths for each in translations) else _known.get(key)
@@ -230,8 +230,8 @@ def _joined(text: object, translations: list[Translation]) -> tuple[str, dict[st
 
 
 def text_of(actions: tuple[Action, ...]) -> str:
-    """The JSON text of a spec with exactly these actions. `translated` makes the same text for a
-    request that gets these actions and has none of its own."""
+    """The JSON text of a spec with exactly these actions. For a request that has no other actions,
+    `translated` makes the same text."""
     return _joined(None, [Translation(actions)])[0]
 
 
@@ -248,9 +248,9 @@ def named(said: Iterable[tuple[Action, Mapping[str, str]]]) -> dict[str, str]:
     """The `paths` of a Translation.
 
     Args:
-        said: the translation's actions in order, each with the caller's words for the action (key
-            "") and for its fields (such as key ".tokens"). In errors, a field without words of its
-            own has the action's words and the field's name.
+        said: (action, the caller's words) for the translation's actions, in order. Key "" has the
+            words for the action. A key such as ".tokens" has the words for a field. A field without
+            words is called by the action's words and the field's name.
     """
     counts: Counter[str] = Counter()
     paths: dict[str, str] = {}
@@ -262,10 +262,10 @@ def named(said: Iterable[tuple[Action, Mapping[str, str]]]) -> dict[str, str]:
 
 
 def in_words(text: str, paths: Mapping[str, str]) -> str:
-    """An error text whose leading path is replaced by the caller's words.
+    """An error text in which the caller's words replace the path at its start.
 
-    A caller of another system's keys cannot write `site='embed'`, so the advice to write it is
-    removed.
+    The text's advice to write `site='embed'` is removed, because a caller of another system's keys
+    cannot write a site.
 
     Args:
         paths: path of an action or of its field -> the caller's words.
@@ -282,7 +282,7 @@ def in_words(text: str, paths: Mapping[str, str]) -> str:
 
 @contextmanager
 def called(paths: Mapping[str, str]) -> Iterator[None]:
-    """Apply `in_words` to a SpecError that the `with` block raises."""
+    """Apply `in_words` to a SpecError of the `with` block."""
     try:
         yield
     except SpecError as error:
@@ -298,7 +298,7 @@ def _field_of(action: Action) -> str:
 
 
 def _moved(paths: Mapping[str, str], before: Iterable[Action]) -> dict[str, str]:
-    """The paths of a translation, with numbers that also count the actions before its own."""
+    """The paths of a translation, with numbers that also count the actions in `before`."""
     counts = Counter(map(_field_of, before))
     moved = {}
     for path, words in paths.items():
@@ -308,8 +308,8 @@ def _moved(paths: Mapping[str, str], before: Iterable[Action]) -> dict[str, str]
 
 
 class OfEach(Mapping[object, object]):
-    """Stands for an attribute of an output with several completions, each of which has a value of
-    its own. To index it, iterate over it, take its length or test its truth raises ScopeError."""
+    """The attribute of an output with several completions, which have different values. Any use as
+    a mapping (index, iteration, length, truth) raises ScopeError."""
 
     def __init__(self, name: str, number: int) -> None:
         self._name, self._number = name, number
@@ -328,7 +328,7 @@ class OfEach(Mapping[object, object]):
 
 def give(output: RequestOutput, completion: CompletionOutput, name: str, value: object) -> None:
     """Set an attribute of a completion and of its output. If the output has several completions,
-    its attribute is an OfEach."""
+    the output's attribute is an OfEach."""
     setattr(completion, name, value)
     alone = len(output.outputs) == 1
     setattr(output, name, value if alone else OfEach(name, len(output.outputs)))

@@ -1,6 +1,6 @@
-"""What runs in vLLM's HTTP server.
+"""The code that runs in vLLM's HTTP server.
 
-serving.py  a scope in each answer, and our routes beside vLLM's
-calls.py    the engine, as the routes call it
-sweeps.py   the sweeps that run, and what part of the batch each may take
+serving.py  adds a scope to each answer, and adds our routes
+calls.py    the calls by which the routes use the engine
+sweeps.py   the running sweeps, and each sweep's part of the batch
 """

@@ -1,8 +1,8 @@
-"""The engine, as the operator's routes call it.
+"""The calls by which the operator's routes use the engine.
 
 Owns:  EngineCalls, which implements server.access.Engine.
 Runs:  in the API server, on its event loop.
-From:  serving (which makes it for an app).   To: engine.frontend.connection.
+From:  serving, which makes an EngineCalls for an app.   To: engine.frontend.connection.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vllm_scope.sweeps.wire import AskedSweep
 class EngineCalls:
     """The engine calls of the operator's routes.
 
-    EngineCore returns the registry's errors as text; here they become SpecErrors again.
+    EngineCore returns the registry's errors as text. This class raises such a text as a SpecError.
     """
 
     def __init__(self, engine: AsyncLLM) -> None:
@@ -40,7 +40,7 @@ class EngineCalls:
 
     async def describe(self) -> dict[str, object]:
         every = await self._answers("scope_describe")
-        # Each pipeline stage knows the kernels of its own layers.
+        # Each pipeline stage has only the kernels of its own layers.
         kernels = {k: v for one in every for k, v in one["sites"]["kernels"].items()}
         return {**every[0], "sites": {**every[0]["sites"], "kernels": kernels}}
 
@@ -74,9 +74,9 @@ class EngineCalls:
             await set_on_async(self._engine, bodies)
         except OSError as error:
             raise NoTurnError(
-                "the server's folder of results cannot be written "
-                f"({error.strerror or type(error).__name__}), by which its API servers share "
-                "monitors; make room there (VLLM_SCOPE_RESULTS_DIR), and send this again."
+                "API servers share monitors through the server's folder of results, which "
+                f"cannot be written ({error.strerror or type(error).__name__}). Free disk space "
+                "for this folder (VLLM_SCOPE_RESULTS_DIR), and repeat the request."
             ) from None
 
     async def monitors(self) -> dict[str, dict[str, object]]:
@@ -112,7 +112,7 @@ class EngineCalls:
         return await begin(self._engine, asked, settings)
 
     async def _call(self, name: str, *args: object) -> Any:
-        """The first worker's answer; all workers give the same answer."""
+        """The first worker's answer. All workers give the same answer."""
         return (await self._answers(name, *args))[0]
 
     async def _answers(self, name: str, *args: object) -> list[Any]:
@@ -130,14 +130,14 @@ def _running(replicas: Sequence[Sequence[dict[str, Any]]]) -> int:
     """The number of running requests.
 
     Args:
-        replicas: by replica and worker, the answers to `scope_counters`.
+        replicas: the answers to `scope_counters`, by replica and worker.
     """
-    # All workers of a replica hold the same requests; replicas hold different ones.
+    # All workers of a replica have the same requests. Different replicas have different requests.
     return sum(max(each["requests"] for each in replies) for replies in replicas)
 
 
 def _doubt_modules(engine: AsyncLLM) -> None:
-    """Make the next request that names a module ask the engine, because a name has changed."""
+    """Record a change of names. The next request with a module's name then asks the engine."""
     connection = connections.of(engine.output_processor)
     if connection is not None:
         connection.doubt_modules()

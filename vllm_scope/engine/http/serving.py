@@ -1,12 +1,12 @@
-"""`vllm serve`: a scope in each answer, and our routes beside vLLM's.
+"""`vllm serve`: adds a scope to each answer, and adds our routes.
 
 Owns:  the seams on vLLM's HTTP server: its app, and its two completion paths.
 Runs:  in each API server process.
-To:    server (which does not import vLLM).
+To:    server, which does not import vLLM.
 
-Promise: a plain request takes the original path. A request with a scope, or with a translator's
-keys, gets what it asks for, or an error with the reason. On a path whose answers have no place for
-a scope, such a request always gets an error.
+Promise: a request without a scope takes vLLM's path. A request with a scope, or with a translator's
+keys, gets its data, or an error with the reason. If the answers of a path have no field for a
+scope, a request with a scope always gets an error.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PATHS = ("/v1/completions", "/v1/chat/completions")
-#: A token's data comes with the text of the second token after it, at the latest.
+#: The most tokens by which a token's data can come after the token's text.
 MOST_BEHIND = 2
 _LATE_POLL_S, _LATE_POLL_MOST_S = 0.002, 0.02
 
@@ -71,7 +71,7 @@ def _create(
 def _asks_us(request: Any) -> bool:
     """True if a request has a scope or a translator's key, in `vllm_xargs` or in other fields."""
     body = request.model_extra
-    # Batches of chats do not declare `vllm_xargs`, so its value may have any type there.
+    # Batches of chats do not declare `vllm_xargs`, therefore the value can have any type.
     xargs = getattr(request, "vllm_xargs", None)
     if isinstance(xargs, dict) and (
         any(name.startswith("scope") for name in xargs) or translators.has_keys(xargs)
@@ -81,19 +81,19 @@ def _asks_us(request: Any) -> bool:
 
 
 def _monitored(request: Any, raw_request: Request) -> bool:
-    """True if an operator's monitors may have verdicts for the answer."""
+    """True if an operator's monitors can have verdicts for the answer."""
     if current.get() not in PATHS or request.use_beam_search:
         return False
     return bool(monitors_of(raw_request.app.state.engine_client.vllm_config))
 
 
 def _misplaced(body: Mapping[str, object]) -> str | None:
-    """The error text for a scope in the wrong field of a body, or None."""
+    """The error text for a scope in the wrong field of a body; None without such a scope."""
     extra = body.get("extra_args")
     if "scope" in body:
-        what = "'scope', which stands"
+        what = "'scope', which must be"
     elif isinstance(extra, dict) and ("scope" in extra or translators.has_keys(extra)):
-        what = "'extra_args', as offline users have; over HTTP its fields stand"
+        what = "'extra_args', which are for offline use. Over HTTP the fields must be"
     else:
         return None
     return f"the body has {what} in 'vllm_xargs': {{'vllm_xargs': {{'scope': ...}}}}."
@@ -134,7 +134,7 @@ async def _create_with_scope(
     finally:
         current.reset(token)
         if not streams and not answer.exchange.body.binary:
-            answer.close()  # rows of a binary answer count against the budget until it is sent
+            answer.close()  # until a binary answer is sent, the budget counts its rows
 
 
 def _check_place(request: Any, raw_request: Request) -> None:
@@ -170,7 +170,7 @@ async def _stream(answer: Answer, chunks: AsyncGenerator[str, None]) -> AsyncGen
 
     async def end() -> None:
         # If the client disconnects during a chunk, only the garbage collector would close the
-        # generator; if it disconnects before the first chunk, the generator never runs.
+        # generator. If the client disconnects before the first chunk, the generator never runs.
         await made.aclose()
         first.cancel()
 
@@ -196,8 +196,8 @@ async def _chunks(
 def _generate(
     original: Callable[..., Outputs], self: AsyncLLM, *args: object, **kwargs: object
 ) -> Outputs:
-    """AsyncLLM.generate, wrapped around the front-end's wrapper, so that the outputs that come here
-    have their results."""
+    """AsyncLLM.generate. The front-end's wrapper is inside this wrapper, and has added results to
+    the outputs."""
     place, params = current.get(), params_of(args, kwargs, 1, "sampling_params")
     extra = getattr(params, "extra_args", None)
     ours = asks(params) or translators.has_keys(extra)
@@ -236,8 +236,8 @@ async def _followed(answer: Answer, prompt: int, engine: AsyncLLM, stream: Outpu
             if error is caught:
                 raise
             raise error from None
-        # `_stream` raises the error before any chunk, and cancels vLLM's generator of chunks. That
-        # generator would log a traceback for each refused stream.
+        # `_stream` raises the error before any chunk, and cancels vLLM's generator of chunks. If
+        # `_followed` raised too, the generator would log a traceback for each refused stream.
 
 
 def _take(answer: Answer, prompt: int, output: Any) -> None:
@@ -248,18 +248,18 @@ def _take(answer: Answer, prompt: int, output: Any) -> None:
 
 async def _catch_up(answer: Answer, prompt: int, output: Any, timeout: float) -> bool:
     """Wait for data that is more than MOST_BEHIND tokens behind the text. Returns False if the data
-    did not come within `timeout` seconds."""
+    is still missing after `timeout` seconds."""
     limit, wait = time.monotonic() + timeout, _LATE_POLL_S
     while any(
         completion.finish_reason is None
         and completion.scope is not None
-        and completion.scope.error is None  # after an error nothing more arrives
+        and completion.scope.error is None  # after an error no more data arrives
         and answer.late(prompt, completion, MOST_BEHIND)
         for completion in output.outputs
     ):
         if time.monotonic() >= limit:
             return False
-        # Only `outdated` is repeated, because it is cheap and many requests may wait for a worker.
+        # Many requests can wait for a worker. Therefore the inner loop runs only `outdated`.
         while time.monotonic() < limit and not outdated(output):
             await asyncio.sleep(wait)
             wait = min(1.5 * wait, _LATE_POLL_MOST_S)
@@ -274,15 +274,15 @@ def _admitted(
     *args: object,
     **kwargs: object,
 ) -> None:
-    """OutputProcessor.add_request, wrapped around the front-end's wrapper, which may refuse the
-    request."""
+    """OutputProcessor.add_request. The front-end's wrapper is inside this wrapper, and can refuse
+    the request."""
     original(self, request, *args, **kwargs)
     answer = current.get()
     if isinstance(answer, Answer):
         known = runs.of(self.request_states[request.request_id])
         forget = None if known is None else partial(inbox().forget, known.pending)
-        # EngineCore may still refuse a request with vectors. The request's first token shows that
-        # EngineCore has accepted it.
+        # EngineCore can still refuse a request with vectors. The request's first token shows that
+        # EngineCore has accepted the request.
         answer.open_one(forget, sure=known is None or not known.vectors)
 
 
@@ -294,7 +294,7 @@ def _create_elsewhere(
     *args: object,
     **kwargs: object,
 ) -> T:
-    """Refuse a scope on a path whose answers have no place for it, before anything is streamed."""
+    """Refuse a scope before the first chunk, on a path whose answers have no field for a scope."""
     if _asks_us(request):
         raise refusal()(_no_place(path))
     return original(self, request, *args, **kwargs)
@@ -321,7 +321,7 @@ def _attach(original: Callable[..., object], app: FastAPI) -> None:
 async def _controlled(
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[Any]], app: FastAPI
 ) -> AsyncIterator[Any]:
-    """The app's lifespan. The controller that the configuration names runs while it lasts."""
+    """The app's lifespan. The configured controller runs during the lifespan."""
     engine = getattr(app.state, "engine_client", None)
     found = None if engine is None else control.configured(engine.vllm_config)
     async with lifespan(app) as state:
@@ -332,13 +332,13 @@ async def _controlled(
             try:
                 yield state
             finally:
-                # The engine ends with the server, so the edits from before are not restored.
+                # The engine ends with the server. Therefore the earlier edits are not restored.
                 await asyncio.to_thread(found.close, keep=True)
 
 
 def _check_root_path(root: str | None) -> None:
-    """Check --root-path. vLLM's authentication removes it from a path as text and then looks for
-    /v1, but the router removes whole segments only.
+    """Check --root-path. vLLM's authentication removes the root path from a path as text, then
+    looks for /v1. The router removes only whole segments.
 
     Raises:
         ConfigError: paths below /v1 would be open without an API key.
@@ -361,8 +361,8 @@ _serving_wrapped = False
 
 
 def _wrap_serving() -> None:
-    """Wrap vLLM's serving classes, once. Called at the server's start, when their modules are
-    loaded."""
+    """Wrap vLLM's serving classes, one time. The server calls this function at its start, after
+    vLLM has loaded the modules of these classes."""
     global _serving_wrapped
     if _serving_wrapped:
         return
@@ -379,8 +379,8 @@ def _wrap_serving() -> None:
 
 def wrap() -> None:
     if RUN not in os.environ:
-        # The first process that calls this is the parent of the API servers. At its exit it
-        # removes their folders.
+        # The first process that runs this code is the parent of the API servers. The parent
+        # removes the servers' folders at its end.
         run = os.environ[RUN] = secrets.token_hex(16)
         atexit.register(end_run, run, os.getpid(), os.environ.get("VLLM_SCOPE_RESULTS_DIR"))
     wrapping.wrap("register_vllm_serve_api_routers", _attach)

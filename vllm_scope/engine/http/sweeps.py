@@ -1,12 +1,12 @@
-"""The sweeps of an API server: which may run, and how much of the batch each may take.
+"""The sweeps of an API server: which sweeps run, and each sweep's part of the batch.
 
 Owns:  SweepRun, which implements server.access.RunningSweep, and `begin`.
-Runs:  in each API server process, on its event loop; a sweep is planned in a thread.
+Runs:  in each API server process, on its event loop. A thread plans each sweep.
 From:  calls.   To: engine.frontend.sweeping, sweep_runs.
 
-Promise: all sweeps of a process together take VLLM_SCOPE_SWEEP_SHARE of a step, divided by the
-number of API server processes. This share is divided equally among the API keys that have sweeps,
-and the part of a key equally among its sweeps. However small its part is, a sweep may have one cell
+Promise: all sweeps of a process together use VLLM_SCOPE_SWEEP_SHARE of a step, divided by the
+number of API server processes. The API keys with sweeps get equal parts of this share. The sweeps
+of a key get equal parts of the key's part. A sweep with a very small part is still allowed one cell
 in the engine.
 """
 
@@ -33,28 +33,28 @@ from vllm_scope.server.settings import ServerSettings
 from vllm_scope.sweeps.plan import Cell
 from vllm_scope.sweeps.wire import AskedSweep
 
-#: The largest number of sweeps that run at once in one API server process.
+#: The largest number of sweeps that run at the same time in one API server process.
 MOST_SWEEPS: Final = 16
 
 
 class Room:
-    """The sweeps that run, by API key."""
+    """The running sweeps, by API key."""
 
     def __init__(self) -> None:
         self._of: defaultdict[str, list[SweepRun]] = defaultdict(list)
 
     def enter(self, run: SweepRun) -> None:
-        """Add a sweep. Raises CapacityError if there is no room for it."""
+        """Add a sweep. Raises CapacityError if the room is full."""
         own, every = self._of.get(run.owner, []), sum(map(len, self._of.values()))
         if every >= MOST_SWEEPS or len(own) >= most_of_one(MOST_SWEEPS):
             raise CapacityError(
-                f"this server runs {every} sweeps, {len(own)} of this key; it runs {MOST_SWEEPS}, "
-                f"and {most_of_one(MOST_SWEEPS)} of one key, so send it again when one has ended."
+                f"this server runs {every} sweeps, {len(own)} of this key; it runs at most "
+                f"{MOST_SWEEPS}, {most_of_one(MOST_SWEEPS)} of one key. Repeat the request later."
             )
         self._of[run.owner].append(run)
 
     def leave(self, run: SweepRun) -> None:
-        """Remove a sweep; does nothing if it has left already."""
+        """Remove a sweep. Does nothing for a sweep that was removed already."""
         runs = self._of.get(run.owner, [])
         if run in runs:
             runs.remove(run)
@@ -63,13 +63,13 @@ class Room:
             self.divide()
 
     def divide(self) -> None:
-        """Tell each sweep its part of the batch."""
+        """Set each sweep's part of the batch."""
         for runs in self._of.values():
             for run in runs:
                 run.take_part(1 / len(self._of) / len(runs))
 
 
-#: vLLM's OutputProcessor -> the sweeps of its engine in this process, and a tokenizer for threads.
+#: vLLM's OutputProcessor -> the sweeps of its engine in this process; a tokenizer for threads.
 _rooms: Beside[Room] = Beside()
 _tokenizers: Beside[Any] = Beside()
 
@@ -78,7 +78,7 @@ class SweepRun:
     """One sweep of an HTTP request.
 
     Args:
-        share: the share of a step that all sweeps of this process may take together.
+        share: the part of a step that all sweeps of this process use together.
     """
 
     def __init__(self, engine: AsyncLLM, room: Room, owner: str, share: float) -> None:
@@ -87,8 +87,8 @@ class SweepRun:
         self._sweeping: Sweeping | None = None
 
     async def plan(self, asked: AskedSweep, most_cells: int) -> None:
-        """Plan the sweep. Raises SpecError if it is not possible here, or has more than
-        `most_cells` cells."""
+        """Plan the sweep. Raises SpecError if the engine cannot run the sweep, or if the sweep has
+        more than `most_cells` cells."""
         if needs_connection(self._engine):
             await connect_async(self._engine)
         self._sweeping = await asyncio.to_thread(
@@ -116,10 +116,10 @@ class SweepRun:
 
 
 async def begin(engine: AsyncLLM, asked: AskedSweep, settings: ServerSettings) -> SweepRun:
-    """Give a sweep its place among the running ones, plan it, and return its SweepRun.
+    """Add a sweep to the running sweeps, plan it, and return its SweepRun.
 
     Raises:
-        SpecError: the sweep is not possible here. CapacityError: there are too many sweeps.
+        SpecError: the engine cannot run the sweep. CapacityError: there are too many sweeps.
     """
     num_processes = max(1, engine.vllm_config.parallel_config._api_process_count)
     limit(settings.rows_of(num_processes))
@@ -136,8 +136,8 @@ async def begin(engine: AsyncLLM, asked: AskedSweep, settings: ServerSettings) -
 
 
 async def _tokenizer_of(engine: AsyncLLM) -> Any:
-    """A copy of the engine's tokenizer; a NoTokenizer if the engine has none. On other threads vLLM
-    changes the truncation setting of the engine's tokenizer while it encodes other requests."""
+    """A copy of the engine's tokenizer, or a NoTokenizer. The engine's own tokenizer is not safe:
+    vLLM's other threads change the tokenizer's truncation setting for requests."""
     known = _tokenizers.of(engine.output_processor)
     if known is None:
         made = await asyncio.to_thread(partial(deepcopy, engine.tokenizer))

@@ -19,15 +19,15 @@ from vllm_scope.engine.worker.worker import ScopeWorker
 from vllm_scope.errors import reason_of
 from vllm_scope.graph.tap import graphs
 
-#: vLLM's calls that change the weights. When a call in _OLD_WEIGHTS begins, the weights are still
-#: those that computed the rows so far. When a call in _NEW_WEIGHTS ends, the weights have changed.
-#: All workers get each call.
+#: vLLM's calls that change the weights. All workers get each call. At the start of a call in
+#: _OLD_WEIGHTS, the weights are the weights that computed all earlier rows. At the end of a call
+#: in _NEW_WEIGHTS, the weights are new.
 _OLD_WEIGHTS = ("reload_weights", "start_weight_update")
 _NEW_WEIGHTS = ("reload_weights", "finish_weight_update")
 
 
 def _remote_calls(scope: ScopeWorker) -> dict[str, Callable[..., object]]:
-    """Name of a remote call -> the function; vLLM returns its errors to the caller as text."""
+    """Name of a remote call -> the call's function. vLLM sends the function's errors as text."""
     return {
         "scope_connect": scope.connect,
         "scope_describe": scope.describe,
@@ -38,7 +38,7 @@ def _remote_calls(scope: ScopeWorker) -> dict[str, Callable[..., object]]:
 
 
 def _attach(worker: Worker, config: ScopeConfig) -> None:
-    """Wrap one worker instance, not its class, which may be the user's (`worker_cls`)."""
+    """Wrap one worker instance. The worker's class is not wrapped, because a user can own it."""
     scope = ScopeWorker(worker, config)
     load_model = worker.load_model
     warm_up, shutdown = worker.compile_or_warm_up_model, worker.shutdown
@@ -63,7 +63,7 @@ def _attach(worker: Worker, config: ScopeConfig) -> None:
 
     for names, wrapped in ((_OLD_WEIGHTS, _settling), (_NEW_WEIGHTS, _renewing)):
         for name in names:
-            if hasattr(worker, name):  # a worker of another platform may lack some of them
+            if hasattr(worker, name):  # workers of other platforms can lack some methods
                 setattr(worker, name, wrapped(getattr(worker, name), scope))
     worker.load_model = load
     worker.compile_or_warm_up_model, worker.shutdown = warm, close
@@ -93,25 +93,25 @@ def _renewing(change: Callable[..., object], scope: ScopeWorker) -> Callable[...
 
 
 def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
-    """Wrap the steps of the runner, not of the worker: Ray's compiled graph does not call the
-    worker's `execute_model`. vllm 0.32, v1/executor/ray_utils.py,
-    RayWorkerWrapper.execute_model_ray
+    """Wrap the steps of the runner, not of the worker. Ray's compiled graph does not call the
+    worker's `execute_model`.
+    vllm 0.32, v1/executor/ray_utils.py, RayWorkerWrapper.execute_model_ray
     """
     execute_model = runner.execute_model
 
     def execute(scheduler_output: SchedulerOutput, *args: object, **kwargs: object) -> object:
-        if kwargs.get("dummy_run"):  # Model Runner V2 calls `execute_model` for dummy steps too
+        if kwargs.get("dummy_run"):  # Model Runner V2 also calls `execute_model` for dummy steps
             return execute_model(scheduler_output, *args, **kwargs)
         news = news_in(scheduler_output)
         if news is not None and news.zeroed:
             clearing.zero(runner, news.zeroed)
         if news is not None and news.accepted:
             scope.accept(news.accepted)
-        # Ended requests come first: the scheduler has given their places to new requests.
+        # Ended requests come first, because the scheduler has given their places to new requests.
         if scheduler_output.finished_req_ids:
             if news is not None and news.filled_at_end:
-                # Kept first: `finish_requests` forgets the request that has these scores, and an
-                # entrant may take them.
+                # The scores are stored before `finish_requests`, which forgets the request that
+                # has the scores. A new request can need these scores.
                 scope.keep_blocks(news.filled_at_end)
             ended = {} if news is None else news.ended
             scope.finish_requests(scheduler_output.finished_req_ids, ended)
@@ -133,7 +133,7 @@ def _attach_steps(runner: ModelRunner, scope: ScopeWorker) -> None:
             scope.end_launch()
             scope.steps.fail()
             raise
-        if output is not None:  # else `sample_tokens` launches the rest
+        if output is not None:  # otherwise `sample_tokens` launches the rest of the step
             scope.end_launch()
         scope.steps.end()
         if news is not None and news.entrants:

@@ -1,11 +1,11 @@
-"""Finds the attention modules that are tapped, their heads, and the parameters of their kernels.
+"""Finds the tapped attention modules, their heads, and the parameters of their kernels.
 
 Owns:  `heads_of`, `attention_of`, `kernel_of`.
-Runs:  `heads_of` in every process that has the configuration; the others in every worker, after
-       load.
+Runs:  `heads_of` in every process that has the configuration; the other functions in every worker
+       after load.
 
-Promise: if a layer that carries a tap does not have the configured site as described, the
-engine does not start.
+Promise: if a tapped layer does not have the configured site as described, the engine does not
+start.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from vllm_scope.request.sites import ATTENTION_SITES, Heads, Place, Sites
 
 
 def heads_of(vllm_config: VllmConfig, sites: Sequence[str]) -> Heads:
-    """The model's heads, according to its configuration; `attention_of` checks them.
+    """The model's heads by its configuration. `attention_of` checks these heads later.
 
     Args:
         sites: the configured sites inside the attention.
 
     Raises:
-        ConfigError: the attention has no such heads.
+        ConfigError: the attention is latent (MLA), which has no heads with keys and values.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     named = f"additional_config['scope'].sites has {sites[0]!r}"
     if model.use_mla:
         raise ConfigError(
-            f"{named}, and this model's attention is latent (MLA): its heads' keys and values "
-            "are never there as such. Leave the site out."
+            f"{named}, and this model's attention is latent (MLA): it never computes keys and "
+            "values of single heads. Leave the site out."
         )
     size = int(model.get_head_size())
     # vLLM gives each rank an equal number of query heads.
@@ -47,20 +47,20 @@ def heads_of(vllm_config: VllmConfig, sites: Sequence[str]) -> Heads:
 
 def heads_here(heads: Heads, num_ranks: int) -> Heads:
     """The heads of one of `num_ranks` tensor-parallel ranks. If there are fewer key and value heads
-    than ranks, each key and value head is on several ranks."""
+    than ranks, several ranks have the same key and value head."""
     num_kv_heads = max(1, heads.num_kv_heads // num_ranks)
     return replace(heads, num_heads=heads.num_heads // num_ranks, num_kv_heads=num_kv_heads)
 
 
 def attention_of(anatomy: Anatomy, sites: Sites, num_ranks: int = 1) -> dict[int, nn.Module]:
-    """Layer -> the one module that is called with q, k and v, for layers with a tap inside it.
+    """Layer -> the only module that gets q, k and v, for layers with a tap inside the attention.
 
     Args:
         num_ranks: the number of ranks among which tensor parallelism splits the heads.
 
     Raises:
-        ConfigError: a layer has no such module or several, its heads are not the model's, or its
-            k or v is tapped and it uses another layer's keys and values.
+        ConfigError: a layer has no such module or several; or its heads are not the model's; or k
+            or v is tapped in a layer that uses another layer's keys and values.
     """
     found: dict[int, nn.Module] = {}
     for number, layer in anatomy.layers.items():
@@ -75,7 +75,7 @@ def attention_of(anatomy: Anatomy, sites: Sites, num_ranks: int = 1) -> dict[int
 def _attention_in(layer: nn.Module, number: int) -> nn.Module:
     from vllm.model_executor.layers.attention import Attention
 
-    # vLLM's AttentionType is a string; cross-attention and encoders have other values.
+    # vLLM's AttentionType is a string. Cross-attention and encoders have other values.
     here = [
         module for module in layer.modules()
         if isinstance(module, Attention) and module.attn_type == "decoder"
@@ -91,7 +91,7 @@ def _attention_in(layer: nn.Module, number: int) -> nn.Module:
 
 
 def _check(module: Any, number: int, tapped: list[str], expected: Heads) -> None:
-    # If the module does not say how wide values are, they are as wide as keys.
+    # If the module has no attribute for the width of values, values are as wide as keys.
     size_v = getattr(module, "head_size_v", module.head_size)
     heads = Heads(module.num_heads, module.num_kv_heads, module.head_size, size_v)
     if heads != expected:
@@ -109,19 +109,19 @@ def _check(module: Any, number: int, tapped: list[str], expected: Heads) -> None
 
 
 def kernel_of(module: Any, gather: Callable[[Tensor], Tensor] | None = None) -> dict[str, object]:
-    """The parameters of an attention module's kernel beside q, k and v, as plain numbers.
+    """The parameters of an attention module's kernel besides q, k and v, as plain numbers.
 
     Args:
-        gather: as in Split, if the heads are split among ranks; every rank then calls `kernel_of`.
+        gather: as in Split, if ranks split the heads. Every rank then calls `kernel_of`.
 
     Returns:
-        layer_name: vLLM's. scale: the factor of q.k. sliding_window: how many positions a query
-        sees, its own included; None for all. logits_soft_cap: None for none. alibi_slopes, sinks:
-        by head; None for none. exact: True if the kernel does nothing else; False for example for
-        chunked attention (Llama 4, Rnj-1), or for image tokens that see later tokens.
+        layer_name: vLLM's name. scale: the factor of q.k. sliding_window: the number of positions
+        that a query sees, its own position included; None for all. logits_soft_cap: None without
+        cap. alibi_slopes, sinks: one number for each head, or None. exact: False with more rules,
+        as in chunked attention (Llama 4, Rnj-1), or if image tokens see later tokens.
     """
     impl = module.impl
-    # Subclasses mask by rules of their own. vllm 0.32, model_executor/layers/attention/
+    # Subclasses have their own mask rules. vllm 0.32, model_executor/layers/attention/
     plain = type(module).__name__ == "Attention" and not (
         getattr(module, "use_alibi_sqrt", False)
         or getattr(module, "use_mm_prefix", False)

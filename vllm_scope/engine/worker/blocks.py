@@ -3,9 +3,8 @@
 Owns:  `blocks_of`.
 Runs:  in every worker, after load.
 
-Promise: if a layer that carries a tap has no such block, or several, or if the block's forward has
-no parameter with a known name of the input, the engine does not start. Every rank has the whole
-row.
+Promise: the engine does not start if a tapped layer has no such block or several, or if the block's
+forward has no parameter with a known name of the input. Every rank has the whole row.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from vllm_scope.request.sites import BLOCK_SITES, Place, Sites
 
 
 def blocks_of(anatomy: Anatomy, sites: Sites) -> dict[Place, nn.Module]:
-    """A tapped place of `attn_in` or `mlp_in` -> the module whose input it is.
+    """A tapped place of `attn_in` or `mlp_in` -> the module whose input the tap reads.
 
     Raises:
         ConfigError: a layer has no such module or several, or no parameter of the module's forward
@@ -55,17 +54,17 @@ def _block_in(layer: nn.Module, place: Place) -> nn.Module:
 
 
 def _is_attention(child: nn.Module) -> bool:
-    """True if `child` holds exactly one attention module, of a decoder, and is not that module."""
+    """True if `child` contains exactly one attention module, and this module is a decoder's."""
     from vllm.model_executor.layers.attention import Attention, MLAAttention
 
     every = [m for m in child.modules() if isinstance(m, Attention | MLAAttention)]
-    # Latent attention (MLA) has no `attn_type`; it is a decoder's.
+    # Latent attention (MLA) has no `attn_type`, because it is always a decoder's attention.
     types = [getattr(module, "attn_type", "decoder") for module in every]
     return child not in every and types == ["decoder"]
 
 
 def _is_mlp(child: nn.Module) -> bool:
-    """True if `child` holds a down projection or experts, and nothing that mixes tokens."""
+    """True if `child` has a down projection or experts, and no module that mixes tokens."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.linear import RowParallelLinear
 

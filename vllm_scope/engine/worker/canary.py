@@ -1,10 +1,10 @@
-"""Reads one row at every tap of a loaded model before it serves.
+"""Reads one row at every tap of a loaded model before the model serves.
 
 Owns:  `silent_taps`, `rows_at`, `row_at`.
-Runs:  in every worker, once, after compilation and warm-up.
+Runs:  in every worker, one time, after compilation and warm-up.
 
-A compiled graph that was cached without taps computes the right tokens and reads nothing,
-without an error (measured). So a dummy forward reads one row at every tap.
+vLLM can load a compiled graph without taps from its cache. A graph without taps computes the right
+tokens and reads no rows, without an error. Therefore a dummy forward reads a row at every tap.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from vllm_scope.program.layout import Widths
 from vllm_scope.program.operations import Program
 from vllm_scope.request.sites import boundary_of_point, point_of
 
-#: Written to the slots before the forward; no model computes a row of this value. Exact in bf16
-#: and fp16.
+#: The value of all slots before the forward. No model computes a row in which all numbers are
+#: POISON. The value is exact in bf16 and fp16.
 POISON = -1280.0
 
 
@@ -34,12 +34,12 @@ def rows_at(
     to_host: bool,
     forward: Callable[[Callable[[], None]], object],
 ) -> dict[int, Tensor]:
-    """Boundary -> the row of its tap in one dummy forward: a copy, flat, with the padding of its
-    last slot, CPU.
+    """Boundary -> the row of its tap in one dummy forward. Each row is a flat copy on the CPU, with
+    the padding of its last slot.
 
     Args:
         boundaries: boundaries with a tap on this worker.
-        slots: the slots that the taps write: [n, elements of a slot], model dtype.
+        slots: the slots that the taps write, [n, elements of a slot], model dtype.
         first_slot: index of the first of `slots` in the arena, or in host memory.
         to_host: True if `slots` are in host memory.
         forward: calls its argument, then runs a forward of one dummy token.
@@ -54,10 +54,10 @@ def rows_at(
 
 
 def silent_taps(found: Mapping[int, Tensor]) -> list[int]:
-    """The boundaries at which nothing was written.
+    """The boundaries whose taps wrote nothing.
 
     Args:
-        found: as `rows_at` returns it.
+        found: the result of `rows_at`.
     """
     return [boundary for boundary, row in found.items() if not (row.float() != POISON).any()]
 
@@ -69,10 +69,10 @@ def row_at(
     first_slot: int,
     forward: Callable[[Callable[[], None]], object],
 ) -> Tensor:
-    """The row of one tap in a dummy forward: a copy, flat, with the padding of its last slot, CPU.
+    """The row of one tap in a dummy forward: a flat copy on the CPU, with its last slot's padding.
 
     Args:
-        slots, first_slot, forward: as for `rows_at`; the slots are in the arena.
+        slots, first_slot, forward: as for `rows_at`. The slots are in the arena.
     """
     program = Program.reading((point_of(boundary, 0),))
     return _read(program, tables, slots, first_slot, False, forward).flatten()
@@ -86,7 +86,7 @@ def _read(
     to_host: bool,
     forward: Callable[[Callable[[], None]], object],
 ) -> Tensor:
-    """What a dummy forward wrote to the slots; a copy, CPU."""
+    """A copy, on the CPU, of the slots after a dummy forward has written them."""
     slots.fill_(POISON)
     tables.begin_step()
 

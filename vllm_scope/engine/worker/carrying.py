@@ -1,7 +1,7 @@
 """Sends values from a worker to EngineCore, as attributes of a step's output.
 
 Owns:  `is_output`, `carrying`, `carried`, `carries`.
-Runs:  `carrying` in the worker, where an output is made; `carried` and `carries` in EngineCore.
+Runs:  `carrying` in the worker, which makes an output; `carried` and `carries` in EngineCore.
 To:    faults, verdicts; core.outputs.
 """
 
@@ -13,17 +13,17 @@ from typing import Any
 
 
 def is_output(output: object) -> bool:
-    """True for a step's output, which may be asynchronous; False for a result before sampling."""
+    """True for a step's output, also if it is asynchronous. False for a result before sampling."""
     return hasattr(output, "get_output") or hasattr(output, "sampled_token_ids")
 
 
 def carrying(output: Any, name: str, find: Callable[[], dict[str, Any]]) -> Any:
-    """The output with the result of `find`, by request, as its attribute `name`; no attribute if
-    the result is empty.
+    """The output with the result of `find`, by request, as its attribute `name`. If the result is
+    empty, the output gets no attribute.
 
     Args:
-        output: what `execute_model` or `sample_tokens` returned.
-        find: called when the output is made: by its `get_output` if it is asynchronous, else now.
+        output: the result of `execute_model` or `sample_tokens`.
+        find: called by `get_output` if the output is asynchronous, otherwise now.
     """
     if hasattr(output, "get_output"):
         make = output.get_output
@@ -38,11 +38,11 @@ def carrying(output: Any, name: str, find: Callable[[], dict[str, Any]]) -> Any:
 
 
 def carries(output: object) -> bool:
-    """True if an output carries anything."""
+    """True if an output carries any values."""
     return getattr(output, "scope_carries", False)
 
 
 def carried(output: object, name: str) -> Mapping[str, Any]:
-    """The values that an output carries under a name, by request; empty if there are none."""
+    """The values that an output carries under a name, by request. Empty without values."""
     found = getattr(output, name, None)
     return found if isinstance(found, dict) else {}

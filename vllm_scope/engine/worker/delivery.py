@@ -1,14 +1,14 @@
 """Delivers a worker's rows through its ring, drain and sinks, to the destinations of each request.
 
 Owns:  WorkerDelivery.
-Runs:  in workers that deliver rows, on the worker's thread; the drain and the sinks have threads
-       of their own.
+Runs:  in workers that deliver rows, on the worker's thread. The drain and the sinks have their own
+       threads.
 From:  worker.   To: worker.drain, sinks.router.
 
-The end of a request: the scheduler, in EngineCore, decides which tokens are accepted. When a
-request with sinks ends, the scheduler sends the accepted tokens with the step's news
-(engine.core.scheduler). This is the same for both runners, for every pipeline stage, and for
-aborts and preemptions. Sinks then leave out the rows of tokens that were never accepted.
+The scheduler, in EngineCore, decides which tokens are accepted. When a request with sinks ends, the
+scheduler sends the accepted tokens with the step's news (engine.core.scheduler). Aborts and
+preemptions, both runners and all pipeline stages use the same news. Sinks then leave out the rows
+of tokens that were not accepted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from vllm_scope.worker.held_saes import NONE, PairMakers
 from vllm_scope.worker.score_store import ScoreStore
 from vllm_scope.worker.watch import Watch
 
-#: The key of a request that delivers nothing.
+#: The key of a request that has no rows and no scores to deliver.
 NOBODY = -1
 IDLE_COUNTERS: dict[str, object] = {
     "requests_routed": 0, "roads": [], "sinks": {}, "ring": None
@@ -56,7 +56,7 @@ class WorkerDelivery:
 
     Attributes:
         widths: the widths of raw rows.
-        info: a RequestInfo with the fields that all requests share: stage and model.
+        info: a RequestInfo with the fields that all requests share, such as stage and model.
         here: boundaries with a tap on this worker.
     """
 
@@ -70,7 +70,7 @@ class WorkerDelivery:
     info: RequestInfo
     here: frozenset[int]
     policies: Policies
-    #: Keys for requests to which no front-end gave a key: negative, below NOBODY.
+    #: Negative keys below NOBODY, for requests that have no key from a front-end.
     _own_keys: Iterator[int] = field(default_factory=lambda: itertools.count(NOBODY - 1, -1))
 
     @staticmethod
@@ -90,13 +90,13 @@ class WorkerDelivery:
 
         Args:
             here: boundaries with a tap on this worker.
-            stage: this pipeline stage's number, and the number of stages.
+            stage: (this pipeline stage's number, the number of stages).
             drafts: as in Watch.
             lag: as in Policies.
-            saes: as in Packer. Lenses are added once the canary has checked the model's own lens.
+            saes: as in Packer. The worker adds lenses after the canary has checked the lens.
 
         Raises:
-            ScopeError: a sink or a policy cannot be made; the engine does not start.
+            ScopeError: a sink or a policy cannot be created. The engine does not start.
         """
         ring = HostRing(sizes.host_slots(arena.num_slots), sizes.cuda)
         ring.patience_s = config.deliver_timeout_s
@@ -126,7 +126,7 @@ class WorkerDelivery:
         )  # fmt: skip
 
     def expect(self, recipient: Recipient) -> None:
-        """Announce a request, so that its front-end is answered even if the request then fails.
+        """Announce a request. The front-end then gets an answer even if the request fails.
 
         Raises:
             CapacityError: the front-end is not connected.
@@ -140,16 +140,16 @@ class WorkerDelivery:
         recipient: Recipient | None,
         asked: Resolved,
     ) -> int:
-        """Prepare for a request's rows, and return the key that they will have. It is the
-        recipient's key if the recipient awaits rows.
+        """Prepare for a request's rows, and return the key that the rows will have. If the
+        recipient awaits rows, the key is the recipient's key.
 
         Raises:
-            CapacityError: there is no room for what its codecs and probes need.
+            CapacityError: there is no room for the request's codecs and probes.
         """
         if recipient is not None and recipient.awaits:
             key = recipient.key
         else:
-            # Only global sinks and edits concern this request.
+            # Only global sinks and edits apply to this request.
             key = next(self._own_keys) if asked.delivering else NOBODY
             recipient = recipient or Recipient(key, "", req_id, req_id)
         if key >= 0 and MEMORY not in asked.destinations:
@@ -180,7 +180,7 @@ class WorkerDelivery:
         return key
 
     def keep_scores(self, key: int, entrant: Entrant, layout: Layout) -> None:
-        """Keep a request's scores with its KV blocks, and deliver the scores of its cached tokens.
+        """Store a request's scores for its KV blocks, and deliver the scores of its cached tokens.
 
         Args:
             layout: the layout of all tokens of the request at this stage.
@@ -189,7 +189,7 @@ class WorkerDelivery:
         if not entrant.cached:
             return
         block_slots = layout.slots(self.widths) * entrant.block_size
-        # A quarter of the ring at once leaves room for the step's rows.
+        # A message takes at most a quarter of the ring, because the step's rows also need room.
         at_once = max(1, len(self.ring.slots) // 4 // block_slots)
         for first in range(0, len(entrant.cached), at_once):
             some = entrant.cached[first : first + at_once]
@@ -205,10 +205,10 @@ class WorkerDelivery:
         self.watch.finish_request(key)
         if ended is not None:
             self.router.expect_end(key, ended)
-        self.drain.finish_request(key, error)  # the drain also ends the request in the store
+        self.drain.finish_request(key, error)  # this call also ends the request in the store
 
     def describe(self) -> dict[str, list[str]]:
-        """The sinks that requests may name -> the kinds of actions that may name them."""
+        """The sinks that requests can name -> the kinds of actions that can name each sink."""
         return self.router.takes
 
     def counters(self) -> dict[str, object]:

@@ -1,13 +1,13 @@
-"""Ends requests whose edits make rows that are not finite; other requests go on.
+"""Ends requests whose edits make rows that are not finite. Other requests continue.
 
-Owns:  the way of a fault from a tap to the caller.
-Runs:  Faults in every worker, where a step's output is made; `end_faulty` in EngineCore, where
-       the output is read.
+Owns:  the transport of a fault from a tap to the caller.
+Runs:  Faults in every worker, which makes a step's output; `end_faulty` in EngineCore, which reads
+       the output.
 From:  tap.tables (faults by owner), plan (owners).   To: clearing (the request's KV).
 
 If an edit's result is not finite in the model's dtype, the tap leaves the row unchanged and
 reports a fault. The last tap also checks every token of an edited request. The worker sends the
-faults with the step's output. EngineCore ends the requests before it takes a token of that step.
+faults with the step's output. EngineCore ends the faulty requests before it takes their tokens.
 """
 
 from __future__ import annotations
@@ -33,35 +33,36 @@ class Faults:
 
     def __init__(self, tables: Tables, planner: Planner, sites: Sites) -> None:
         self._reported, self._planner, self._sites = tables.faults, planner, sites
-        #: Requests with edits that cannot be done -> the reason, until an output carries it.
+        #: Request whose edits are not possible -> the reason, until an output carries the reason.
         self._failed: dict[str, str] = {}
 
     def fail(self, req_id: str, reason: str) -> None:
-        """End a request whose edits cannot be done: else its unedited KV would be found under the
-        keys of edited KV."""
+        """End a request whose edits are not possible. Otherwise other requests would find the
+        request's unedited KV under the keys of edited KV."""
         self._failed[req_id] = reason
 
     def __bool__(self) -> bool:
-        """True if some request may have a fault, or if an output must carry one."""
+        """True if a request can have a fault, or if an output must carry a fault."""
         return bool(self._planner.owners or self._failed)
 
     def with_faults(self, output: object) -> object:
         """A step's output, with the faults so far in its attribute `scope_faults`.
 
         Args:
-            output: what `execute_model` or `sample_tokens` returned. An asynchronous output gets
-                the faults when its `get_output` is called.
+            output: the result of `execute_model` or `sample_tokens`. An asynchronous output gets
+                the faults in the call of its `get_output`.
         """
         if not self:
             return output
         return carrying(output, "scope_faults", self._take)
 
     def _take(self) -> dict[str, str]:
-        """Request -> why it fails. Each fault is taken once, on the thread that makes outputs."""
+        """Request -> the reason of its fault. A second call does not return the same fault. Only
+        the thread that makes outputs calls this method."""
         owners = list(self._planner.owners)
         at = np.array(owners, np.int64)
         found: dict[str, str] = {}
-        while self._failed:  # the main thread may add requests during the loop
+        while self._failed:  # the main thread can add requests during the loop
             found |= [self._failed.popitem()]
         for i in np.flatnonzero(self._reported[at]):
             req_id = self._planner.owners.get(owners[i])
@@ -103,7 +104,7 @@ def end_faulty(
     scheduler_output: object,
     model_runner_output: object,
 ) -> dict[int, Outputs]:
-    """End requests with a fault before their tokens are taken."""
+    """End requests with a fault before vLLM takes their tokens."""
     faults = carried(model_runner_output, "scope_faults")
     if not faults:
         return original(self, scheduler_output, model_runner_output)

@@ -1,7 +1,7 @@
 """Loads the encoders of SAEs and the maps of lenses that a worker holds on its device.
 
 Owns:  `held_saes`, `held_maps`.
-Runs:  in workers that drain, when the model is loaded, so that vLLM counts the memory.
+Runs:  in workers that drain, at the model's load. vLLM later counts this memory as used.
 From:  the configuration, saes.load, lenses.linear.   To: worker.held_saes, worker.lens.
 """
 
@@ -28,11 +28,11 @@ def held_saes(
         here: boundaries with a tap on this worker.
 
     Raises:
-        ScopeError: the SAEs cannot be read, or take more than saes_mib.
+        ScopeError: the SAEs cannot be read, or need more than saes_mib.
     """
     if not config.saes:
         return {}
-    from vllm_scope.saes.load import load_saes  # imported here: most engines hold no SAE
+    from vllm_scope.saes.load import load_saes  # imported here, because most engines hold no SAE
 
     some = [sae for sae in load_saes(config.saes).values() if sae.place.boundary in here]
     found: dict[str | LensKey, PairMaker] = {}
@@ -51,7 +51,7 @@ def held_maps(
         here: boundaries with a tap on this worker.
 
     Raises:
-        ScopeError: the lenses cannot be read, are of another model, or take more than lenses_mib.
+        ScopeError: the lenses cannot be read, or fit another model, or need more than lenses_mib.
     """
     if not config.lenses:
         return {}

@@ -1,8 +1,8 @@
-"""Puts taps on a loaded model, and makes the arena and the tables that the taps use.
+"""Installs taps on a loaded model, and allocates the arena and the tables that the taps use.
 
-Owns:  Loaded, `load_taps`, those of its parts that `vllm-scope doctor` also calls, and the check
-       that every tap of the compiled model writes.
-Runs:  in every worker process: after vLLM loaded the model, and after its warm-up.
+Owns:  Loaded, `load_taps`, the parts of `load_taps` that `vllm-scope doctor` also calls, and the
+       check that every tap of the compiled model writes.
+Runs:  in every worker process: after vLLM has loaded the model, and after vLLM's warm-up.
 From:  worker.   To: graph.anatomy, graph.tap, worker.arena, canary.
 """
 
@@ -49,18 +49,18 @@ from vllm_scope.worker.arena import Arena
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Calls its argument, which plans a step; then runs a forward of one dummy token. Returns the
-#: model's output.
+#: A function that calls its argument, which plans a step. The function then runs a forward of one
+#: dummy token, and returns the model's output.
 Forward = Callable[[Callable[[], None]], object]
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What the taps of one worker use.
+    """The memory that the taps of one worker use, and the sizes of this memory.
 
     Attributes:
         here: boundaries with a tap on this worker.
-        sizes: the sizes of the tables and rings; `limits` follow from them.
+        sizes: the sizes of the tables and rings. `limits` follow from these sizes.
     """
 
     here: tuple[int, ...]
@@ -82,15 +82,15 @@ def load_taps(
     """Install taps on a model.
 
     Args:
-        worker: vLLM's.
-        drains: True if this rank delivers rows. The other ranks make the same edits, and deliver
-            nothing.
+        worker: vLLM's worker.
+        drains: True if this rank delivers rows. The other ranks make the same edits, but deliver
+            no rows.
         reports: True if this rank reports faulty rows.
-        optimistic: as Limits.optimistic.
+        optimistic: as in Limits.
 
     Raises:
         CompatError: a layer cannot be tapped.
-        ConfigError: `arena_mib` is too small, or options ask for more memory than is free.
+        ConfigError: `arena_mib` is too small, or options need more memory than is free.
     """
     vllm_config, device = worker.vllm_config, worker.device
     dtype = vllm_config.model_config.dtype
@@ -102,11 +102,11 @@ def load_taps(
         max(captured),
         device.type == "cuda",
     )
-    # A captured graph may be padded past the scheduler's own limit.
+    # A captured graph can have more rows than the scheduler's own limit.
     max_rows = max(sizes.max_rows, sizes.graph_rows)
     num_slots = sizes.arena_slots(config)
     if not drains:
-        num_slots = sizes.slots_of_all  # only for the check of the taps
+        num_slots = sizes.slots_of_all  # only the check of the taps uses these slots
     _check_room(config, sizes, num_slots, drains, device)
     tables = Tables(
         sites.boundaries, max_rows, sites.hidden_size, sizes.widths, device, config.vectors_mib,
@@ -119,7 +119,7 @@ def load_taps(
     if device.type == "cuda":
         from vllm_scope.graph.tap.kernel import load_variants
 
-        # The kernels cannot be loaded during a graph capture.
+        # The kernels are loaded now, because a graph capture cannot load kernels.
         load_variants(arena.slots, tables, sites.row_sizes)
     tap_of = {boundary: tap for tap, boundary in enumerate(sites.boundaries)}
     here = install_all_taps(anatomy, tap_of, arena.slots, tables, sites)
@@ -129,7 +129,7 @@ def load_taps(
 def _check_room(
     config: ScopeConfig, sizes: Sizes, num_slots: int, drains: bool, device: torch.device
 ) -> None:
-    """Raises ConfigError if options ask for more memory than is free now, beside the weights.
+    """Raises ConfigError if options need more memory than is free now, after the weights.
 
     Args:
         num_slots: the size of the arena.
@@ -146,7 +146,7 @@ def _check_room(
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + kept
         check_memory(asked, config, free, f"the device {device}")
-        asked = {"arena_mib": ring}  # the size of the ring in host memory follows from the arena's
+        asked = {"arena_mib": ring}  # the ring's size in host memory follows from the arena's size
     else:
         asked["arena_mib"] += ring
     check_memory(asked, config, psutil.virtual_memory().available, "this host")
@@ -191,10 +191,10 @@ def _splits_of(sites: Sites, num_ranks: int) -> dict[str, Split]:
 def install_all_taps(
     anatomy: Anatomy, tap_of: Mapping[int, int], arena: Tensor, tables: Tables, sites: Sites
 ) -> tuple[int, ...]:
-    """Install all taps, and return the boundaries with a tap on this worker. Arguments and errors
-    are as for `install_taps`, `install_attention_taps` and `install_part_taps`."""
+    """Install all taps. Returns the boundaries with a tap on this worker. Arguments and errors are
+    as for `install_taps`, `install_attention_taps` and `install_part_taps`."""
     where = (anatomy, tap_of, arena, tables)
-    # The stream's taps come first: if they refuse a model, it has not been changed.
+    # `install_taps` runs first. If it refuses a model, the model is unchanged.
     stream = install_taps(*where)
     inner = (*install_attention_taps(*where, sites), *install_part_taps(*where, sites))
     return (*stream, *inner)
@@ -208,14 +208,14 @@ def check_taps(
     ring: HostRing | None,
     forward: Forward,
 ) -> None:
-    """Check that every tap writes a row: to the arena, and on a GPU to host memory too.
+    """Check that every tap writes a row to the arena. On a GPU, check host memory too.
 
     Args:
         here: boundaries with a tap on this worker.
-        ring: None on a rank that delivers nothing.
+        ring: None on a rank that delivers no rows.
 
     Raises:
-        CompatError: some tap wrote nothing; the engine does not start.
+        CompatError: a tap wrote nothing. The engine does not start.
     """
 
     def silent(slots: Tensor, first_slot: int, to_host: bool) -> set[int]:
@@ -231,8 +231,8 @@ def check_taps(
         found |= silent(lease.slots.view(arena.slots.dtype), lease.start, True)
         lease.release()
     elif arena.slots.is_cuda:
-        # Tensor-parallel ranks compute each layer together, so this rank runs as many forwards as
-        # the first rank.
+        # Tensor-parallel ranks compute each layer together. Therefore this rank must run as many
+        # forwards as the first rank.
         forward(lambda: None)
     if found:
         raise CompatError(
@@ -242,7 +242,7 @@ def check_taps(
 
 
 def _why_silent(found: Collection[int], here: Collection[int]) -> str:
-    """Why the taps of the boundaries `found` wrote nothing, and what to do about it."""
+    """The reason why the taps of the boundaries `found` wrote nothing, and the remedy."""
     if len(found) == len(here):
         return "the compiled graph has no taps. Remove vLLM's compile cache (VLLM_CACHE_ROOT)"
     layers: dict[str, list[int]] = {}
@@ -250,8 +250,8 @@ def _why_silent(found: Collection[int], here: Collection[int]) -> str:
         layers.setdefault(site, []).append(layer)
     named = ", ".join(f"{site!r} of layers {those}" for site, those in layers.items())
     return (
-        f"{named}. The model's code does not pass there, or a graph was cached that has no tap "
-        "there. Leave these sites out of additional_config['scope'].sites, or remove vLLM's "
+        f"{named}. The model's code does not run there, or vLLM's cache has a graph without these "
+        "taps. Leave these sites out of additional_config['scope'].sites, or remove vLLM's "
         "compile cache (VLLM_CACHE_ROOT),"
     )
 
@@ -274,14 +274,13 @@ def compiled_rows(
 def last_rows(
     sites: Sites, widths: Widths, tables: Tables, arena: Arena, forward: Forward
 ) -> tuple[Tensor, Tensor]:
-    """The row at the exit of the last layer, and the row that the model returned, in one dummy
-    forward.
+    """(the row after the last layer, the row that the model returned) of one dummy forward.
 
     Returns:
-        Two rows, [hidden_size] each, on the device.
+        Two rows on the device, [hidden_size] each.
 
     Raises:
-        CompatError: the model returned something other than rows.
+        CompatError: the model's output is not a tensor of rows.
     """
     out: list[object] = []
     num_slots = widths.row_slots[STREAM]

@@ -1,11 +1,11 @@
 """Finds the module of each MLP whose input is `mlp_post`, and the size of a row of this site.
 
 Owns:  `mlp_size_of`, `projections_of`.
-Runs:  `mlp_size_of` in every process that has the configuration; `projections_of` in every worker,
+Runs:  `mlp_size_of` in every process that has the configuration; `projections_of` in every worker
        after load.
 
-Promise: if a layer that carries a tap has no such module, several modules, or one of another width,
-the engine does not start.
+Promise: the engine does not start if a tapped layer has no such module, several modules, or a
+module of another width.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from vllm_scope.errors import ConfigError
 from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.request.sites import MLP_SITE, Place, Sites
 
-#: Names of the MLP's width in configurations. GPT-2 and Falcon may set it to None, which means four
-#: times the hidden size. Bloom always has that width, and its configuration has no such name.
+#: Names of the MLP's width in configurations. In GPT-2 and Falcon, the width None means four times
+#: the hidden size. Bloom always has four times the hidden size, and has none of these names.
 _NAMES = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 _NAMED = f"additional_config['scope'].sites has {MLP_SITE!r}"
 
 
 def mlp_size_of(vllm_config: VllmConfig) -> int:
-    """The size of a row of `mlp_post` by the configuration; `projections_of` checks it.
+    """The size of a row of `mlp_post` by the configuration. `projections_of` checks it later.
 
     Raises:
         ConfigError: the layers have several widths.
@@ -50,8 +50,8 @@ def projections_of(anatomy: Anatomy, sites: Sites, num_ranks: int = 1) -> dict[i
         num_ranks: the number of ranks among which tensor parallelism splits the rows.
 
     Raises:
-        ConfigError: a layer has experts, or not exactly one down projection; or its down projection
-            has another width, or an input that is not split equally among the ranks.
+        ConfigError: a layer has experts, or does not have exactly one down projection; or the down
+            projection has another width, or an input that the ranks do not split equally.
     """
     found: dict[int, nn.Module] = {}
     for number, layer in anatomy.layers.items():
@@ -85,7 +85,7 @@ def _projection_in(layer: nn.Module, number: int, size: int | None, num_ranks: i
 
 
 def _projections(layer: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """(module that is called, vLLM's linear layer) of each row-parallel layer outside attention."""
+    """(the called module, vLLM's linear layer) of each row-parallel layer outside the attention."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.linear import RowParallelLinear
 
@@ -95,7 +95,7 @@ def _projections(layer: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
             continue  # attention, or a state-space block in place of attention
         for name, module in modules.items():
             if isinstance(module, RowParallelLinear):
-                # LoRA wraps the layer, and calls parts of it.
+                # LoRA wraps the linear layer, and calls parts of it.
                 wrapped = name.rpartition(".")[2] == "base_layer"
                 outer = modules[name.rpartition(".")[0]] if wrapped else module
                 yield outer, module

@@ -2,10 +2,11 @@
 
 Owns:  OwnLens.
 Runs:  in every worker, on its main thread, at the start and after a change of the weights.
-From:  worker.   To: unembedding (which knows the model), vocabulary (several ranks), holding.
+From:  worker.   To: unembedding (the model's parts), vocabulary (several ranks), holding.
 
-Promise: all ranks of a tensor-parallel group make the same calls in the same order, whatever the
-first rank finds. A model whose lens cannot be applied is served without one.
+Promise: all ranks of a tensor-parallel group make the same calls in the same order. The result of
+the first rank does not change the calls. If a model's lens cannot be applied, the model is served
+without a lens.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ class OwnLens:
 
     Args:
         final_norm: `Anatomy.norm_here`.
-        delivers: True on the first rank of a tensor-parallel group, which alone applies the lens.
+        delivers: True on the first rank of a tensor-parallel group. Only that rank uses the lens.
         is_last: True on the last pipeline stage.
         here: boundaries with a tap on this worker.
 
     Attributes:
-        reason: why the lens cannot be applied here; None if it can.
-        maps: the maps of the lenses that the configuration names, for rows with a tap here.
+        reason: why the lens cannot be applied here; None if it can be applied.
+        maps: the maps of the configured lenses, for rows with a tap on this worker.
     """
 
     def __init__(
@@ -62,10 +63,10 @@ class OwnLens:
         self._refused: str | None = None
 
     def load(self, group: Any, device: torch.device) -> None:
-        """Take the memory that the lens needs beside the model, so that vLLM counts it.
+        """Allocate the lens's own memory. vLLM later counts this memory as used.
 
         Args:
-            group: vLLM's tensor-parallel group; all of its ranks call `load`.
+            group: vLLM's tensor-parallel group. All ranks of the group call `load`.
 
         Raises:
             ScopeError: the lens needs more than the configuration allows, or the maps cannot be
@@ -85,7 +86,7 @@ class OwnLens:
             hidden = torch.ones(1, self._sites.hidden_size, dtype=dtype, device=device)
             head = self._call(hidden).head
             check_part(head, group)
-        except Exception as error:  # the model is served, without a lens
+        except Exception as error:  # the model is served without a lens
             self._refused = _said(error)
         self._refused = agreed(self._refused, (group,))
         if self._refused is None:
@@ -94,11 +95,11 @@ class OwnLens:
             self._parts = gather_parts(head, group, self._config.unembedding_mib)
 
     def renew(self, group: Any, failed: str | None) -> None:
-        """Copy the model's current weights into the lens, unless the weights of some rank could not
-        be changed. Every rank of the group calls `renew`.
+        """Copy the model's current weights into the lens. If the change of weights failed on any
+        rank, do nothing. Every rank of the group calls `renew`.
 
         Args:
-            failed: why this rank's weights could not be changed; None if they were changed.
+            failed: the error of this rank's change of weights; None if it succeeded.
         """
         if self._head is None or self._parts is None:
             return
@@ -109,12 +110,12 @@ class OwnLens:
         self, rows: Callable[[], tuple[Tensor, Tensor]],
         warm: Callable[[Callable[[], None]], None],
     ) -> dict[LensKey | str, PairMaker]:  # fmt: skip
-        """The lenses of this worker: the model's own, and those that the configuration names. Empty
-        if there is a `reason`, and on a rank that does not deliver.
+        """The lenses of this worker: the model's own lens and the configured lenses. Empty on a
+        rank that does not deliver, and if the lens cannot be applied (`reason`).
 
         Args:
-            rows: runs a forward; returns the row that leaves its last layer, and the row that the
-                model returned (loading.last_rows).
+            rows: runs a forward, and returns (the row after the last layer, the row that the model
+                returned), as loading.last_rows.
             warm: as Drain.warm.
         """
         try:
@@ -125,7 +126,7 @@ class OwnLens:
                 return {}
             lens = lens_of(call, self._final_norm, row, self._parts)
             warm(lambda: lens.reserve(row))
-        except Exception as error:  # the model is served, without a lens
+        except Exception as error:  # the model is served without a lens
             self.reason = _said(error)
             return {}
         self.reason = None
@@ -137,7 +138,7 @@ class OwnLens:
         return {name: [b for of, b in self.maps if of == name] for name in names}
 
     def _check(self) -> None:
-        """Raises CompatError if this engine cannot have a lens. All ranks find the same reason."""
+        """Raises CompatError if the engine cannot have a lens. All ranks raise the same error."""
         if not self._config.lens_rows:
             raise CompatError("it was started with additional_config['scope'].lens_rows 0")
         check_lens(
@@ -154,7 +155,7 @@ class OwnLens:
 
 
 def _said(error: Exception) -> str:
-    """Why there is no lens."""
+    """The reason why there is no lens."""
     if isinstance(error, CompatError):
         return str(error)
     logger.error("vllm-scope: the model's lens failed", exc_info=error)

@@ -1,15 +1,16 @@
 """Proves a model's anatomy by the numbers of one forward, before the model gets taps.
 
 Owns:  `proved_anatomy`, Proved, `agreed`.
-Runs:  in every worker, when the model is loaded, before vLLM compiles it. vLLM's own profile run
-       comes later and is compiled, and hooks do not run in compiled code. So this file runs one
-       more dummy forward, of two rows, without compilation.
+Runs:  in every worker, at the model's load, before vLLM compiles the model. Hooks do not run in
+       compiled code, and vLLM's own profile run is compiled. Therefore this file runs one more
+       dummy forward without compilation, of two rows.
 From:  graph.anatomy (Watch, find_faults), runners (the forward).   To: worker.
 
-If the model's source is not understood, its convention is the one for which every equality holds.
-The compiled graph must later give the same rows as a second uncompiled forward (`Proved.rows`).
+If the parser does not understand the model's source, the forward's numbers prove the convention.
+All equalities of this convention must hold. The compiled graph must later give the same rows as a
+second uncompiled forward (`Proved.rows`).
 
-Promise: all ranks of an engine give the same answer. If one rank refuses the model, all do.
+Promise: all ranks of an engine give the same answer. If a rank refuses the model, all ranks do.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ from vllm_scope.request.sites import ATTENTION_SITES, Place, Sites, place_at
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: Tokens of the dummy forward. If some part of the model is compiled nevertheless, a forward of one
-#: token would make PyTorch compile a graph that is valid for one token only.
+#: Tokens of the dummy forward. If a part of the model is compiled in spite of `_uncompiled`, one
+#: token would make PyTorch compile a graph that is valid only for one token.
 _NUM_TOKENS = 2
 
 
 @dataclass(frozen=True)
 class Proved:
-    """What a worker may tap.
+    """The parts of the model that a worker can tap.
 
     Attributes:
-        anatomy: the model's anatomy, with the modules inside layers that are to be tapped.
+        anatomy: the model's anatomy, with the modules inside layers that get taps.
         moved: layers before which the model changes the stream.
-        rows: for a model whose source is not understood: boundary on the stream -> the dummy
-            token's row without compilation, [hidden_size], float32, CPU. Otherwise empty.
+        rows: empty if the parser understands the model's source. Otherwise: boundary on the stream
+            -> the dummy token's row without compilation, [hidden_size], float32, CPU.
     """
 
     anatomy: Anatomy
@@ -61,16 +62,16 @@ class Proved:
 def proved_anatomy(
     runner: ModelRunner, version: str, config: VllmConfig, sites: Sites, groups: Sequence[Any]
 ) -> Proved:
-    """The anatomy of a loaded model without taps, compared with the model's numbers.
+    """The anatomy of a loaded model without taps, compared with the numbers of a forward.
 
     Args:
         version: the runner's version, "V1" or "V2".
-        groups: vLLM's groups of ranks that must agree, one group after the other.
+        groups: vLLM's groups of ranks that must agree. One group is asked after the other.
 
     Raises:
-        CompatError: this rank or another one cannot tap the model.
-        ConfigError: by the numbers, a configured site is not what its name says; or as for
-            `with_parts`.
+        CompatError: this rank or another rank cannot tap the model.
+        ConfigError: the numbers show that a configured site has other values than its name says;
+            or as for `with_parts`.
     """
     proved = findings = None
     reason = None
@@ -102,7 +103,8 @@ def proved_anatomy(
 
 
 def agreed(reason: str | None, groups: Sequence[Any]) -> str | None:
-    """The first reason of any rank; None if no rank has one. All ranks of the groups call this."""
+    """The first reason of any rank; None if no rank has a reason. All ranks of the groups call this
+    function."""
     for group in groups:
         if group.world_size > 1:
             found: list[str | None] = [None] * group.world_size
@@ -114,14 +116,14 @@ def agreed(reason: str | None, groups: Sequence[Any]) -> str | None:
 def _findings(
     runner: ModelRunner, version: str, config: VllmConfig, anatomy: Anatomy, sites: Sites
 ) -> Findings | None:
-    """What a forward shows; None if the forward fails. The source is then the only proof."""
+    """The findings of a forward. None if the forward fails: the source is then the only proof."""
     try:
         watch = _watched(Watch(anatomy), runner, version, config)
         middles, dtype = _middles(anatomy, sites), config.model_config.dtype
         return find_faults(anatomy, middles, watch, dtype, _attention_sizes(anatomy, sites))
     except CompatError:
         raise
-    except Exception:  # the source may be right
+    except Exception:  # the source can still be right
         logger.warning(
             "vllm-scope: the forward before compilation failed; the anatomy is as its source says, "
             "and was not compared with numbers.", exc_info=True,
@@ -139,7 +141,7 @@ def _attention_sizes(anatomy: Anatomy, sites: Sites) -> dict[str, int]:
 
 
 def _watched(watch: Watch, runner: ModelRunner, version: str, config: VllmConfig) -> Watch:
-    """Let the watch record an uncompiled forward of dummy tokens, and return the watch."""
+    """Run an uncompiled forward of dummy tokens, which the watch records. Returns the watch."""
     from vllm.config import set_current_vllm_config
 
     num_tokens = min(_NUM_TOKENS, int(config.scheduler_config.max_num_batched_tokens))
@@ -151,10 +153,10 @@ def _watched(watch: Watch, runner: ModelRunner, version: str, config: VllmConfig
 def _proved_by_numbers(
     runner: ModelRunner, version: str, config: VllmConfig, unread: str
 ) -> Proved:
-    """The anatomy that numbers prove.
+    """The anatomy that the numbers of a forward prove.
 
     Raises:
-        CompatError: numbers do not prove where the stream is.
+        CompatError: the numbers do not prove where the stream is.
     """
     dtype = config.model_config.dtype
     anatomies = supposed_anatomies_of(runner.get_model(), config, unread)
@@ -175,18 +177,18 @@ def _proved_by_numbers(
 
 
 def _check_sites(unread: str, sites: Sites) -> None:
-    """Raises ConfigError if a site is configured that the stream's numbers do not prove."""
+    """Raises ConfigError if a configured site is not proved by the stream's numbers."""
     for boundary in sites.readable:
         site, _ = place_at(boundary)
-        if site not in ("embed", "resid_post"):  # resid_pre shares the boundaries of these
+        if site not in ("embed", "resid_post"):  # resid_pre has the boundaries of these two sites
             raise refused_site(
                 site, f"{unread}; numbers prove only embed, resid_pre and resid_post"
             )
 
 
 def _middles(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:
-    """Layer -> the norm before its MLP, for layers with a tap at resid_mid, attn_out or mlp_out. A
-    layer without such a norm is refused later."""
+    """Layer -> the norm before its MLP, for layers with a tap at resid_mid, attn_out or mlp_out.
+    If a layer lacks the norm, the worker refuses the layer later."""
     found = {}
     for number, layer in anatomy.layers.items():
         places = (Place(site, number) for site in ("resid_mid", "attn_out", "mlp_out"))
@@ -200,8 +202,8 @@ def _middles(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:
 
 @contextmanager
 def _uncompiled(runner: ModelRunner) -> Iterator[None]:
-    """Inside, the model and its draft model run without compilation. So do the single operations
-    that vLLM compiles by themselves.
+    """In the `with` block, the model and its draft model run without compilation. Single operations
+    that vLLM compiles also run without compilation.
     vllm 0.32, compilation/decorators.py, _support_torch_compile; model_executor/custom_op.py
     """
     drafters = (getattr(runner, name, None) for name in ("drafter", "speculator"))

@@ -1,11 +1,11 @@
-"""Finds the routers of experts, whose output is `router_logits`, and the size of such a row.
+"""Finds the routers of experts, and the size of a row of their output, `router_logits`.
 
 Owns:  `num_experts_of`, `routers_of`.
-Runs:  `num_experts_of` in every process that has the configuration; `routers_of` in every worker,
+Runs:  `num_experts_of` in every process that has the configuration; `routers_of` in every worker
        after load.
 
-Promise: if a layer that carries a tap has no router, several routers, or one of another width, the
-engine does not start. Every rank has the whole row, so tensor parallelism needs no extra code.
+Promise: the engine does not start if a tapped layer has no router, several routers, or a router of
+another width. Every rank has the whole row. Therefore tensor parallelism needs no extra code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAMED = f"additional_config['scope'].sites has {ROUTER_SITE!r}"
 
 
 def num_experts_of(vllm_config: VllmConfig) -> int:
-    """The size of a row of `router_logits` by the configuration; `routers_of` checks it.
+    """The size of a row of `router_logits` by the configuration. `routers_of` checks it later.
 
     Raises:
         ConfigError: the model has no experts.
@@ -42,7 +42,7 @@ def routers_of(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:
     """Layer -> the router of its experts, for layers whose `router_logits` are tapped.
 
     Raises:
-        ConfigError: a layer has no router, several routers, or one of another width.
+        ConfigError: a layer has no router, several routers, or a router of another width.
     """
     return {
         number: _router_in(layer, number, sites.num_experts)
@@ -54,7 +54,7 @@ def routers_of(anatomy: Anatomy, sites: Sites) -> dict[int, nn.Module]:
 def _router_in(layer: nn.Module, number: int, num_experts: int | None) -> nn.Module:
     from vllm.model_executor.layers.linear import ReplicatedLinear
 
-    # The experts' module may hold the router too, but named_modules lists each module once.
+    # The module of the experts can also contain the router. named_modules lists the router once.
     here = [
         module for name, module in layer.named_modules()
         if name.rpartition(".")[2] in _NAMES and isinstance(module, ReplicatedLinear)

@@ -1,11 +1,11 @@
-"""Reads from the model runner what a forward will compute, just before the forward runs.
+"""Reads from the model runner which tokens a forward will compute, just before the forward.
 
-Owns:  one seam per runner, wrapped on the instance.
-Runs:  in the worker, just before the forward. With V1 for real steps only; with V2 also for dummy
-       steps, whose requests are not known here.
+Owns:  one seam for each runner, wrapped on the instance.
+Runs:  in the worker, just before the forward. V1's seam runs only for real steps. V2's seam also
+       runs for dummy steps, whose requests are unknown to the worker.
 To:    steps (`begin` with a StepBatch).
 
-Both runners reorder batches, so the scheduler's order does not tell the request of a row.
+Both runners reorder batches. Therefore the scheduler's order does not give the request of a row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_scope.engine.vllm_types import InputBatchV1, InputBatchV2, ModelRunner
 from vllm_scope.engine.worker import sampling
 from vllm_scope.errors import CompatError
 
-#: (batch, positions on the device by row, maybe padded); called only while a request has taps.
+#: A function of (batch, positions on the device by row). The positions can have padding.
 BeginStep = Callable[[StepBatch, Tensor], None]
 
 
@@ -31,7 +31,7 @@ def version_of(runner: object) -> str:
     """ "V1" or "V2".
 
     Raises:
-        CompatError: the runner has neither seam.
+        CompatError: the runner lacks the seam of V1 and the seam of V2.
     """
     if not hasattr(runner, "_dummy_run"):
         raise CompatError(f"{type(runner).__name__} has no `_dummy_run`")
@@ -51,9 +51,9 @@ def attach(
     begin_step: BeginStep,
     before_dummy: Callable[[], None],
 ) -> None:
-    """Call `begin_step` before each forward of `runner` while `has_requests()`.
+    """Call `begin_step` before each forward of `runner` for which `has_requests()` is True.
 
-    `before_dummy` is called before each dummy forward, which must not run the last step's plan.
+    `before_dummy` is called before each dummy forward. A dummy forward must not run the last plan.
     """
     dummy_run = runner._dummy_run
 
@@ -76,8 +76,8 @@ def dummy_forward(
     """Call `plan`, then run one forward of dummy tokens, without attention, KV cache or graph.
 
     Returns:
-        On the last pipeline stage, the model's output: [num_tokens, hidden_size]. The row of a
-        single token is the first one.
+        On the last pipeline stage, the model's output, [num_tokens, hidden_size]. If there is one
+        token, the first row is the token's row.
     """
     plan()
     run = getattr(runner, "scope_dummy_run", runner._dummy_run)  # `attach` sets scope_dummy_run
@@ -89,8 +89,8 @@ def dummy_forward(
 
 @contextmanager
 def _zero_attention(runner: ModelRunner) -> Iterator[None]:
-    """Inside, attention without metadata returns 0, as it does on a GPU. On a CPU, vLLM's attention
-    then writes nothing, and the model would compute with whatever the memory holds, maybe NaN.
+    """In the `with` block, attention without metadata returns 0, as on a GPU. vLLM's attention on a
+    CPU would write no output, and the model would compute with uninitialized memory.
     vllm 0.32, v1/attention/backends/cpu_attn.py, CPUAttentionBackendImpl.forward
     """
     layers = runner.vllm_config.compilation_config.static_forward_context.values()
@@ -111,7 +111,7 @@ def _zero_attention(runner: ModelRunner) -> Iterator[None]:
 
 
 def is_optimistic(runner: ModelRunner, version: str) -> bool:
-    """True if the host's positions may count draft tokens that are not verified yet.
+    """True if the host's positions can count draft tokens that are not verified yet.
     vllm 0.32, v1/worker/gpu_model_runner.py, _prepare_inputs"""
     if version == "V2":
         return bool(runner.num_speculative_steps > 0)

@@ -1,13 +1,13 @@
 """Log-probabilities of named tokens in a step with other requests, for Model Runner V1.
 
 Owns:  the seam on V1's sampler.
-Runs:  in every worker process with V1, where tokens are sampled.
+Runs:  in every worker process with V1, in the sampler.
 
-A request may name the tokens whose log-probabilities it wants (`logprob_token_ids`), as cells of
-sweeps do. If one request of a step names tokens, V1's sampler returns only named tokens, for all
-requests. A request that asked for the likeliest tokens then gets padding in their place, and with
-drafts the worker fails. With this wrapper each request gets what it asked for, as with V2. With
-drafts, a request that names tokens still does not get their log-probabilities.
+A request can name the tokens whose log-probabilities it wants (`logprob_token_ids`), as cells of
+sweeps do. If one request of a step names tokens, V1's sampler returns only named tokens for all
+requests. Requests for the likeliest tokens then get padding. With drafts, the worker then fails.
+With this wrapper, each request gets its own tokens, as with V2. If a step has drafts, requests that
+name tokens still do not get the log-probabilities of these tokens.
 vllm 0.30 to 0.33, v1/sample/sampler.py, Sampler.forward
 """
 
@@ -34,17 +34,17 @@ def _forward(
     **kwargs: object,
 ) -> SamplerOutput:
     asked, most = sampling_metadata.logprob_token_ids, sampling_metadata.max_num_logprobs
-    if not asked or most is None:  # no request names tokens, or none asks for the likeliest
+    if not asked or most is None:  # no request names tokens, or none wants the likeliest tokens
         return original(self, logits, sampling_metadata, *args, **kwargs)
     changed: Any = sampling_metadata
     whole = replace(changed, max_num_logprobs=-1, logprob_token_ids=None)
     output = original(self, logits, whole, *args, **kwargs)
-    if most == -1:  # called by the sampler of drafts, which takes the whole vocabulary
+    if most == -1:  # the caller is the sampler of drafts, which needs the whole vocabulary
         return output
     of_all, sampled = output.logprobs_tensors.logprobs, output.sampled_token_ids[:, 0].long()
     likeliest = self.gather_logprobs(of_all, most, token_ids=sampled)
     named = self.gather_specific_token_logprobs(of_all, asked, sampled)
-    # Pinned, as in vLLM's own code: the host does not wait for the device.
+    # Pinned memory, as in vLLM's own code, lets the host continue without the device.
     rows = torch.tensor(list(asked), pin_memory=self.pin_memory)
     rows = rows.to(sampled.device, non_blocking=True)
     output.logprobs_tensors = likeliest._replace(
@@ -55,8 +55,8 @@ def _forward(
 
 
 def _joined(likeliest: Tensor, named: Tensor, rows: Tensor, padding: float) -> Tensor:
-    """`likeliest` with the rows at the indices `rows` taken from `named`: [num_requests, columns of
-    the wider one]. Shorter rows are padded."""
+    """`likeliest`, with rows of `named` at the indices `rows`. The result is [num_requests, columns
+    of the wider tensor]. Shorter rows are padded."""
     size = max(likeliest.shape[1], named.shape[1])
     found = likeliest.new_full((len(likeliest), size), padding)
     found[:, : likeliest.shape[1]] = likeliest
@@ -67,5 +67,5 @@ def _joined(likeliest: Tensor, named: Tensor, rows: Tensor, padding: float) -> T
 
 @cache
 def wrap() -> None:
-    """Wrap V1's sampler. Called only in V1's workers: the sampler's module takes time to import."""
+    """Wrap V1's sampler. Only V1's workers call this, because the sampler's import takes time."""
     wrapping.wrap("Sampler.forward", _forward)

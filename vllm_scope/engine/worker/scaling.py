@@ -2,7 +2,7 @@
 
 Owns:  Scaling.
 Runs:  in every worker, on its main thread.
-From:  attach (the step's news, which are the same on every rank).   To: worker.plan.
+From:  attach (the step's news, equal on all ranks).   To: worker.plan.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Compile = Callable[[Resolved, Sequence[int], bool], RequestProgram]
 
 @dataclass
 class _Scaled:
-    """One request whose policy may set scales.
+    """One request whose policy can set scales.
 
     Attributes:
-        asked: the resolved spec, with the scales that were decided last.
+        asked: the resolved spec, with the newest scales.
         columns: as in core.news.Entrant.
         drains: as in RequestProgram.compile.
     """
@@ -37,7 +37,7 @@ class _Scaled:
 
 
 class Scaling:
-    """Requests whose scales may change. Verbs: `add_request`, `begin_step`, `finish_request`."""
+    """Requests whose scales can change. Verbs: `add_request`, `begin_step`, `finish_request`."""
 
     def __init__(self, planner: Planner, compile_: Compile) -> None:
         self._planner, self._compile = planner, compile_
@@ -61,7 +61,7 @@ class Scaling:
         """Apply new scales before the step's forward.
 
         Returns:
-            The requests whose scales could not be changed, and why.
+            (request, error) for each request whose scales could not be changed.
         """
         failed: list[tuple[str, Exception]] = []
         for req_id, changes in scales.items():

@@ -1,7 +1,7 @@
-"""Computes the sizes of a worker's arena and ring, and how many slots one token may take.
+"""Computes the sizes of a worker's arena and ring, and how many slots one token can take.
 
 Owns:  Sizes, Limits, `check_memory`.
-Runs:  in every worker, at load; `Limits` travels to front-ends.
+Runs:  in every worker, at load. Workers send `Limits` to front-ends.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from vllm_scope.program.layout import SLOT_BYTES, Layout, Widths, boundaries_of
 from vllm_scope.program.operations import Cost
 from vllm_scope.request.sites import kind_of
 
-#: Bound of an arena on a CPU, unless one tap of the largest step needs more.
+#: The largest arena on a CPU in bytes, unless one tap of the largest step needs more.
 HOST_ARENA_BYTES = 64 << 20
-#: How many steps of the largest captured graph an arena on a GPU holds.
+#: The number of steps of the largest captured graph for which an arena on a GPU has room.
 STEPS_IN_ARENA = 3
 #: Room for one token at one tap, in rows: one row for each of three points, and one for scores.
 ROWS_PER_TAP = 4
-#: Bound of the shared host memory for rows, unless the arena is larger.
+#: The largest shared host memory for rows in bytes, unless the arena is larger.
 MAX_HOST_BYTES = 1 << 30
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What a request may ask of this engine.
+    """The largest numbers and sizes that one request can have on this engine.
 
     Attributes:
         row_bytes: as in layout.Widths.
-        token_slots: slots that one token may deliver in a captured graph; 0 without graphs.
-        tap_slots: slots that one token may deliver at one tap.
-        vectors, programs, ops: places in the device tables, for all requests together.
+        token_slots: slots that one token can deliver in a captured graph; 0 without graphs.
+        tap_slots: slots that one token can deliver at one tap.
+        vectors, programs, ops: entries of the device tables, for all requests together.
         optimistic: as in StepBatch.
-        states: places for states of gates, for all requests together.
+        states: entries for the states of gates, for all requests together.
     """
 
     row_bytes: tuple[int, ...]
@@ -58,14 +58,15 @@ class Limits(msgspec.Struct, frozen=True):
         return Cost(self.vectors, self.programs, self.ops)
 
     def excess(self, *layouts: Layout) -> str | None:
-        """Why a token may not deliver one of these layouts, or None."""
+        """The reason why a token cannot deliver one of these layouts, or None."""
         return next(filter(None, (_excess(self, one) for one in layouts)), None)
 
     def check(self, layouts: Sequence[Layout]) -> None:
-        """Raises CapacityError if a token may not deliver one of these layouts.
+        """Raises CapacityError if a token cannot deliver one of these layouts.
 
-        The front-end checked the request alone. Global sinks may read more, server-wide edits
-        may make two points' rows differ, and one row may be delivered under several codecs.
+        The front-end has checked only the request's own actions. The request can deliver more rows:
+        global sinks add reads, server-wide edits separate two points, and one row can have several
+        codecs.
         """
         excess = self.excess(*layouts)
         if excess is not None:
@@ -76,15 +77,15 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 def check_memory(asked: Mapping[str, int], config: ScopeConfig, free: int, where: str) -> None:
-    """Check that the memory that options take is free, before they take it.
+    """Check that the memory for the options is free, before the options allocate it.
 
     Args:
-        asked: option of `config` -> bytes, in the order in which they are taken.
+        asked: option of `config` -> bytes, in the order of the allocations.
         free: the number of free bytes.
-        where: what has this memory, for the error's text, such as "the device cuda:0".
+        where: the owner of this memory, for the error's text, such as "the device cuda:0".
 
     Raises:
-        ConfigError: an option takes more than is free.
+        ConfigError: an option needs more than is free.
     """
     left = free
     for option, num_bytes in asked.items():
@@ -107,7 +108,7 @@ def check_memory(asked: Mapping[str, int], config: ScopeConfig, free: int, where
 @lru_cache(maxsize=4096)  # many requests have the same layouts
 def _excess(limits: Limits, layout: Layout) -> str | None:
     widths = limits.widths
-    # A token may take more slots in the ring than in the arena: one row under several codecs.
+    # If one row has several codecs, a token takes more slots in the ring than in the arena.
     slots = max(layout.arena.slots(widths), layout.slots(widths))
     if limits.token_slots and slots > limits.token_slots:
         return f"{slots} slots a token, of {limits.token_slots}"
@@ -121,7 +122,7 @@ def _excess(limits: Limits, layout: Layout) -> str | None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The quantities from which the sizes of a worker's rings follow.
+    """The quantities that determine the sizes of a worker's rings.
 
     Attributes:
         boundaries: the boundaries of the whole model's taps.
@@ -138,8 +139,8 @@ class Sizes:
 
     @property
     def _row_slots(self) -> list[int]:
-        """Slots of one row at each tap. An engine without taps has an arena too, so the list then
-        has one entry."""
+        """Slots of one row at each tap. The list has one entry for the arena of an engine without
+        taps."""
         return [self.widths.row_slots[kind_of(b)] for b in self.boundaries or (0,)]
 
     @property
@@ -149,8 +150,8 @@ class Sizes:
 
     def arena_slots(self, config: ScopeConfig) -> int:
         """Slots of the arena. Raises ConfigError if `arena_mib` is too small."""
-        # A step that does not fit is drained tap by tap, so one tap of the largest step must
-        # fit. A captured graph cannot be drained tap by tap, so it must fit as a whole.
+        # If a step does not fit, each tap is drained alone. Therefore one tap of the largest step
+        # must fit. In a captured graph no tap is drained alone. Therefore the whole graph must fit.
         whole, widest = self.slots_of_all, max(self._row_slots)
         in_graphs = self.graph_rows * whole if self.cuda else 0
         least = max(self.max_rows * widest, in_graphs)
@@ -170,7 +171,7 @@ class Sizes:
 
     @staticmethod
     def host_slots(arena_slots: int) -> int:
-        """Slots of the host ring: twice the arena's, within bounds, so that front-ends may lag."""
+        """Slots of the host ring: twice the arena's slots, within bounds, for slow front-ends."""
         return max(arena_slots, min(2 * arena_slots, MAX_HOST_BYTES // SLOT_BYTES))
 
     def limits(self, arena_slots: int, capacity: Cost, optimistic: bool, states: int = 0) -> Limits:

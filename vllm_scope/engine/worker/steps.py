@@ -1,12 +1,12 @@
-"""Plans each forward of a worker before it runs, and delivers its rows afterwards.
+"""Plans each forward of a worker before the forward runs, and delivers its rows after the forward.
 
 Owns:  Steps, the worker's state of the current step.
 Runs:  in every worker process, on its main thread.
 From:  runners (StepBatch), worker.plan.   To: tap.tables, arena, transport.ring, drain.
 
-Promise: if a step's rows fit into the arena, the worker reserves their room, in the ring or in the
-arena, before the forward starts. If they do not fit, it reserves room in the arena for one tap at a
-time, before the tap writes.
+Promise: if a step's rows fit into the arena, the worker reserves room for them in the ring or in
+the arena before the forward starts. If the rows do not fit, the worker reserves room in the arena
+for one tap at a time, before that tap writes.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from vllm_scope.worker.step_plan import StepPlan
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: If a step delivers at most this much, the taps on a GPU write host memory themselves. They then
-#: wait for PCIe (20 us for 1 MiB), which is less time than a copy costs the host.
+#: If a step delivers at most this size, taps on a GPU write the rows directly to host memory. The
+#: taps then wait for PCIe (20 us for 1 MiB), which is less than the host's time for a copy.
 MOST_DIRECT_BYTES = 1 << 20
 
 
 class Steps:
-    """The steps of one worker with taps; implements tap.op.StepRoute.
+    """The steps of one worker with taps. Implements tap.op.StepRoute.
 
-    Verbs: `begin`, `end`, and `clear` before a forward that is not planned.
+    Verbs: `begin`, `end`, and `clear` before a forward without a plan.
 
     Args:
-        boundaries: the boundaries of the whole model's taps; an index in it is a tap's number.
-        delivery: None on a rank that delivers nothing.
-        functions: the Python functions of requests; None if this engine runs none.
-        fail: called with the id of a request that cannot be planned, and the reason.
+        boundaries: the boundaries of the whole model's taps. A tap's number is its index here.
+        delivery: None on a rank that delivers no rows.
+        functions: the Python functions of requests; None if this engine runs no functions.
+        fail: called with (id of a request that cannot be planned, the reason).
 
     Attributes:
         active: True while a forward with programs is running.
-        num_steps, num_planned: the number of forwards so far, and of those with programs.
+        num_steps, num_planned: the number of forwards so far; the number with programs.
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class Steps:
         self.num_steps = self.num_planned = 0
 
     def begin(self, batch: StepBatch, positions: Tensor) -> None:
-        """Plan the coming forward and load the tables.
+        """Plan the next forward and load the tables.
 
         Args:
-            batch: what the forward computes.
+            batch: the requests and tokens of the forward.
             positions: [num_rows or more], device: the true positions.
         """
         try:
             self._begin(batch, positions)
         except Exception as error:
-            # An error in this package: requests with taps in this step fail, the engine goes on.
+            # An error of this package: this step's requests with taps fail, the engine continues.
             logger.exception("vllm-scope: a step could not be planned")
             self.fail()
             self._tables.clear_step()
@@ -108,17 +108,17 @@ class Steps:
         if plan.walks is not None:
             self._tables.load_walks(*plan.walks, positions)
         if plan.num_slots == 0:
-            # Only edits: the tables stay valid until the batch changes.
+            # The step has only edits. The tables stay valid until the batch changes.
             if not self._tables.has_loaded(plan.program_ids):
                 self._tables.load_step(plan.rows, plan.program_ids, plan.owners, plan.offsets)
             return
         first = self._take_room(plan)
         in_ring, repeat = self._lease is not None, None
         if first is None:
-            # Drained tap by tap: a token's slot is its index among the tokens that deliver.
+            # Each tap is drained alone. A token's slot is its index among the tokens that deliver.
             slots: NDArray[np.int64] = np.cumsum(plan.delivers) - plan.delivers
         else:
-            # Usually the next step has the same rows one position later, and the slots that follow.
+            # The next step usually has the same rows, one position later and in the next slots.
             if self._planner.is_steady and self._tables.point_at(positions):
                 if self._tables.move_on(plan.program_ids, first, in_ring):
                     return
@@ -127,7 +127,7 @@ class Steps:
         self._tables.load_step(plan.rows, plan.program_ids, plan.owners, slots, in_ring, repeat)
 
     def _repeat(self, plan: StepPlan, first: int) -> Repeat:
-        """How a step whose first slot is `first` may be repeated."""
+        """The data by which the next steps can repeat a step whose first slot is `first`."""
         assert self._delivery is not None
         since = np.zeros(len(plan.rows), np.int64)
         since[plan.delivers] = plan.labels.positions
@@ -135,14 +135,14 @@ class Steps:
         return Repeat(since, plan.num_slots, (ring.num_slots - first) // plan.num_slots - 1)
 
     def _take_room(self, plan: StepPlan) -> int | None:
-        """The step's first slot, in the ring (`_lease`) or the arena (`_region`); None if it must
-        be drained tap by tap."""
+        """The step's first slot, in the ring (`_lease`) or the arena (`_region`). None if the step
+        must be drained tap by tap."""
         assert self._delivery is not None
         direct = plan.num_slots * SLOT_BYTES <= MOST_DIRECT_BYTES
         if direct and self._arena.slots.is_cuda and not plan.labels.encodes:
             self._lease = self._delivery.ring.acquire(plan.num_slots)
             return self._lease.start
-        # The ring is at least as large as the arena, so these rows also fit into the ring.
+        # The ring is at least as large as the arena. Therefore these rows also fit into the ring.
         if max(plan.num_slots, plan.num_delivered) <= self._arena.num_slots:
             self._region = self._arena.acquire(plan.num_slots)
             return self._region.start
@@ -177,11 +177,11 @@ class Steps:
         )
 
     def clear(self) -> None:
-        """Forget the last plan, before a forward that is not planned."""
+        """Forget the last plan. Called before a forward without a plan."""
         self._tables.clear_step()
 
     def fail(self) -> None:
-        """Deliver nothing of this forward, which raised or cannot be planned."""
+        """Deliver no rows of this forward. Called if the forward raised or cannot be planned."""
         self._step = self._positions = None
         if self._lease is not None:
             self._lease.release()
@@ -193,7 +193,7 @@ class Steps:
             self._functions.end_step()
 
     def end(self) -> None:
-        """Deliver the rows of the forward that was just enqueued."""
+        """Deliver the rows of the forward that the worker has just enqueued."""
         self.num_steps += 1
         if self._functions:
             self._functions.end_step()

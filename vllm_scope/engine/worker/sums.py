@@ -1,8 +1,8 @@
-"""The remote calls about the sums of Moments that one worker holds.
+"""The remote calls about one worker's sums of Moments.
 
 Owns:  SumsCalls.
 Runs:  in workers, on the worker's thread.
-From:  attach, which gives them to vLLM; engine.moments, which calls them.   To: worker.summing.
+From:  attach, which registers the calls; engine.moments, which calls.   To: worker.summing.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class SumsCalls:
         }
 
     def names(self, name: str) -> list[tuple[str, int, str]]:
-        """Site, layer and label of each of the sums of a name that this worker holds."""
+        """(site, layer, label) of all sums of a name on this worker."""
         none: list[tuple[Place, str]] = []
         found = self._scope.of_sums(lambda sums: sums.names(name), none)
         return [(place.site, place.layer, label) for place, label in found]
 
     def held(self) -> list[str]:
-        """The names of the sums that this worker holds."""
+        """The names of the sums on this worker."""
         none: list[str] = []
         return self._scope.of_sums(lambda sums: sums.held(), none)
 
     def read(self, name: str, site: str, layer: int, label: str) -> dict[str, object] | None:
-        """The sums so far, as batch.sums.Packed; None if this worker does not hold them."""
+        """The current sums, as batch.sums.Packed; None if this worker does not have them."""
         found = self._scope.of_sums(lambda sums: sums.read(name, Place(site, layer), label), None)
         return None if found is None else msgspec.structs.asdict(found)
 
     def drop(self, name: str) -> bool:
-        """Forget the sums of a name. Returns False if this worker holds none."""
+        """Forget the sums of a name. Returns False if this worker has no such sums."""
         return self._scope.of_sums(lambda sums: sums.drop(name), False)

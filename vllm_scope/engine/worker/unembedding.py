@@ -1,14 +1,14 @@
 """Makes the lens of a loaded model from its final norm and its unembedding.
 
 Owns:  LogitsCall, `logits_call`, `lens_of`, `check_lens`.
-Runs:  in every worker, once, after the canary. With several ranks `logits_call` also runs when the
-       model is loaded.
+Runs:  in every worker, one time, after the canary. With several ranks, `logits_call` also runs when
+       the model is loaded.
 From:  graph.anatomy (the final norm), vLLM's LogitsProcessor.   To: own_lens, worker.lens.
 
-Promise: fail closed. The lens applies what the model itself applies: the norm that it calls after
-its layers, then its LogitsProcessor, with the same head and bias. A dummy forward shows that
-nothing else is between the last layer and the logits. If this does not hold for a model, the model
-has no lens, and requests are told why.
+Promise: the lens applies the model's own modules: the norm after the layers, then the
+LogitsProcessor with the same head and bias. A dummy forward checks that the model computes nothing
+else between the last layer and the logits. If the check fails, the model has no lens. A request for
+a lens then gets an error with the reason.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from vllm_scope.request.sites import Place, Sites
 from vllm_scope.worker.lens import DeviceLens
 
 #: The largest allowed error of the lens, divided by the length of the model's own result. The model
-#: applies its norm to a row before the row is rounded, the lens afterwards. With a wrong norm the
-#: quotient is of the order of 1. The same bounds hold for logits.
+#: applies its norm before a row is rounded, the lens applies the norm to the rounded row. With a
+#: wrong norm, the quotient is about 1. The same bounds hold for logits.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 #: Numbers of rows of the lens's first calls. Some models' norms are compiled for one row, for two
-#: and for many. These calls compile them here, so that the drain thread does not.
+#: rows and for many rows. The first calls compile the norms. Otherwise the drain thread would.
 _FIRST_ROWS = (1, 2, 3)
 
 
@@ -42,7 +42,7 @@ class LogitsCall:
 
     Attributes:
         model: the model's name, for messages.
-        args: the head, [n, hidden_size] rows, and more.
+        args: the head, rows [n, hidden_size], and more arguments.
         logits: [n, vocab_size]; None on ranks to which vLLM returns no logits.
     """
 
@@ -58,10 +58,10 @@ class LogitsCall:
         return self.args[0]
 
     def logits_by(self, parts: Sequence[nn.Module]) -> Callable[[Tensor], Tensor]:
-        """A function, rows [n, hidden_size] -> logits [n, vocab_size], made from all ranks' parts.
+        """A function from rows [n, hidden_size] to logits [n, vocab_size], made of all parts.
 
         Raises:
-            CompatError: the call takes a tensor whose parts on the other ranks are not known.
+            CompatError: the call has a tensor that is unknown on the other ranks.
         """
         made = [self._logits_of(head) for head in parts]
         if len(made) == 1:
@@ -81,9 +81,9 @@ class LogitsCall:
         return made
 
     def _of(self, head: nn.Module, value: object) -> object:
-        """The argument that a call with `head` needs in place of `value`. If `value` is a tensor of
-        this call's own head, it is replaced by the tensor of `head` with the same name. Other
-        values stay."""
+        """The argument of a call with `head` in place of `value`. If `value` is a tensor of this
+        call's own head, the result is the tensor of `head` with the same name. Other values are
+        returned unchanged."""
         if not isinstance(value, Tensor):
             return value
         for name, one in tensors_of(self.head).items():
@@ -97,7 +97,7 @@ class LogitsCall:
 def check_lens(
     config: VllmConfig, is_last: bool, sites: Sites, here: Collection[int], unembedding_mib: float
 ) -> None:
-    """Check that an engine has what a lens needs. The model itself is checked later.
+    """Check whether this engine supports a lens. `lens_of` checks the model later.
 
     Args:
         is_last: True on the last pipeline stage.
@@ -105,7 +105,7 @@ def check_lens(
         unembedding_mib: additional_config['scope'].unembedding_mib.
 
     Raises:
-        CompatError: the text says what is needed.
+        CompatError: the engine does not support a lens. The text says what the lens needs.
     """
     if not is_last:
         raise CompatError(
@@ -139,14 +139,14 @@ def lens_of(
     """The lens of a model.
 
     Args:
-        call: the LogitsCall for the row that the model returned when `row` left its last layer.
+        call: the LogitsCall for the model's output in the forward that computed `row`.
         final_norm: `Anatomy.norm_here`.
         row: [hidden_size], the row at the exit of the last layer in a forward.
-        parts: the unembedding's parts of all tensor-parallel ranks, as vocabulary.gather_parts
-            makes them. None if the model's own unembedding is whole.
+        parts: the unembedding's parts of all tensor-parallel ranks, from vocabulary.gather_parts.
+            None if the model's own unembedding is whole.
 
     Raises:
-        CompatError: the model has no such lens; the text says why.
+        CompatError: the model cannot have such a lens. The text says why.
     """
     if final_norm is None:
         raise CompatError(f"{call.model} does not call exactly one norm after its layers")
@@ -155,7 +155,7 @@ def lens_of(
     assert isinstance(logits, Tensor)
     head = call.head
     if parts is None:
-        # On a CPU the model's own unembedding cannot be used by two threads at once.
+        # On a CPU, two threads cannot use the model's own unembedding at the same time.
         parts = [part_alone(head, tensors_of(head))] if hasattr(head, "cpu_linear") else [head]
     with torch.inference_mode():
         if not _near(norm(row[None]), hidden, row.dtype):
@@ -170,7 +170,7 @@ def lens_of(
 
 
 def _near(found: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
-    """True if rows that were computed in this dtype are the same, up to rounding."""
+    """True if two tensors of this dtype are equal up to rounding."""
     if found.shape != exact.shape:
         return False
     error = (found.float() - exact.float()).norm()
@@ -178,9 +178,9 @@ def _near(found: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """A function that applies a norm to rows, without a residual and without its tap.
+    """A function that applies a norm to rows, without a residual and without the norm's tap.
 
-    vLLM's norms may be compiled. Their forward_native is not, so any thread may call it.
+    vLLM compiles some norms. A norm's forward_native is not compiled, and any thread can call it.
     """
     untapped = getattr(module, "scope_base", type(module))
     call = getattr(module, "forward_native", None) or partial(untapped.forward, module)
@@ -195,16 +195,16 @@ def _norm_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def logits_call(model: nn.Module, hidden: Tensor) -> LogitsCall:
-    """Let the model make logits, and return its call of LogitsProcessor.
+    """Run the model's `compute_logits`, and return its call of LogitsProcessor.
 
-    All tensor-parallel ranks call this together.
+    All tensor-parallel ranks call this function together.
 
     Args:
-        model: vLLM's, with `compute_logits`.
-        hidden: [n, hidden_size], what the model returned.
+        model: vLLM's model, with `compute_logits`.
+        hidden: [n, hidden_size], the model's output.
 
     Raises:
-        CompatError: the model does more than call one LogitsProcessor.
+        CompatError: the model does more than one call of LogitsProcessor.
     """
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
@@ -231,7 +231,7 @@ def logits_call(model: nn.Module, hidden: Tensor) -> LogitsCall:
     if len(calls) != 1:
         raise CompatError(f"{name} does not make its logits with one LogitsProcessor")
     (call,) = calls
-    # compute_logits itself must change neither the row nor the logits, not even in place.
+    # compute_logits itself must leave the row and the logits unchanged.
     same = (
         len(call.args) > 1 and isinstance(call.args[0], nn.Module)
         and call.args[1] is hidden and call.logits is logits

@@ -1,12 +1,12 @@
-"""Gathers the parts of the unembedding of all tensor-parallel ranks on the first rank.
+"""Gathers all ranks' parts of the unembedding on the first rank of a tensor-parallel group.
 
 Owns:  `gather_parts`, `renew_parts`, `part_alone`, `tensors_of`.
-Runs:  in every worker of a tensor-parallel group, on its main thread, when the model is loaded, so
-       that vLLM counts the memory; and after its weights were changed.
-From:  unembedding (which finds the head), vLLM's group.   To: own_lens.
+Runs:  in every worker of a tensor-parallel group, on its main thread, at the model's load and after
+       a change of the weights.
+From:  unembedding, which finds the head; vLLM's group.   To: own_lens.
 
 Promise: ranks exchange messages for a lens only before the first request and after a change of the
-weights. When a lens is applied, it waits for no other rank.
+weights. A rank that applies a lens waits for no other rank.
 """
 
 from __future__ import annotations
@@ -36,17 +36,19 @@ def check_part(head: nn.Module, group: Any) -> None:
 
 
 def gather_parts(head: nn.Module, group: Any, most_mib: float) -> tuple[nn.Module, ...]:
-    """The parts of all ranks, in the order of the vocabulary; empty on all ranks but the first.
+    """On the first rank: the parts of all ranks, in the order of the vocabulary. Otherwise empty.
 
-    Every rank of the group calls it, on its main thread. The tensors travel through host memory.
+    Every rank of the group calls this function, on its main thread. The tensors travel through host
+    memory.
 
     Args:
-        head: this rank's unembedding, which `check_part` has allowed.
+        head: this rank's unembedding, after a successful `check_part`.
         group: vLLM's tensor-parallel group.
         most_mib: additional_config['scope'].unembedding_mib.
 
     Raises:
-        ConfigError: the parts of the other ranks take more than `most_mib`. Every rank raises it.
+        ConfigError: the parts of the other ranks take more than `most_mib`. Every rank raises the
+            error.
     """
     tensors = tensors_of(head)
     needed = len(_others(head, group)) * sum(one.nbytes for one in tensors.values()) / 2**20
@@ -65,12 +67,12 @@ def gather_parts(head: nn.Module, group: Any, most_mib: float) -> tuple[nn.Modul
 
 
 def renew_parts(head: nn.Module, parts: Sequence[nn.Module], group: Any) -> None:
-    """Copy the weights that the ranks' heads have now into the parts, whose memory stays the same.
+    """Copy the current weights of the ranks' heads into the memory of the parts.
 
-    Every rank of the group calls it, as it called `gather_parts`.
+    Every rank of the group calls this function, as for `gather_parts`.
 
     Args:
-        parts: as `gather_parts` returned them.
+        parts: the result of `gather_parts`.
     """
     for part, new in zip(parts, _exchanged(head, group), strict=True):
         for name, one in tensors_of(part).items():
@@ -78,13 +80,13 @@ def renew_parts(head: nn.Module, parts: Sequence[nn.Module], group: Any) -> None
 
 
 def _others(head: nn.Module, group: Any) -> list[int]:
-    """The ranks with a part that the first rank lacks; none if each rank has the whole head."""
+    """The ranks whose parts the first rank lacks. Empty if every rank has the whole head."""
     return list(group.ranks[1:]) if head.tp_size != 1 else []
 
 
 def _exchanged(head: nn.Module, group: Any) -> list[dict[str, Tensor]]:
-    """The tensors of each rank's part, on the first rank; empty on all other ranks. Those of the
-    other ranks are in host memory. When the call returns, no rank waits for another one."""
+    """On the first rank: the tensors of each rank's part. Empty on all other ranks. The tensors of
+    other ranks are in host memory. After the call, no rank waits for another rank."""
     tensors, others = tensors_of(head), _others(head, group)
     if not group.rank_in_group:
         came = [
@@ -103,11 +105,11 @@ def tensors_of(head: nn.Module) -> dict[str, Tensor]:
 
 
 def part_alone(head: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of a head, with other tensors. Its logits are only those of its own part, and any
-    thread may use it.
+    """A copy of a head with other tensors. The copy computes only the logits of its own part. Any
+    thread can use the copy.
 
     Args:
-        tensors: by name, as `tensors_of` returns them.
+        tensors: by name, as from `tensors_of`.
     """
     own = copy.copy(head)
     own._parameters = {
@@ -117,8 +119,8 @@ def part_alone(head: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     own._buffers = {name: tensors.get(name) for name in head._buffers}
     own.tp_size = 1  # type: ignore[assignment]
     if hasattr(head, "cpu_linear"):
-        # On a CPU vLLM's product has a state (oneDNN's memory), which two threads
-        # must not use at once.
+        # On a CPU, vLLM's product has a state (oneDNN's memory). Two threads must not use this
+        # state at the same time.
         # vllm 0.32, model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm
         own.cpu_linear = nn.functional.linear  # type: ignore[assignment]
     return own

@@ -1,12 +1,12 @@
-"""A worker's life with taps: load, requests, close, and its answers to remote calls.
+"""One worker with taps: load, requests, close, and answers to remote calls.
 
-Owns:  ScopeWorker, one per vLLM worker.
+Owns:  ScopeWorker, one for each of vLLM's workers.
 Runs:  in every worker process, on its main thread.
 From:  attach (vLLM's calls).   To: loading, steps, delivery.
 
-Promise: if no request has taps, a step costs a few attribute tests: it uploads nothing
-and looks at no request. If the reads or edits of a request fail, that request is
-answered with the reason; all other requests and the engine go on.
+Promise: if no request has taps, a step costs only a few attribute tests. The worker then uploads no
+data and examines no request. If the reads or edits of a request fail, the request gets an error
+with the reason. All other requests and the engine continue.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ T = TypeVar("T")
 
 
 class ScopeWorker:
-    """The taps of one worker and the requests that use them.
+    """The taps of one worker, and the requests with taps.
 
-    Verbs: `load`, `check_canary`, `add_requests`, `finish_requests`, `close`; each forward
-    is in `steps`.
+    Verbs: `load`, `check_canary`, `add_requests`, `finish_requests`, `close`. `steps` runs for each
+    forward.
 
     Attributes:
-        reason: why the model cannot be tapped; None if it can.
+        reason: why the model cannot be tapped; None if it can be tapped.
         steps: None if the model cannot be tapped.
         lens: None if the model cannot be tapped.
         here: boundaries with a tap on this worker.
@@ -102,9 +102,9 @@ class ScopeWorker:
         self._scaling: Scaling | None = None
         self._pair_makers: dict[str | LensKey, PairMaker] = {}
         self._heard = Heard()
-        #: Requests that EngineCore has named and that are not over, including those that failed.
+        #: All entrants of EngineCore's news that have not ended, also requests that failed.
         self._entered: set[str] = set()
-        #: Requests whose scores are kept with KV blocks -> key, and digest of the probes.
+        #: Request whose scores are stored for its KV blocks -> (key, digest of the probes).
         self._keeping: dict[str, tuple[int, bytes]] = {}
 
     # Load
@@ -123,8 +123,8 @@ class ScopeWorker:
             self.reason = str(error)
             logger.warning("vllm-scope: no taps on this model: %s.", error)
             return
-        # These parts of the configuration are used from the first request on. They are checked now,
-        # because an error in them must prevent the engine's start.
+        # The parts of the configuration for requests are checked now, because an error must prevent
+        # the engine's start.
         if global_reads(self.config, self.sites) != global_reads(
             self.config, replace(self.sites, moved=())
         ):
@@ -141,7 +141,7 @@ class ScopeWorker:
             checking.register_module(name, load_vectors(path))
 
     def _tap_model(self, runner: ModelRunner, groups: Sequence[object]) -> None:
-        """Raises CompatError if the model cannot be tapped; it is then served without taps."""
+        """Install taps. Raises CompatError for a model that is then served without taps."""
         self.runner_version = runners.version_of(runner)
         proved = self._proved = proved_anatomy(
             runner, self.runner_version, self._vllm_config, self.sites, groups
@@ -183,17 +183,17 @@ class ScopeWorker:
         )  # fmt: skip
 
     def settle(self) -> None:
-        """Wait until the lens has been applied to all rows that the current weights computed. Each
-        worker calls this before its weights change, because the lens reads the weights."""
+        """Wait until the lens has been applied to all rows of the current weights. Each worker
+        calls this method before its weights change, because the lens reads the weights."""
         if self._delivery is not None:
             self._delivery.drain.settle()
 
     def renew(self, failed: str | None = None) -> None:
-        """Copy the model's current weights into the lens. Every worker calls this after a change of
-        the weights, even if the change failed.
+        """Copy the model's current weights into the lens. Every worker calls this method after a
+        change of the weights, also after a failed change.
 
         Args:
-            failed: why this worker's weights were not changed; None if they were changed.
+            failed: the error of this worker's change of weights; None if it succeeded.
         """
         from vllm.distributed.parallel_state import get_tp_group
 
@@ -213,10 +213,10 @@ class ScopeWorker:
         return self.steps
 
     def check_canary(self) -> None:
-        """Check in dummy forwards that every tap writes a row; then prepare the model's lens.
+        """Check in dummy forwards that every tap writes a row, and prepare the model's lens.
 
         Raises:
-            CompatError: some tap wrote nothing; the engine does not start.
+            CompatError: a tap wrote nothing. The engine does not start.
         """
         from vllm.config import set_current_vllm_config
 
@@ -240,7 +240,7 @@ class ScopeWorker:
 
     def _check_rows(self, forward: Forward) -> None:
         """Compare the rows of the compiled graph with the rows of the forward that proved where
-        the stream is. If they differ, serve the model without taps."""
+        the stream is. If the rows differ, serve the model without taps."""
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
         proved, reason = self._proved, None
@@ -261,7 +261,7 @@ class ScopeWorker:
             self._planner = self.steps = None
 
     def _begin_lens(self, lens: OwnLens, forward: Forward) -> None:
-        """Have the packer apply the model's lens, if it can be applied."""
+        """If the model's lens can be applied, give the lens to the packer."""
         delivery = self._delivery
         self._pair_makers |= lens.begin(
             lambda: last_rows(self.sites, self.limits.widths, self._tables, self._arena, forward),
@@ -270,7 +270,7 @@ class ScopeWorker:
 
     @property
     def is_last(self) -> bool:
-        """True on the last pipeline stage. EngineCore reads the outputs of that stage only."""
+        """True on the last pipeline stage. EngineCore reads only the outputs of that stage."""
         return bool(self.stage == self.num_stages - 1)
 
     # Requests
@@ -280,14 +280,14 @@ class ScopeWorker:
 
     @property
     def _is_quiet(self) -> bool:
-        """True if no request has taps, and no output has to carry news of earlier requests."""
+        """True if no request has taps, and no output must carry news of earlier requests."""
         if self._entered or self._planner or self._faults:
             return False
         delivery = self._delivery
         return delivery is None or not (delivery.watch.has_steps or delivery.store.has_missing)
 
     def add_requests(self, new_requests: Sequence[NewRequestData], news: StepNews) -> None:
-        """Plan those of the new requests that have taps.
+        """Plan the new requests that have taps.
 
         Args:
             new_requests: vLLM's NewRequestData.
@@ -299,7 +299,7 @@ class ScopeWorker:
             self._planner.resume_request(req_id, num_tokens)
         for request in new_requests:
             entrant = news.entrants.get(request.req_id)
-            # V2 sends a preempted request again; the rows that were read before stay valid.
+            # V2 sends a preempted request again. The request's earlier rows stay valid.
             if entrant is not None and request.req_id not in self._entered:
                 self._entered.add(request.req_id)
                 self._add_request(request, entrant, news.held.get(request.req_id))
@@ -308,11 +308,10 @@ class ScopeWorker:
     def _add_request(
         self, request: NewRequestData, entrant: Entrant, made: Held | None = None
     ) -> None:
-        """Plan one request, or answer it with the reason why not.
+        """Plan one request. If this is not possible, answer the request with the reason.
 
         Args:
-            made: the programs that the request holds, if EngineCore runs in this process; else
-                None.
+            made: the request's programs, if EngineCore runs in this process; otherwise None.
         """
         assert self._planner is not None
         recipient, vectors = entrant.recipient, True
@@ -326,8 +325,8 @@ class ScopeWorker:
                 cell.place.boundary in self.here
                 for one in asked.banked if one.after is None for cell in one.cells
             ):  # fmt: skip
-                # EngineCore expects these scores. If the request is refused, they are reported to
-                # EngineCore as lost.
+                # EngineCore expects these scores. If this worker refuses the request, the worker
+                # reports the scores to EngineCore as lost.
                 self._keeping[request.req_id] = key, entrant.scores
             vectors = bool(asked.edits or asked.banked)
             delivery = self._expect(request, told)
@@ -344,8 +343,7 @@ class ScopeWorker:
                     self._finish(key, str(error))
                     program, key = None, NOBODY
             if program is None:
-                # The edits must apply all the same: the other ranks apply them, and do not know
-                # that this rank has no room.
+                # A rank without room must still apply the edits, as all other ranks do.
                 program = self._compile(asked, prompt_ids, False)
             if delivery is not self._delivery:
                 key = NOBODY
@@ -356,8 +354,8 @@ class ScopeWorker:
                 held = None
                 if program.has_vectors:
                     held = made
-                    # The programs that EngineCore made deliver rows. If room is lacking here, the
-                    # request's programs must not.
+                    # EngineCore's programs deliver rows. If this worker lacks room, the request's
+                    # programs must not deliver rows.
                     if held is None or not program.made(held):
                         held = program.held(entrant.columns, self._heard.digest_of(entrant.spec))
                 self._planner.add_request(request.req_id, key, program, held, entrant.logged)
@@ -366,7 +364,7 @@ class ScopeWorker:
                 self._scaling.add_request(
                     request.req_id, asked, prompt_ids, entrant.columns, drains
                 )
-            # `every` is None if no program is needed here: the probes are at other stages.
+            # `every` is None if this worker needs no program: other stages have the probes.
             every = program.generated_superset() if entrant.scores and key != NOBODY else None
             if every is not None and self._delivery is not None:
                 self._delivery.keep_scores(key, entrant, every.layout)
@@ -374,8 +372,8 @@ class ScopeWorker:
             self._refuse(request.req_id, vectors, key, error)
 
     def accept(self, accepted: Mapping[str, int]) -> None:
-        """Tell the drain how many tokens of requests with Moments are accepted. Called before these
-        requests end or go on."""
+        """Tell the drain how many tokens of requests with Moments are accepted. The worker calls
+        this method before these requests end or continue."""
         if self._planner is None or self._delivery is None:
             return
         keys = {req_id: self._planner.key_of(req_id) for req_id in accepted}
@@ -387,7 +385,7 @@ class ScopeWorker:
         """Begin the later stages of requests.
 
         Args:
-            begun: request -> the probes for whose verdicts these stages waited.
+            begun: request -> the probes whose verdicts the stages needed.
         """
         for req_id, firsts in begun.items():
             try:
@@ -400,23 +398,23 @@ class ScopeWorker:
                 logger.exception("vllm-scope: a later stage of %s could not begin", req_id)
 
     def change_scales(self, scales: Mapping[str, Changes]) -> None:
-        """Apply the scales that policies decided, before the step's forward."""
+        """Apply the policies' new scales before the step's forward."""
         for req_id, error in self._scaling.begin_step(scales) if self._scaling else ():
             logger.error("vllm-scope: scales of %s cannot be changed", req_id, exc_info=error)
             self._fail(req_id, f"new scales of the request's policy could not be applied: {error}")
 
     def _end_unwatched(self, req_id: str, asked: Resolved, reason: str) -> None:
-        """End a request that a probe or a policy may stop and whose scores cannot be made."""
+        """End a request without scores, if one of its probes or its policy can stop the request."""
         if (asked.stopping or asked.policy) and self._faults is not None:
             self._faults.fail(req_id, reason)
 
     def _refuse(self, req_id: str, vectors: bool, key: int, error: Exception) -> None:
-        """Answer a request that could not be added; other requests and the engine go on."""
+        """Answer a request that could not be added. Other requests and the engine continue."""
         reason = str(error)
         if isinstance(error, ScopeError):
-            logger.warning("vllm-scope: request %s is left alone: %s", req_id, error)
+            logger.warning("vllm-scope: request %s could not be added: %s", req_id, error)
         else:
-            logger.error("vllm-scope: request %s is left alone.", req_id, exc_info=error)
+            logger.error("vllm-scope: request %s could not be added.", req_id, exc_info=error)
             reason = (
                 f"vllm-scope failed on this request ({type(error).__name__}); the log says why."
             )
@@ -429,8 +427,8 @@ class ScopeWorker:
     def _expect(
         self, request: NewRequestData, recipient: Recipient | None
     ) -> WorkerDelivery | None:
-        """This worker's delivery. None if this worker has none, or if the request's front-end is
-        not connected."""
+        """This worker's delivery. None without delivery, or if the request's front-end is not
+        connected."""
         if self._delivery is not None and recipient is not None:
             try:
                 self._delivery.expect(recipient)
@@ -442,7 +440,7 @@ class ScopeWorker:
     def _check_size(
         self, asked: Resolved, program: RequestProgram, columns: tuple[bytes, ...]
     ) -> None:
-        """Run `Limits.check`, once for all requests of a spec with the same columns."""
+        """Run `Limits.check`, one time for all requests of a spec with the same columns."""
         known = asked.__dict__.get("_fits")
         if known is None or known[0] is not self.limits or known[1] != columns:
             self.limits.check(program.held(columns).layouts)
@@ -455,7 +453,7 @@ class ScopeWorker:
     def finish_requests(
         self, req_ids: Iterable[str], ended: Mapping[str, Ended] | None = None
     ) -> None:
-        """Forget requests that are over.
+        """Forget ended requests.
 
         Args:
             ended: id of a request with sinks -> the tokens that the scheduler accepted, and why the
@@ -475,11 +473,11 @@ class ScopeWorker:
             if key is not None:
                 self._finish(key, error, (ended or {}).get(req_id))
         if not self._planner and self._delivery is not None:
-            # The callers wait for rows, and the drain thread can delay no request: none is running.
+            # No request with taps runs, so that the drain thread can deliver at full speed.
             self._delivery.drain.hurry()
 
     def begin_launch(self) -> None:
-        """Call this before this thread launches the model; see Drain.begin_launch."""
+        """Announce that this thread will launch the model. See Drain.begin_launch."""
         if self._delivery is not None:
             self._delivery.drain.begin_launch()
 
@@ -488,13 +486,13 @@ class ScopeWorker:
             self._delivery.drain.end_launch()
 
     def deliver_soon(self) -> None:
-        """Have the kept scores of new requests' prompts delivered. Called once the forward of these
-        requests is enqueued."""
+        """Start the delivery of stored scores of new requests' prompts. Called after the forward of
+        these requests is enqueued."""
         if self._delivery is not None:
             self._delivery.drain.nudge()
 
     def keep_blocks(self, filled: Mapping[str, tuple[int, Sequence[bytes]]]) -> None:
-        """Keep the scores of blocks, from the forwards that are enqueued.
+        """Store the scores of blocks. The scores come from forwards that are already enqueued.
 
         Args:
             filled: as StepNews.filled.
@@ -513,8 +511,8 @@ class ScopeWorker:
             self._delivery.drain.forget(keys)
 
     def with_endings(self, output: object) -> object:
-        """A step's output, with what EngineCore must know: edits whose rows are not finite,
-        verdicts of probes, scales that policies decided, and lost scores."""
+        """A step's output, with this step's data for EngineCore: edits whose rows are not finite,
+        verdicts of probes, new scales of policies, and lost scores."""
         if self._is_quiet:
             return output
         if self._faults is None:  # EngineCore does not see the outputs of this stage
@@ -527,7 +525,7 @@ class ScopeWorker:
         return self._faults.with_faults(output)
 
     def _fail(self, req_id: str, reason: str) -> None:
-        """End a request that cannot be planned; other requests go on."""
+        """End a request that cannot be planned. Other requests continue."""
         assert self._planner is not None
         watched = self._delivery is not None and req_id in self._delivery.watch
         if self._faults is not None and (watched or req_id in self._planner.owners.values()):
@@ -546,10 +544,10 @@ class ScopeWorker:
         if self._delivery is not None:
             self._delivery.close()
 
-    # Remote calls (`collective_rpc` finds them on the worker)
+    # Remote calls (`collective_rpc` finds these methods on the worker)
 
     def connect(self, address: dict[str, object]) -> Connected:
-        """Connect to a front-end. Returns what `describe` returns, with two more fields.
+        """Connect to a front-end. Returns the result of `describe` with two more fields.
 
         `road` is the transport of the front-end's rows. If `needs_tcp` is True, the front-end
         calls again with a TCP address.
@@ -564,7 +562,7 @@ class ScopeWorker:
         return body
 
     def describe(self) -> Described:
-        """What can be read and edited here, and the limits of a request."""
+        """The sites that can be read and edited on this worker, and the limits of a request."""
         tapped = self._planner is not None
         limits = self.limits if tapped else Limits((1,), 0, 0, 0, 0, 0)
         return {
@@ -583,7 +581,7 @@ class ScopeWorker:
         }
 
     def counters(self) -> dict[str, object]:
-        """Work done so far, for tests and metrics."""
+        """The worker's counts since its start, for tests and metrics."""
         planner, steps = self._planner, self.steps
         return {
             "pid": os.getpid(),
@@ -596,9 +594,9 @@ class ScopeWorker:
         }
 
     def of_sums(self, call: Callable[[Summing], T], none: T) -> T:
-        """The result of a call with the sums that this worker holds; `none` if it has no drain."""
+        """The result of `call` with this worker's sums; `none` if the worker has no drain."""
         return none if self._delivery is None else self._delivery.drain.of_sums(call)
 
     def flush(self) -> dict[str, str | None]:
-        """Make ended requests visible at every sink. Returns sink -> why this failed, or None."""
+        """Make ended requests visible at every sink. Returns sink -> the sink's error or None."""
         return self._delivery.flush() if self._delivery is not None else {}

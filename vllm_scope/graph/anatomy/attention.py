@@ -1,10 +1,10 @@
 """Gives attention modules a subclass whose forward has taps on its inputs and its output.
 
 Owns:  the traced code around the op.
-Runs:  as tapped.py does: installed once, before the first compiled call.
+Runs:  in the model's forward. The worker installs the taps before the first compiled call.
 
 Promise: if no row is edited, the module computes the same as before. If q, k or v is a slice of
-wider rows, the op gets a copy of the slice: else the compiler would copy the wider rows.
+wider rows, the op gets a copy of the slice. Otherwise the compiler would copy the wider rows.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from vllm_scope.request.sites import ATTENTION_SITES, Place, Sites
 def install_attention_taps(
     anatomy: Anatomy, tap_of: Mapping[int, int], arena: Tensor, tables: Tables, sites: Sites
 ) -> tuple[int, ...]:
-    """Tap the attention of this worker's layers; arguments as for `install_taps`.
+    """Add taps to the attention of this worker's layers. Other args as in `install_taps`.
 
     Args:
         sites: gives the width of each site's rows.
 
     Returns:
-        The boundaries that carry a tap here.
+        The boundaries that have a tap on this worker.
     """
     tapped: list[int] = []
     for number, module in sorted(anatomy.attention.items()):
@@ -47,10 +47,10 @@ def install_attention_taps(
 def _tapped_attention(
     base: type, sizes: Mapping[str, int], splits: Mapping[str, Split]
 ) -> type[nn.Module]:
-    """A subclass of `base`, a module called with query, key and value.
+    """A subclass of `base`, whose forward takes query, key and value.
 
     Args:
-        sizes: site with a tap -> how many numbers a row has.
+        sizes: site with a tap -> the number of elements of a row.
         splits: as in Anatomy.
     """
 

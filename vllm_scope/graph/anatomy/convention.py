@@ -1,23 +1,21 @@
-"""What a decoder layer returns, and how the residual stream follows from the returned values.
+"""What a decoder layer returns, and how the residual stream is computed from the returned values.
 
-Owns:  Convention, and `convention_of`, which reads it from the source of the layer and the model;
+Owns:  Convention; `convention_of`, which reads the convention from the source of layer and model;
        `final_norm_of`, the norm that the model calls after its layers.
-Runs:  once, after the model is loaded.
+Runs:  one time, after the model is loaded.
 From:  source.   To: layers.
 
-Promise: fail closed. Two independent signs must agree: what the layer returns, and how the
-model uses the last layer's values (the final norm's arguments). If the signs contradict each
-other, or one is not understood, the model gets no taps, unless numbers prove the stream
-(supposed.py).
+Promise: fail closed. Two independent signs must agree: the values that the layer returns, and how
+the model uses the last layer's values (the final norm's arguments). If the signs disagree or are
+not understood, numbers must prove the stream (supposed.py). Without a proof there are no taps.
 
-Most of vLLM 0.32's decoder layers return (hidden, residual), whose sum is the stream. Some
-return one tensor. Some return a residual that `hidden` contains already; they look like the
-first kind, and the sum would be silently wrong. Their forward has an unconditional
-`residual = hidden_states`. A layer is refused if it overwrites the residual under any condition
-but a missing residual.
+Most decoder layers of vLLM 0.32 return (hidden, residual), and the stream is the sum. Some layers
+return one tensor. Other layers return a residual that `hidden` contains already: the sum would be
+silently wrong. The forward of these layers has an unconditional `residual = hidden_states`. A layer
+is refused if this assignment depends on any condition except a missing residual.
 
-Two more things are read at the model's end: a norm may take a residual and return it unchanged
-(Cohere), and layers may return None as the residual, so that the model never adds one (Gemma 4).
+Two special cases at the model's end: a norm can return its residual unchanged (Cohere). Layers can
+return None as the residual, and then the model adds no residual (Gemma 4).
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ def convention_of(layer: nn.Module, model: nn.Module) -> Convention:
     """The convention of a decoder layer inside its model.
 
     Raises:
-        CompatError: there is no source, or the signs in it are unknown or disagree.
+        CompatError: there is no source, or the signs in the source are unknown or disagree.
     """
     name, outer = type(layer).__name__, type(model).__name__
     forward = forward_of(layer)
@@ -71,12 +69,13 @@ def convention_of(layer: nn.Module, model: nn.Module) -> Convention:
         return Convention.DEAD_RESIDUAL
     raise CompatError(
         f"{name} returns a pair, and {outer} {'adds' if joined else 'does not add'} the second "
-        "to the first, which the layer's own source does not bear out"
+        "to the first, and the layer's own source disagrees"
     )
 
 
 def final_norm_of(model: nn.Module) -> str | None:
-    """The attribute of the one norm that a model calls behind its layers, or None."""
+    """The attribute of the only norm that a model calls after its layers. None if the model calls
+    several norms or no norm."""
     forward = _model_forward(model)
     end = max(node.end_lineno or 0 for node in ast.walk(forward) if isinstance(node, ast.For))
     found = {
@@ -90,7 +89,7 @@ def final_norm_of(model: nn.Module) -> str | None:
 
 
 def treats_half_apart(layer: nn.Module) -> bool:
-    """True if a layer's forward tests for float16: such layers scale the stream in float16."""
+    """True if a layer's forward tests for float16. Such a layer scales the stream in float16."""
     return any(
         isinstance(node, ast.Attribute) and node.attr == "float16"
         for node in ast.walk(forward_of(layer))
@@ -131,7 +130,7 @@ def _returned_object(layer: ast.FunctionDef) -> str | None:
 
 
 def _check_single_pass(forward: ast.FunctionDef, name: str) -> None:
-    """Raise if a layer may run twice in a forward: it then makes several rows for a position."""
+    """Raise if a layer can run two times in a forward: there would be two rows for a position."""
     loops = [
         node
         for node in ast.walk(forward)
@@ -153,8 +152,7 @@ def _overwrites_residual(layer: ast.FunctionDef, name: str) -> bool:
     """True if the forward has an unconditional `residual = hidden_states`.
 
     Raises:
-        CompatError: the forward has this assignment under a condition, so the result depends on the
-            condition.
+        CompatError: the forward has this assignment under a condition.
     """
     if any(_is_overwrite(node) for node in layer.body):
         return True
@@ -180,13 +178,12 @@ def _is_overwrite(node: ast.stmt) -> bool:
 
 
 def _asks_for_no_residual(test: ast.expr) -> bool:
-    """True if a test asks whether the residual is missing, as it is in the first layer
-    (`residual is None`), or whether there is one."""
+    """True for a test whether the residual is missing, as in the first layer, or exists."""
     return ast.unparse(test) in ("residual is None", "residual is not None", "not residual")
 
 
 def _model_forward(model: nn.Module) -> ast.FunctionDef:
-    """The forward that loops over the layers: the class's own, or one that it inherits."""
+    """The forward that loops over the layers: the forward of the class, or of a base class."""
     for owner in type(model).__mro__:
         if "forward" in vars(owner):
             function = forward_of(model, owner)
@@ -207,7 +204,7 @@ def _returns_none(layer: ast.FunctionDef) -> bool:
 
 
 def _without_residual(loop: ast.FunctionDef) -> ast.FunctionDef:
-    """A model's forward without the branches that need a residual."""
+    """The forward of a model, without the branches that need a residual."""
     settled = _NoResidual().visit(deepcopy(loop))
     assert isinstance(settled, ast.FunctionDef)
     return settled
@@ -224,7 +221,7 @@ class _NoResidual(ast.NodeTransformer):
 
 def _joins_residual(forward: ast.FunctionDef, model: nn.Module) -> bool:
     """True if the model ends with hidden + residual, or with a norm(hidden, residual) that adds
-    them."""
+    both."""
     for node in ast.walk(forward):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             names = [a.id for a in node.args if isinstance(a, ast.Name)]
@@ -242,7 +239,7 @@ def _joins_residual(forward: ast.FunctionDef, model: nn.Module) -> bool:
 
 
 def _leaves_residual(norm: nn.Module | None) -> bool:
-    """True if a norm returns its second argument and does nothing else with it."""
+    """True if a norm only returns its second argument, unchanged."""
     if norm is None:
         return False
     forward = forward_of(norm)
@@ -259,7 +256,8 @@ def _leaves_residual(norm: nn.Module | None) -> bool:
 
 
 def _loop_reads_one_tensor(forward: ast.FunctionDef) -> bool:
-    """True if the loop over the layers assigns to a single name: `hidden = layer(...)`."""
+    """True if the loop over the layers assigns each output to a single name: `hidden =
+    layer(...)`."""
     for node in ast.walk(forward):
         if isinstance(node, ast.For):
             for inner in ast.walk(node):

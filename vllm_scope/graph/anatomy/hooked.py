@@ -1,9 +1,8 @@
 """Decoder layers that call Python functions before and after they run.
 
-Runs:  where nothing is compiled. Functions can be installed at any time, not only before the
-       first forward.
+Runs:  in models that are not compiled. Functions can also be installed after the first forward.
 
-A layer's exit tap runs after the functions: it reads and edits the rows that the functions left.
+A layer's exit tap runs after the functions, on the rows that the functions have changed.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from vllm_scope.graph.anatomy.convention import Convention
 from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.graph.anatomy.tapped import rebuilt
 
-#: (layer, True before the layer and False after it, hidden, residual). The stream is `hidden`, or
-#: hidden + residual if there is a residual. Both are [num_tokens, hidden_size], and may be edited
-#: in place.
+#: Args: the layer's number; True before the layer runs, False after the layer; hidden; residual.
+#: The stream is `hidden`, or hidden + residual if there is a residual. Both tensors are
+#: [num_tokens, hidden_size]. A function is allowed to edit them in place.
 Call = Callable[[int, bool, Tensor, Tensor | None], None]
 
 
 def install_calls(anatomy: Anatomy, call: Call) -> None:
-    """Let each layer call `call` before and after it runs. Raises CompatError if a layer's forward
-    has no `hidden_states`."""
+    """Make each layer call `call` before and after the layer's forward. Raises CompatError if a
+    forward has no parameter `hidden_states`."""
     for number, layer in anatomy.layers.items():
         untapped = getattr(layer, "scope_base", type(layer))
         hooked = _hooked_layer(untapped, anatomy.convention, number, call)
@@ -57,7 +56,7 @@ def _hooked_layer(base: type, convention: Convention, number: int, call: Call) -
 
 
 def _call(call: Call, number: int, before: bool, hidden: Tensor, residual: Tensor | None) -> None:
-    # Some models carry a batch dimension of one (Transformers backend).
+    # In vLLM's Transformers backend, rows have a batch dimension of size 1.
     hidden = hidden.view(-1, hidden.shape[-1])
     if residual is not None:
         residual = residual.view(-1, residual.shape[-1])

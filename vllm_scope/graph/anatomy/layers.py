@@ -1,7 +1,7 @@
 """Finds the decoder layers of a loaded model.
 
-Owns:  Anatomy (the result); `find_anatomy` and `supposed_anatomies` (the search).
-Runs:  in every worker, after load. Knows torch modules, not vLLM.
+Owns:  Anatomy; `find_anatomy` and `supposed_anatomies`, which return it.
+Runs:  in every worker, after load. Uses only torch, not vLLM.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from vllm_scope.request.sites import Place
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The decoder layers that this worker holds.
+    """The decoder layers of this worker's part of the model, and their convention.
 
     Attributes:
         layers: layer number (global, from 0) -> module.
-        num_layers: the number of layers of the whole model, of all pipeline stages.
-        convention: how the stream follows from the layers' return values.
-        path: the name of the list that holds the layers.
+        num_layers: the number of layers of the whole model, in all pipeline stages.
+        convention: how the stream is computed from the values that a layer returns.
+        path: the name of the module list that contains the layers.
         attention: layer number -> the module that is called with q, k and v. Only for layers with
             taps on that module.
         projections: layer number -> the module of its MLP whose input is `mlp_post`. Only for
-            layers with a tap there.
+            layers with a tap on that module.
         routers: layer number -> the module whose output is `router_logits`. Only for layers with a
-            tap there.
+            tap on that module.
         blocks: `attn_in` or `mlp_in` at a layer -> the module whose input the site is. Only for
             places with a tap.
         splits: site whose rows are split over the tensor-parallel ranks -> the split. Empty with
             one rank.
-        norm: the name of the norm behind the last layer, in the module that runs the layers;
-            None if it is not found in the source.
-        norm_here: the module of that norm; None on a pipeline stage without it.
-        unread: the reason why the source is not understood; None if it is understood. If there is a
-            reason, `convention` is a supposition, which numbers must prove.
+        norm: the name of the norm after the last layer, in the module that runs the layers. None if
+            the source does not show the norm.
+        norm_here: the module of `norm`. None on a pipeline stage without this module.
+        unread: the reason why the source is not understood. None if the source is understood. If
+            there is a reason, `convention` is a supposition: numbers must prove it.
     """
 
     layers: dict[int, nn.Module]
@@ -59,7 +59,7 @@ class Anatomy:
 
 
 class UnreadError(CompatError):
-    """The layers are found, but their source, or the model's, is not understood."""
+    """The model's layers are found, but the source of a layer or of the model is not understood."""
 
 
 def find_anatomy(
@@ -74,14 +74,13 @@ def find_anatomy(
         model: the loaded model.
         num_layers: the number of decoder layers, from the model's configuration.
         is_missing: True for the placeholder of a layer that another pipeline stage holds.
-        has_cache: True for a module that keeps keys and values, or states, of earlier tokens. Of
-            several lists of this length, the decoder is the one whose layers hold such modules:
-            a vision tower may have as many layers, and a layer as many experts.
+        has_cache: True for a module that stores keys and values, or states, of earlier tokens. If
+            several lists have `num_layers` modules (such as a list of experts), the decoder is the
+            list whose layers contain modules with a cache.
 
     Raises:
         UnreadError: the source of the layers or of the model is not understood.
-        CompatError: no such list, more than one, or mixed layer classes whose
-            conventions differ.
+        CompatError: no list or more than one list fits, or the layers have different conventions.
     """
     path, parent, layers = _decoder_of(model, num_layers, is_missing, has_cache)
     try:
@@ -111,15 +110,15 @@ def supposed_anatomies(
         unread: the reason why the source is not understood.
 
     Raises:
-        CompatError: as `find_anatomy`; or the module that holds the layers does not have exactly
-            one norm, or this worker does not have that norm.
+        CompatError: as `find_anatomy`. Or the module that contains the layers does not have exactly
+            one norm. Or this worker does not have that norm.
     """
     path, parent, layers = _decoder_of(model, num_layers, is_missing, has_cache)
     norms = [name for name, _ in parent.named_children() if is_norm(name)]
     if len(norms) != 1 or is_missing(parent.get_submodule(norms[0])):
         raise CompatError(
-            f"{unread}; and {type(parent).__name__} has not one norm beside its layers here, whose "
-            "rows could show the stream"
+            f"{unread}; and {type(parent).__name__} does not have exactly one norm beside its "
+            "layers on this worker, whose input could show the stream"
         )
     (norm,) = norms
     known = Anatomy(
@@ -135,13 +134,13 @@ def _decoder_of(
     is_missing: Callable[[nn.Module], bool],
     has_cache: Callable[[nn.Module], bool],
 ) -> tuple[str, nn.Module, dict[int, nn.Module]]:
-    """The path of the list of layers, the module that holds the list, and the layers here."""
+    """The path of the list of layers, the module with the list, and this worker's layers."""
     found: list[tuple[str, nn.Module, dict[int, nn.Module]]] = []
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             here = {i: layer for i, layer in enumerate(module) if not is_missing(layer)}
             parent = model.get_submodule(path.rpartition(".")[0])
-            # A model may keep the same layers in a second list (Gemma 4).
+            # A model can have the same layers in a second list (Gemma 4).
             if here and all(here != others for *_, others in found):
                 found.append((path, parent, here))
     if len(found) > 1:

@@ -1,13 +1,12 @@
 """Where a decoder layer's stream can be read between its attention and its MLP.
 
-Owns:  `norm_before_mlp`, the name of the norm whose input is `resid_mid`.
-Runs:  once, after the model is loaded.
+Owns:  `norm_before_mlp`: the name of the norm whose input is `resid_mid`.
+Runs:  one time, after the model is loaded.
 From:  source.   To: tapped.
 
-Promise: fail closed. Between the calls of the attention and of the MLP exactly one norm has
-the whole stream as its input: it adds the residual (`hidden, residual = norm(hidden,
-residual)`), or follows directly after `residual = hidden`. Gemma's norm of the attention's
-output alone does neither. Every path through the forward calls the attention and the norm.
+Promise: fail closed. Between the calls of attention and MLP, exactly one norm has the whole stream
+as its input. This norm adds the residual (`hidden, residual = norm(hidden, residual)`), or follows
+directly after `residual = hidden`. Every path through the forward calls the attention and the norm.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ _MLP_WORDS = ("mlp", "feed_forward", "ffn", "moe")
 
 @dataclass(frozen=True)
 class _Call:
-    """`target = self.name(args)`; or `target = source`: then `name` is empty, and `args` has the
-    source."""
+    """`target = self.name(args)`, or `target = source`. In the second case `name` is empty, and
+    `args` has only `source`."""
 
     name: str
     args: tuple[str, ...]
@@ -39,7 +38,7 @@ def norm_before_mlp(layer: nn.Module, convention: Convention) -> str:
     """The name of the layer's attribute that is the norm before the MLP.
 
     Raises:
-        CompatError: the layer's source has no such norm, or several, or a path without it.
+        CompatError: the layer's source has no such norm or several, or a path without the norm.
     """
     name = type(layer).__name__
     forward = forward_of(layer)
@@ -67,7 +66,7 @@ def norm_before_mlp(layer: nn.Module, convention: Convention) -> str:
             f"{name}.forward has {names} where one norm between attention and MLP was expected"
         )
     (norm,) = found
-    # If the norm or the attention may be skipped, the norm's input may come from another place.
+    # If a path skips the norm or the attention, the norm's input can come from another place.
     for what, is_it in (("its attention", _is_attention), (f"the norm {norm}", norm.__eq__)):
         if not _always(forward.body, is_it):
             raise CompatError(f"{name}.forward may leave out {what}")
@@ -75,8 +74,8 @@ def norm_before_mlp(layer: nn.Module, convention: Convention) -> str:
 
 
 def _always(body: list[ast.stmt], is_it: Callable[[str], bool]) -> bool:
-    """True if every path through these statements raises, or calls a module for whose name `is_it`
-    returns True."""
+    """True if every path through these statements raises, or calls a module with a fitting name.
+    `is_it` returns True for a fitting name."""
     for node in body:
         if isinstance(node, ast.Raise):
             return True
@@ -100,8 +99,8 @@ def _is_attention(name: str) -> bool:
 
 
 def _parse(node: ast.AST) -> list[tuple[tuple[int, int], _Call]]:
-    """The call of `self.name(...)` in an assignment, or `residual = hidden`, with its line and
-    column; empty for any other node."""
+    """The call `target = self.name(...)` or the assignment `residual = hidden`, with line and
+    column. Empty for any other node."""
     if not isinstance(node, ast.Assign) or len(node.targets) != 1:
         return []
     target, value, at = node.targets[0], node.value, (node.lineno, node.col_offset)

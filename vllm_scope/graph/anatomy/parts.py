@@ -1,9 +1,11 @@
-"""Gives single modules of a model a subclass whose forward has a tap: attention and MLP (`attn_in`
-and `mlp_in`, their inputs), the MLP's down projection (`mlp_post`, its input), the router of
-experts (`router_logits`, its output), the norm behind the last layer (`ln_final`, its output).
+"""Gives single modules of a model a subclass whose forward has a tap.
+
+Sites at a module's input: `attn_in` (attention), `mlp_in` (MLP), `mlp_post` (the MLP's down
+projection). Sites at a module's output: `router_logits` (router of experts), `ln_final` (the norm
+after the last layer).
 
 Owns:  the traced code around the op.
-Runs:  as tapped.py does: installed once, before the first compiled call.
+Runs:  in the model's forward. The worker installs the taps before the first compiled call.
 """
 
 from __future__ import annotations
@@ -28,20 +30,20 @@ from vllm_scope.request.sites import (
     Sites,
 )
 
-#: Names that the forwards of vLLM's modules give to their input.
+#: Names of the input parameter in the forwards of vLLM's modules.
 _INPUTS = ("hidden_states", "x", "input_")
 
 
 def install_part_taps(
     anatomy: Anatomy, tap_of: Mapping[int, int], arena: Tensor, tables: Tables, sites: Sites
 ) -> tuple[int, ...]:
-    """Tap single modules of this worker's model; arguments as for `install_attention_taps`.
+    """Add taps to single modules of this worker's model. Args as in `install_attention_taps`.
 
     Returns:
-        The boundaries that carry a tap here.
+        The boundaries that have a tap on this worker.
 
     Raises:
-        ConfigError: `ln_final` is configured, and the model's source shows no such norm.
+        ConfigError: `ln_final` is configured, and the model's source does not show that norm.
     """
     parts = {Place(MLP_SITE, number): one for number, one in anatomy.projections.items()}
     parts |= {Place(ROUTER_SITE, number): one for number, one in anatomy.routers.items()}
@@ -65,8 +67,7 @@ def install_part_taps(
 
 
 def input_of(module_class: type) -> str | None:
-    """The name of the parameter of a forward that is the module's input; None if no parameter has
-    a known name."""
+    """The name of the input parameter. None if no parameter has a known name."""
     names = parameters(module_class)
     return next((name for name in _INPUTS if name in names), None)
 
@@ -74,7 +75,7 @@ def input_of(module_class: type) -> str | None:
 def _tapped_input(base: type, site: str, size: int, split: Split | None) -> type[nn.Module]:
     name = input_of(base)
     at = 0 if name is None else parameters(base).index(name)
-    # Other modules may use a block's input, if the layer's branches are parallel or have no norm.
+    # If the layer's branches are parallel or have no norm, other modules can use the same input.
     copies = site in BLOCK_SITES
 
     class Tapped(base):
@@ -101,5 +102,5 @@ def _tapped_output(base: type, site: str, size: int, split: Split | None) -> typ
             rows = tap_rows(self, rows, getattr(self, f"scope_{site}"), size, split)
             return (rows, *others) if isinstance(out, tuple) else rows
 
-    Tapped.scope_base = base  # a lens calls this class's forward, without the tap
+    Tapped.scope_base = base  # a lens calls the forward of `base`, which has no tap
     return named(Tapped, base)

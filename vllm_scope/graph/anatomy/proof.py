@@ -1,21 +1,22 @@
-"""Whether a model computes what its anatomy says, by the numbers of one forward.
+"""Checks by the numbers of one forward that a model computes what its anatomy says.
 
 Owns:  `find_faults`, `may_return`, `row_error`; Findings.
-Runs:  once, after the model is loaded and before it gets taps.
+Runs:  one time, after the model is loaded and before the model gets taps.
 From:  watched.   To: supposed, engine.worker.proving.
 
-The anatomy is read from source. The recorded rows show where the stream is, independently of the
-source. These statements are tested:
-1. The stream that a layer leaves is the stream that the next layer gets; else the model changes the
-   stream between them, and `resid_pre` of the next layer is not `resid_post` of this layer.
-2. The stream that a layer gets is the input of the layer's first module, if that is a norm.
+The source of the model gives the anatomy. The recorded rows show independently where the stream is.
+`find_faults` tests these statements:
+1. The stream that a layer returns is the stream that the next layer gets. If the two differ, the
+   model changes the stream between the two layers.
+2. If a layer's first module is a norm, the input of the norm is the stream that the layer gets.
 3. resid_mid = resid_pre + attn_out, and resid_mid is the input of the norm before the MLP.
 4. resid_post = resid_mid + mlp_out.
-5. The stream that the last layer leaves is the input of the norm behind the layers.
-6. A router runs once, and returns rows of the model's dtype.
-7. Rows of q, k, v and z are as wide as the model's configuration says.
-Equalities 3 and 4 are tested for layers that return (hidden, residual). A norm's input is `hidden`,
-or hidden + residual if the norm returns that sum. Rows that are not finite are not compared.
+5. The stream that the last layer returns is the input of the norm after the layers.
+6. A router runs exactly one time in a forward, and returns rows of the model's dtype.
+7. Rows of q, k, v and z have the width that the model's configuration gives.
+Statements 3 and 4 are tested only for layers that return (hidden, residual). If a norm returns the
+sum hidden + residual, the norm's input is this sum; else the input is `hidden`. Rows with a number
+that is not finite are not compared.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ from vllm_scope.graph.anatomy.tapped import fits
 from vllm_scope.graph.anatomy.watched import LayerCall, NormCall, Watch
 from vllm_scope.request.sites import ROUTER_SITE
 
-#: The largest error that counts as rounding, divided by the row's length: _STEPS eps of the dtype,
-#: but at least _LEAST. Sums are rounded once or twice.
+#: The largest error that counts as rounding, divided by the row's length. The value is _STEPS times
+#: the dtype's eps, and at least _LEAST: a sum is rounded one or two times.
 _STEPS, _LEAST = 4, 1e-5
 
 
 @dataclass(frozen=True)
 class Findings:
-    """The findings of one forward, for a model whose convention held.
+    """The findings of one forward of a model whose rows agree with its convention.
 
     Attributes:
-        wrong_sites: site -> the reason why its rows are not what the site's name says.
-        moved: layers before which the model changes the stream.
-        num_equal: the number of equalities that held.
-        untold: words for rows that could not be compared -> the layers of these rows.
-        streams: layer -> the stream that it leaves, [num_tokens, hidden_size] in float32.
+        wrong_sites: site -> the reason why the site's rows are not the rows that its name promises.
+        moved: the layers that get another stream than the layer before returned.
+        num_equal: the number of comparisons without a difference.
+        untold: a description of rows that could not be compared -> the layers of these rows.
+        streams: layer -> the stream that the layer returns, [num_tokens, hidden_size] in float32.
     """
 
     wrong_sites: Mapping[str, str]
@@ -68,14 +69,12 @@ def find_faults(
     """Test the rows of a recorded forward, and return the findings.
 
     Args:
-        middles: layer number -> the norm before its MLP, for layers where equalities 3 and 4 are to
-            be compared.
+        middles: layer number -> the norm before the layer's MLP, for tests of statements 3 and 4.
         dtype: the model's dtype.
-        sizes: tapped site inside the attention -> how many numbers a row has.
+        sizes: site inside the attention, with a tap -> the number of elements of a row.
 
     Raises:
-        CompatError: a layer did not run exactly once, or the stream is not where the convention
-            says.
+        CompatError: a layer did not run exactly one time, or the rows contradict the convention.
     """
     faults = _Faults(anatomy, middles, watch.layers, watch.norms)
     calls = {number: call.calls for number, call in watch.layers.items()}
@@ -96,7 +95,7 @@ def find_faults(
 
 
 def may_return(convention: Convention, returned: object) -> bool:
-    """True if a layer of this convention can return this value."""
+    """True if a layer with this convention can return this value."""
     if convention is Convention.TENSOR:
         return isinstance(returned, Tensor)
     if not isinstance(returned, tuple) or len(returned) != 2:
@@ -107,8 +106,8 @@ def may_return(convention: Convention, returned: object) -> bool:
 
 
 def row_error(one: Tensor, other: Tensor) -> float | None:
-    """The largest relative error of a row: the length of the difference, divided by the length of
-    the longer row. None if a number is not finite."""
+    """The largest relative error of a row. The relative error is the length of the difference,
+    divided by the length of the longer row. None if a number is not finite."""
     error = (one - other).norm(dim=-1)
     length = torch.maximum(one.norm(dim=-1), other.norm(dim=-1))
     if not bool(torch.isfinite(error + length).all()):
@@ -118,7 +117,7 @@ def row_error(one: Tensor, other: Tensor) -> float | None:
 
 @dataclass
 class _Faults:
-    """The equalities of one recorded forward. Rows are [num_tokens, hidden_size] in float32."""
+    """Tests the statements for one forward. Rows are [num_tokens, hidden_size] in float32."""
 
     anatomy: Anatomy
     middles: Mapping[int, nn.Module]
@@ -141,7 +140,7 @@ class _Faults:
                 self.moved.append(number)
             first = self._input_of(call.first)
             gap = self._gap(entry, first, "what the first module of layers gets", number)
-            self._require(gap, f"what layer {number} gets is not what its first norm gets")
+            self._require(gap, f"the input of layer {number} is not the input of its first norm")
             left = self.streams[number] = self._exit(number)
             if number in self.middles and self._sums:
                 self._compare_branches(number, entry, left)
@@ -149,7 +148,7 @@ class _Faults:
         if last == self.anatomy.num_layers - 1:
             norm = self._input_of(self.anatomy.norm_here)
             gap = self._gap(left, norm, "what the norm behind layers gets", last)
-            self._require(gap, f"what layer {last} leaves is not what the norm behind it gets")
+            self._require(gap, f"the output of layer {last} is not the input of the norm after it")
         else:
             self.untold["what another pipeline stage makes of layers"].append(last)
 
@@ -201,7 +200,7 @@ class _Faults:
         return self.anatomy.convention is Convention.SUM
 
     def _exit(self, number: int) -> Tensor:
-        """The stream that a layer leaves, by its convention."""
+        """The stream that a layer returned, by the layer's convention."""
         returned = self.layers[number].returned
         parts = returned if isinstance(returned, tuple) else (returned,)
         if not may_return(self.anatomy.convention, returned):
@@ -215,7 +214,7 @@ class _Faults:
         return _stream(hidden, residual)
 
     def _input_of(self, norm: nn.Module | None) -> Tensor | None:
-        """The rows that a norm normalizes; None if the record does not say."""
+        """The rows that a norm normalizes. None if the record does not show these rows."""
         calls = [] if norm is None else self.norms.get(norm, [])
         if len(calls) != 1:
             return None
@@ -226,7 +225,7 @@ class _Faults:
         if second is None or not hidden.shape == residual.shape == second.shape:
             return None
         total = _stream(hidden, residual)
-        # A norm that does not use the residual returns it unchanged (Cohere).
+        # If a norm does not use the residual, the norm returns the residual unchanged (Cohere).
         for rows, returned in ((total, total), (_flat(hidden), _flat(residual))):
             error = row_error(returned, _flat(second))
             if error is not None and error <= _tolerance(second.dtype):
@@ -234,8 +233,8 @@ class _Faults:
         return None
 
     def _gap(self, one: Tensor | None, other: Tensor | None, what: str, number: int) -> float:
-        """The largest relative error of a row; 0 if the error is rounding, or if no rows can be
-        compared."""
+        """The largest relative error of a row. 0 if the error is rounding, or if rows are
+        missing."""
         error = None
         if one is not None and other is not None and one.shape == other.shape:
             error = row_error(one, other)
@@ -259,7 +258,7 @@ class _Faults:
 
 
 def _flat(rows: Tensor) -> Tensor:
-    # Some models carry a batch dimension of one (Transformers backend).
+    # In vLLM's Transformers backend, rows have a batch dimension of size 1.
     return rows.reshape(-1, rows.shape[-1]).float()
 
 

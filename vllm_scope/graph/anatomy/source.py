@@ -1,12 +1,11 @@
 """The source of a module's forward, without the branches that the module never takes.
 
 Owns:  `forward_of`, `function_of`, `is_norm`.
-Runs:  once, after the model is loaded.
+Runs:  one time, after the model is loaded.
 To:    convention, middle.
 
-A forward may test the module's own flags (`if self.do_layer_norm_before:`). If such a test has
-one answer as long as the module lives, only the branch that runs is kept. A test of anything
-else keeps both branches.
+A forward can test the module's own flags (`if self.do_layer_norm_before:`). If the result of a test
+can never change, only the branch that runs is kept. For any other test, both branches are kept.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import nn
 
 from vllm_scope.errors import CompatError
 
-#: Where a test stands in the source: line and column.
+#: The line and the column of a test in the source.
 _Place = tuple[int, int]
 
 
@@ -32,7 +31,7 @@ def function_of(function: Callable[..., object], owner: type) -> ast.FunctionDef
     """The syntax tree of a method.
 
     Raises:
-        CompatError: the method's source cannot be read, or is not a plain function.
+        CompatError: the method's source cannot be read, or the method is not a plain function.
     """
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
@@ -48,7 +47,7 @@ def forward_of(module: nn.Module, owner: type | None = None) -> ast.FunctionDef:
     """The module's forward without the branches that this module never takes.
 
     Args:
-        owner: the class whose forward is returned; None for the module's class.
+        owner: the class whose forward is returned. None for the module's class.
 
     Raises:
         CompatError: as `function_of`.
@@ -65,7 +64,7 @@ def forward_of(module: nn.Module, owner: type | None = None) -> ast.FunctionDef:
     return _settled(function, owner, frozenset(answers.items())) if answers else whole
 
 
-@cache  # a model has many layers, whose flags differ in few ways
+@cache  # many layers of a model have equal flags
 def _settled(
     function: Callable[..., object], owner: type, answers: frozenset[tuple[_Place, bool]]
 ) -> ast.FunctionDef:
@@ -75,12 +74,12 @@ def _settled(
 
 
 def is_norm(name: str) -> bool:
-    """True if an attribute of this name counts as a norm."""
+    """True if an attribute with this name counts as a norm."""
     return "norm" in name or name.startswith("ln")
 
 
 class _Settled(ast.NodeTransformer):
-    """Replaces each `if` whose test has a known answer by the branch that runs."""
+    """Replaces each `if` whose test has a known result by the branch that runs."""
 
     def __init__(self, answers: Mapping[_Place, bool]) -> None:
         self._answers = answers
@@ -100,7 +99,7 @@ class _Settled(ast.NodeTransformer):
 
 
 def _answer(test: ast.expr, module: nn.Module) -> bool | None:
-    """The answer that a test always has for this module; None if that is not known."""
+    """The result that a test always has for this module. None if the result is not known."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         inner = _answer(test.operand, module)
         return None if inner is None else not inner
@@ -117,8 +116,8 @@ def _answer(test: ast.expr, module: nn.Module) -> bool | None:
 
 
 def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr, module: nn.Module) -> bool | None:
-    """The answer of `self.name is None`, `self.name == 3`, or the negation of one of them; None for
-    any other comparison, or if the answer is not known."""
+    """The result of `self.name is None`, `self.name == 3`, or a negation of these tests. None for
+    any other comparison, or if the result is not known."""
     value = _attribute(left, module)
     if value is _UNKNOWN or not isinstance(right, ast.Constant):
         return None
@@ -133,7 +132,7 @@ _UNKNOWN = object()
 
 
 def _attribute(node: ast.expr, module: nn.Module) -> Any:
-    """The value of `self.name`; _UNKNOWN for anything else."""
+    """The value of `self.name`. _UNKNOWN for any other expression."""
     if (
         isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)

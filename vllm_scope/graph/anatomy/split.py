@@ -1,10 +1,10 @@
-"""Rows that tensor parallelism splits over the ranks: heads, and columns of the MLP.
+"""Rows that tensor parallelism splits over the ranks: attention heads, and columns of the MLP.
 
-Owns:  Split: how the parts of one site's rows are joined, and taken apart again.
-Runs:  traced into the model's graph, on every rank.
+Owns:  Split, which joins the parts of one site's rows, and splits the rows again.
+Runs:  in the model's graph, on every rank.
 
-Promise: the joined row equals the row of a model on one rank. All ranks make the same edits
-to the joined row, and each rank goes on with its own part.
+Promise: the joined row equals the row of a model on one rank. All ranks make the same edits to the
+joined row. Then each rank continues with its own part.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Split:
     """The split of one site's rows.
 
     Attributes:
-        whole, part: how many numbers a row has, and this rank's part of a row.
+        whole, part: the number of elements of a row, and of this rank's part of a row.
         rank, num_ranks: this rank's index in the tensor-parallel group, and the group's size.
-        gather: [n, part] -> [n, num_ranks * part], the parts of all ranks in the order of ranks.
+        gather: [n, part] -> [n, num_ranks * part]. Returns the parts of all ranks, in rank order.
     """
 
     whole: int
@@ -33,13 +33,13 @@ class Split:
 
     @property
     def copies(self) -> int:
-        """How many successive ranks have the same part. With more ranks than key and value heads,
-        vLLM gives each head to several ranks."""
+        """How many successive ranks have the same part. If there are more ranks than key and value
+        heads, vLLM gives each head to several ranks."""
         return self.num_ranks * self.part // self.whole
 
     def joined(self, rows: Tensor) -> Tensor:
-        """The whole rows, of which `rows` are this rank's parts: [n, part] -> [n, whole], in the
-        order of heads or columns; contiguous."""
+        """Join this rank's parts with the parts of the other ranks: [n, part] -> [n, whole]. The
+        rows are contiguous, with heads or columns in the order of the model."""
         every = self.gather(rows)
         if self.copies > 1:
             every = every.unflatten(1, (-1, self.copies, self.part))[:, :, 0].flatten(1)

@@ -1,16 +1,16 @@
-"""Finds the stream of a model whose source is not understood, by the numbers of forwards.
+"""Finds by numbers the stream of a model whose source is not understood.
 
 Owns:  `prove_supposed`, `stream_rows`, `compare_compiled`.
-Runs:  once, after the model is loaded; and once more when it is compiled.
+Runs:  one time after the model is loaded, and one time after the model is compiled.
 From:  watched, proof.   To: engine.worker.proving.
 
-Numbers show one forward only. Their result holds for every forward if two more things are true:
-- The model is compiled as one graph, whose guards vLLM drops. Then Python takes no branch later:
-  every forward computes what the graph computes at load.
-- A layer gets the same tensor objects that the layer before it returned. So the graph makes no
-  choice by values between one layer and the next.
-The graph is not traced in the forward that gave the numbers, and may be loaded from a cache. So the
-graph's rows are compared with the rows of an uncompiled forward of the same token.
+The numbers are those of one forward. The result holds for every forward, because of two facts:
+- The model is compiled as one graph, and vLLM drops the guards of the graph. Therefore Python takes
+  no branch later: every forward computes what the graph computes at load.
+- A layer gets the same tensor objects that the layer before it returned. Therefore the graph makes
+  no choice by values between two layers.
+The graph is not traced in the forward that gave the numbers, and can come from a cache. Therefore
+the graph's rows are compared with the rows of an uncompiled forward of the same token.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from vllm_scope.graph.anatomy.layers import Anatomy
 from vllm_scope.graph.anatomy.proof import Findings, find_faults, may_return, row_error
 from vllm_scope.graph.anatomy.watched import LayerCall, Watch
 
-#: The largest error of a compiled row, divided by its length: _STEPS eps of the dtype, but at least
-#: _LEAST. The compiler rounds less often, and the errors of all layers add up.
+#: The largest error of a compiled row, divided by the row's length. The value is _STEPS times the
+#: dtype's eps, and at least _LEAST. The compiler rounds less often, and errors of layers add up.
 _STEPS, _LEAST = 8, 1e-3
 
 
 def prove_supposed(
     anatomies: Sequence[Anatomy], watch: Watch, dtype: torch.dtype, hidden_size: int
 ) -> Anatomy:
-    """The one supposition that agrees with every equality of a recorded forward.
+    """The only supposition that agrees with all rows of a recorded forward.
 
     Args:
-        anatomies: one for each convention, as `supposed_anatomies` makes them.
+        anatomies: one for each convention, as `supposed_anatomies` returns them.
         watch: the record of a forward whose first layer got random rows.
 
     Raises:
-        CompatError: no supposition agrees, or more than one. The error's text has the reasons.
+        CompatError: no supposition agrees, or several agree. The message has the reasons.
     """
     good: list[Anatomy] = []
     reasons = [
@@ -69,7 +69,7 @@ def prove_supposed(
 
 
 def stream_rows(anatomy: Anatomy, watch: Watch, dtype: torch.dtype) -> dict[int, Tensor]:
-    """Boundary on the stream -> the first token's row, [hidden_size], float32 on the CPU.
+    """Boundary of the stream -> the first token's row, [hidden_size], float32 on the CPU.
 
     Args:
         anatomy: an anatomy whose convention is proved.
@@ -95,11 +95,11 @@ def compare_compiled(
     unread: str | None,
     dtype: torch.dtype,
 ) -> None:
-    """Compare the rows that taps read in the compiled graph with those of an uncompiled forward of
-    the same token.
+    """Compare the rows that taps read in the compiled graph with the rows of an uncompiled forward.
+    Both forwards have the same token.
 
     Args:
-        rows, expected: boundary -> [hidden_size], float32 on the CPU; `expected` may have more
+        rows, expected: boundary -> [hidden_size], float32 on the CPU. `rows` can have fewer
             boundaries.
         unread: the reason why the source is not understood.
         dtype: the model's dtype.
@@ -130,7 +130,7 @@ def _require_all(
     for what, layers in findings.untold.items():
         raise CompatError(f"no rows show {what} {', '.join(map(str, layers))}")
     for number in findings.moved:
-        raise CompatError(f"what layer {number - 1} leaves is not what layer {number} gets")
+        raise CompatError(f"the output of layer {number - 1} is not the input of layer {number}")
     for number, call in calls.items():
         carried = (call.handed or ())[: 2 if anatomy.convention is Convention.SUM else 1]
         if not all(carried):

@@ -1,9 +1,9 @@
 """Gives decoder layers, and norms inside them, a subclass whose forward has taps.
 
 Owns:  the traced code around the op.
-Runs:  `install_taps` once, after load and before the first compiled call. The forwards
-       below are then traced into the model's graph, and never change afterwards: vLLM
-       drops torch.compile's guards.
+Runs:  `install_taps` one time, after load and before the first compiled call. The compiler then
+       traces the forwards below into the model's graph. The graph never changes afterwards, because
+       vLLM drops torch.compile's guards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vllm_scope.request.sites import BRANCH_SITES, Place
 def install_taps(
     anatomy: Anatomy, tap_of: Mapping[int, int], arena: Tensor, tables: Tables
 ) -> tuple[int, ...]:
-    """Tap the boundaries of the stream at this worker's layers.
+    """Add taps to the boundaries of the stream in this worker's layers.
 
     Args:
         anatomy: the layers.
@@ -37,15 +37,15 @@ def install_taps(
         tables: the device tables.
 
     Returns:
-        The boundaries that carry a tap here.
+        The boundaries that have a tap on this worker.
 
     Raises:
         CompatError: a layer's forward does not take `hidden_states`.
-        ConfigError: a configured site is not in the model, or is not found in its source.
+        ConfigError: a configured site is not in the model or in the model's source.
     """
     layers = sorted(anatomy.layers.items())
     places = {number: _places_of(number, tap_of) for number, _ in layers}
-    # Before the first layer is changed: a refused model is served unchanged.
+    # Check all layers before the first change. Then a refused model is served unchanged.
     for number, layer in layers:
         _check(layer, number, places[number], anatomy.convention)
     for number, layer in layers:
@@ -55,7 +55,7 @@ def install_taps(
             norm = norm_of(layer, number, anatomy.convention)
             give_buffers(norm, inner, tap_of, arena, tables)
             norm.__class__ = _tapped_norm(type(norm), frozenset(inner), tables.hidden_size)
-        if "mlp_out" in here:  # innermost: requests' functions run outside of it
+        if "mlp_out" in here:  # the innermost subclass: requests' functions run outside it
             give_buffers(layer, {"mlp_out": here["mlp_out"]}, tap_of, arena, tables)
             layer.__class__ = _branching_layer(type(layer), tables.hidden_size)
         outer = {name: b for name, b in here.items() if name in ("entry", "exit")}
@@ -66,8 +66,8 @@ def install_taps(
 
 
 def _places_of(number: int, tap_of: Mapping[int, int]) -> dict[str, int]:
-    """Name of a place in the layer -> its boundary, for the places that carry a tap."""
-    # The entry of layer 0 only: any other entry is the exit of the layer before.
+    """Name of a place in the layer -> the place's boundary, for places with a tap."""
+    # Only layer 0 has a tap at its entry. Any other entry is the exit of the layer before.
     places = {"entry": 0 if number == 0 else -1, "middle": 2 * number + 1}
     places["exit"] = 2 * number + 2
     places |= {site: Place(site, number).boundary for site in BRANCH_SITES}
@@ -82,8 +82,8 @@ def _check(layer: nn.Module, number: int, here: Mapping[str, int], convention: C
     words = {"middle": "resid_mid"} | {site: site for site in BRANCH_SITES}
     for place in (place for place in words if place in here):
         try:
-            # A branch's output can be read only before it is added to the stream: that is, if
-            # the layer returns (hidden, residual) and the next norm adds them.
+            # A tap must read a branch's output before the output is added to the stream. This is
+            # possible only if the layer returns (hidden, residual) and the next norm adds both.
             if place in BRANCH_SITES and convention is not Convention.SUM:
                 raise CompatError(
                     f"{type(layer).__name__} adds to the stream inside ({convention.value})"
@@ -150,21 +150,19 @@ def _tap(module: Any, hidden: Tensor, residual: Tensor | None, number: Tensor) -
 def tap_rows(
     module: Any, rows: Tensor | None, number: Tensor, size: int, split: Split | None = None
 ) -> Tensor:
-    """A tap on rows that are not on the stream.
+    """Tap rows of a site that is not on the stream.
 
     Args:
         rows: [num_tokens, size], [num_tokens, heads, size of each], or [1, num_tokens, size].
         number: the tap's row of Tables.taps.
-        split: how the rows, of `size` numbers, are split over the ranks; None if each rank has
-            whole rows.
+        split: how the rows are split over the ranks. None if each rank has whole rows.
 
     Returns:
-        The rows that the model must use from here on: `rows` itself, or a copy if `rows` are split
-        or are part of wider rows.
+        The rows that the model must use after the tap: `rows`, or a copy of them.
 
     Raises:
-        CompatError: the rows have another width or dtype, so that in the arena they would overwrite
-            the rows of their neighbours. This is raised while the graph is traced.
+        CompatError: the rows have another width or dtype. In the arena they would overwrite other
+            rows. The error is raised while the graph is traced.
     """
     dtype = module.scope_arena.dtype
     width = size if split is None else split.part
@@ -173,7 +171,7 @@ def tap_rows(
         raise CompatError(f"a tap is given {came}, not rows of {width} {dtype}")
     if rows.stride(-1) != 1:
         raise CompatError("a tap is given rows whose numbers do not lie side by side")
-    # Without the copy, the compiler would copy the wider rows, twice.
+    # Without this copy, the compiler would copy the wider rows two times.
     flat = rows.reshape(-1, width).contiguous()
     if split is None:
         _tap(module, flat, None, number)
@@ -185,7 +183,7 @@ def tap_rows(
 
 def fits(rows: Tensor, size: int) -> bool:
     """True if each row has `size` numbers."""
-    # Some models carry a batch dimension of one (Transformers backend).
+    # In vLLM's Transformers backend, rows have a batch dimension of size 1.
     batched = rows.shape[-1] == size and rows.dim() == 3 and rows.shape[0] == 1
     return batched or math.prod(rows.shape[1:]) == size
 
@@ -201,7 +199,7 @@ def _tapped_layer(base: type, convention: Convention, places: frozenset[str]) ->
     class Tapped(base):
         def forward(self, *args: Tensor, **kwargs: Tensor) -> object:
             if entry:
-                # Layer 0 gets the embedding output, and no residual yet.
+                # Layer 0 gets the output of the embedding, and no residual.
                 hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[at]
                 _tap(self, hidden, None, self.scope_entry)
             out = super().forward(*args, **kwargs)
@@ -215,10 +213,9 @@ def _tapped_layer(base: type, convention: Convention, places: frozenset[str]) ->
 
 
 def _branching_layer(base: type, size: int) -> type[nn.Module]:
-    """A subclass of `base`, which returns (hidden, residual), with a tap on its MLP's output.
+    """A subclass of `base` with a tap on the MLP's output. `base` returns (hidden, residual).
 
-    It is the innermost subclass: outside of it, edits and functions write the stream to the same
-    tensor.
+    This is the innermost subclass, because edits and functions write the stream to the same tensor.
     """
 
     class Tapped(base):
@@ -232,19 +229,19 @@ def _branching_layer(base: type, size: int) -> type[nn.Module]:
 
 
 def rebuilt(tapped: type, base: type, convention: Convention) -> type[nn.Module]:
-    """`base` with the taps of the class `tapped`; `base` itself if `tapped` has none."""
+    """`base` with the taps of the class `tapped`. If `tapped` has no taps, `base` unchanged."""
     places = getattr(tapped, "scope_places", None)
     return base if places is None else _tapped_layer(base, convention, places)
 
 
 def _tapped_norm(base: type, places: frozenset[str], size: int) -> type[nn.Module]:
-    """A subclass of `base` with taps on the norm's input (hidden, or hidden + residual), and
-    on hidden alone, which is the attention's output."""
+    """A subclass of `base` with taps on the norm's input (hidden, or hidden + residual) and on the
+    attention's output (hidden alone)."""
     middle, branch = (name in places for name in ("middle", "attn_out"))
 
     class Tapped(base):
         def forward(self, hidden: Tensor, residual: Tensor | None = None) -> object:
-            if branch:  # before edits of the stream are written to it
+            if branch:  # before edits of the stream are written to `hidden`
                 hidden = tap_rows(self, hidden, self.scope_attn_out, size)
             if middle:
                 _tap(self, hidden, residual, self.scope_middle)

@@ -1,11 +1,11 @@
-"""One forward of a model without taps, recorded by hooks.
+"""Hooks record one forward of a model without taps.
 
 Owns:  Watch, and its records: NormCall and LayerCall.
-Runs:  once, after the model is loaded. Not inside a compiled graph.
+Runs:  one time, after the model is loaded. Not inside a compiled graph.
 From:  layers.   To: proof.
 
-The rows that enter the first layer are replaced by random ones. So the record does not depend on
-the embedding of a dummy token, nor on what another pipeline stage would send.
+Random rows replace the rows that enter the first layer. Therefore the record does not depend on a
+dummy token's embedding or on another pipeline stage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Kwargs = dict[str, object]
 
 @dataclass
 class NormCall:
-    """Copies of a norm's arguments, and of the second value that it returned.
+    """Copies of a norm's arguments, and of the second value that the norm returned.
 
     Attributes:
         hidden, residual, second: [num_tokens, hidden_size].
@@ -44,13 +44,13 @@ class NormCall:
 
 @dataclass
 class LayerCall:
-    """Copies of a layer's arguments, and of the values that it returned.
+    """Copies of a layer's arguments, and of the values that the layer returned.
 
     Attributes:
-        calls: how often the layer ran; the other attributes are of its last call.
+        calls: how many times the layer ran. The other attributes describe the last call.
         given: the arguments (hidden, residual).
         handed: for each value that the layer before returned, True if this layer got the same
-            tensor object; None for the first layer.
+            tensor object. None for the first layer.
         first: the first child that the layer called.
         returned: the layer's return value.
     """
@@ -63,16 +63,16 @@ class LayerCall:
 
 
 class Watch:
-    """Records the forward that runs in its `with` block, with one recorder for each kind of module.
+    """Records the forward that runs inside the `with` block.
 
     Args:
         noise: True if random rows enter the first layer instead of the model's own rows.
 
     Attributes:
-        layers: layer number -> its call, in the order of layers.
-        norms: norm -> its calls, for the norms in the layers and the norm behind the layers.
-        routed: layer number -> the values that its router returned, for `Anatomy.routers`.
-        attended: layer number -> site -> the rows that its attention is called with or returns, for
+        layers: layer number -> the record of the layer, in the order of layers.
+        norms: norm -> the norm's calls, for norms in the layers and for the norm after the layers.
+        routed: layer number -> the values that the layer's router returned, for `Anatomy.routers`.
+        attended: layer number -> site -> the rows that the layer's attention gets or returns, for
             `Anatomy.attention`.
     """
 
@@ -115,7 +115,7 @@ def _after(module: nn.Module, hook: Callable[..., Any], hooks: ExitStack) -> Non
 
 @dataclass
 class _Left:
-    """The values that the last layer returned: the tensors themselves, not copies."""
+    """The values that the most recent layer returned. The tensors are not copies."""
 
     values: tuple[object, ...] | None = None
 
@@ -165,7 +165,7 @@ class _LayerRecorder:
     def _leave(self, module: nn.Module, args: _Args, out: object) -> None:
         parts = tuple(out) if isinstance(out, tuple | list) else (out,)
         self.left.values = parts
-        # Copies: the next norm may write to these tensors.
+        # Copies, because the next norm can write to these tensors.
         self.call.returned = (
             tuple(map(_copied, parts)) if isinstance(out, tuple | list) else _copied(out)
         )
@@ -198,7 +198,7 @@ def _record_router(found: list[object], module: nn.Module, args: _Args, out: obj
 
 
 def _record_attention(module: nn.Module, found: dict[str, object], hooks: ExitStack) -> None:
-    # vLLM's Transformers backend calls `forward` itself, where hooks do not run.
+    # vLLM's Transformers backend calls `forward` directly. Hooks do not run in such a call.
     original = module.forward
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +219,7 @@ def _copied(value: object) -> object:
 
 
 def _noise(*tensors: object) -> dict[int, Tensor]:
-    """id of a tensor -> random rows that replace the tensor; equal on all ranks."""
+    """id of a tensor -> random rows that replace the tensor. The rows are equal on all ranks."""
     generator = torch.Generator().manual_seed(0)
     return {
         id(x): torch.randn(x.shape, generator=generator).to(x.device, x.dtype)

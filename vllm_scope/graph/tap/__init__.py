@@ -1,13 +1,13 @@
-"""The op that is traced into the model's graph: definition, kernel, tables.
+"""The op in the model's compiled graph: its definition, its kernel, its tables.
 
-definition.py  what a tap does, in torch and numpy: it runs on the CPU, and the kernel must equal it
+definition.py  what a tap does, in torch and numpy: the definition of the kernel's results
 kernel.py      what a tap does, in Triton: one program instance per token row
-states.py      states of gates: how a tap advances them, and where they are kept
-tables.py      the device tables that tell a tap what to do, refilled between steps
-program_tables.py  the part of the tables that holds programs and vectors of running requests
-places.py      which row of a table belongs to which content
+states.py      how a tap advances the states of gates, and where the states are stored
+tables.py      the device tables that say what each tap does in a step
+program_tables.py  the part of the tables with programs and vectors of running requests
+places.py      the table row of each content
 staging.py     host memory from which a step's table is uploaded
 op.py          the registered op, which runs the definition or the kernel
-graphs.py      CUDA graphs that are replayed without the taps that do nothing
-driver.py      the calls of the CUDA driver that graphs.py needs
+graphs.py      CUDA graphs without the taps that do nothing in a step
+driver.py      the calls of the CUDA driver for graphs.py
 """

@@ -1,7 +1,7 @@
 """What a tap does to the rows of one step, in plain torch and numpy.
 
-Owns:  the meaning of every opcode. The Triton kernel must equal it.
-Runs:  on the CPU, and in tests as the kernel's twin.
+Owns:  the meaning of every opcode. The Triton kernel must compute the same.
+Runs:  on the CPU; tests compare the kernel with this code.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from vllm_scope.program.operations import (
     SETTERS,
 )
 
-#: Columns of the op table. Offsets are in 4-byte words from the token's first slot; -1 if the
-#: operation stores nothing.
+#: Columns of the op table. Offsets count 4-byte words from the token's first slot. If an operation
+#: stores nothing, its offset is -1.
 (
     CODE, WORD, WORD_IN_TAP, VECTOR, NUMBER_A, NUMBER_B, NEXT, REGISTER, SOURCE, NUMBER_C, NUMBER_D,
     NUMBER_E,
 ) = range(12)  # fmt: skip
 NUM_COLUMNS = 12
-#: Columns of the token table. A row has 32 bytes, so that all rows have one alignment for the
-#: kernel; one column is empty.
+#: Columns of the token table. A row has 32 bytes: then all rows have the same alignment in the
+#: kernel. One column is not used.
 PROGRAM, SLOT, TO_HOST, OWNER, SINCE, STRIDE, STEPS = range(7)
 NUM_TOKEN_COLUMNS = 8
-#: Columns of the table of taps. A row has 16 bytes, so that all rows have one alignment for the
-#: kernel; two columns are empty.
+#: Columns of the table of taps. A row has 16 bytes: then all rows have the same alignment in the
+#: kernel. Two columns are not used.
 NUMBER, ACTS = range(2)
 NUM_TAP_COLUMNS = 4
 WORDS_PER_SLOT = SLOT_BYTES // 4
-#: A fault is the tap's number + 1. This bit is also set if OP_CHECK found the fault, not an edit.
+#: A fault is the tap's number + 1. If OP_CHECK found the fault, this bit is set too.
 CHECKED = 1 << 30
 
 
 def fault_at(fault: int) -> tuple[int, bool]:
-    """The tap that reported a fault, and True if an edit's result was not finite there; False if
-    OP_CHECK found the fault.
+    """The tap that reported a fault, and whether an edit caused it. True: an edit's result was not
+    finite. False: OP_CHECK found the fault.
 
     Args:
-        fault: the fault, not 0.
+        fault: a fault; never 0.
     """
     return (fault & ~CHECKED) - 1, not fault & CHECKED
 
@@ -80,45 +80,46 @@ def tap_rows(
 ) -> None:
     """Run each row's program at one tap.
 
-    The row is the residual stream x = hidden + residual, added in float32. READ sees x rounded to
-    the model's dtype; edits compute in float32.
+    A row is the residual stream x = hidden + residual, added in float32. OP_READ stores x rounded
+    to the model's dtype. Edits compute in float32.
 
-    An edited row is written back, rounded once: residual = x and hidden = 0, or hidden = x
-    if there is no residual. An edited row is not written in two cases:
+    An edited row is rounded and written back: residual = x and hidden = 0, or hidden = x if there
+    is no residual. An edited row is not written in two cases:
 
-    - Its edits left it unchanged. A write would round the sum and so change the next norm's input.
-    - It is not finite in the model's dtype. Its owner gets a fault, and the model goes on
-      with the row from before the edits. If faults are not read (in every pipeline stage
-      but the last), the row is written, and OP_CHECK finds it in the last stage.
+    - The edits did not change the row. A write would round the sum.
+    - The row is not finite in the model's dtype. The row's owner gets a fault, and the model
+      continues with the row from before the edits. Faults are read only in the last pipeline stage.
+      In other stages the row is written, and OP_CHECK finds it in the last stage.
 
-    OP_CHECK replaces a row that is not finite by zeros. No caller gets these zeros. Without them
-    a sampler could turn the row's logits into a token that does not exist.
+    OP_CHECK replaces a row that is not finite by zeros. No caller gets these zeros. Without the
+    zeros, a sampler could return a token that does not exist.
 
     Args:
-        hidden: [num_rows, hidden_size], model dtype. Edited rows are written.
-        residual: like `hidden`; None if the model has added it already.
+        hidden: [num_rows, hidden_size], model dtype. Edited rows are written here.
+        residual: like `hidden`. None if the model has added the residual to `hidden` already.
         arena: [num_slots, elements of a slot], model dtype. Written in place.
-        tokens: [max_rows, 8] int32: program (-1 for none), slot, 1 if the token's slots are
-            in host memory, owner, since, stride, steps; one number that is not used. The token's
-            first slot is slot + min(max(position - since, 0), steps) * stride, so that no position
-            leads beyond the slots of the arena or the ring. Rows from num_rows on are not read.
+        tokens: [max_rows, 8] int32. Columns: program (-1 for none); slot; 1 if the token's slots
+            are in host memory, else 0; owner; since; stride; steps; not used. The token's first
+            slot is slot + min(max(position - since, 0), steps) * stride. Therefore the first slot
+            is always inside the arena or the ring. Rows from num_rows on are not read.
         programs: [num_programs, num_taps] int32: index of the first op, -1 for none.
-        ops: [num_ops, NUM_COLUMNS] int32: see the columns above. Numbers are float32 bits.
+        ops: [num_ops, NUM_COLUMNS] int32. The columns are listed above. Numbers are float32 bits.
         vectors: [num_vectors, hidden_size or more] float32.
-        tap: [4] int32: this tap's column in `programs`; 1, or 0 if no row does anything at this tap
-            in this step (then no row looks up its program); two numbers that are not used.
-        host: [6] int64, addresses. In host memory: the slots (only the kernel writes there); the
-            faults, int32 by owner, or 0 if nobody reads faults. On the rows' device: the
-            registers, float32 [max_rows, REGISTERS]; the walks, int32 [max_rows, 8]; the log of
-            states, float32 (see states); the rows' positions, int64, read if a row has a stride.
-        slot_base: first slot of this tap if the step is drained tap by tap, else 0.
-        slots_per_token: slots of each token at this tap if the step is drained tap by tap
-            (`tokens` then has the token's number instead of its slot), else 0.
+        tap: [4] int32: this tap's column in `programs`; 1, or 0 if this tap does nothing in this
+            step; not used; not used. If the second number is 0, no row looks up its program.
+        host: [6] int64, addresses. Two addresses in host memory: the slots (only the kernel writes
+            them), and the faults, int32 by owner. If faults are not read, their address is 0. Four
+            addresses on the rows' device: the registers, float32 [max_rows, REGISTERS]; the walks,
+            int32 [max_rows, 8]; the log of states, float32; the rows' positions, int64. Positions
+            are read if a row has a stride.
+        slot_base: if the step is drained tap by tap, the first slot of this tap; else 0.
+        slots_per_token: if the step is drained tap by tap, the slots of each token at this tap;
+            else 0. If this is not 0, the slot column of `tokens` has the token's index instead.
     """
     number, acts = int(tap[NUMBER]), int(tap[ACTS])
     if not acts:
         return
-    # The tables are small: torch takes ten times as long as numpy.
+    # The tables are small. For small tables, torch takes ten times as long as numpy.
     table = tokens[: hidden.shape[0]].numpy()
     rows = np.flatnonzero(table[:, PROGRAM] >= 0)
     at = programs.numpy()[table[rows, PROGRAM], number]
@@ -140,7 +141,7 @@ def tap_rows(
         for code in set(told[:, CODE].tolist()):
             mine = told[:, CODE] == code
             here, op = live[mine], told[mine]
-            # Usually all rows have the same operation; a slice copies no row.
+            # Usually all rows have the same operation. Then a slice is used, which copies no row.
             some = slice(None) if len(here) == len(rows) else torch.from_numpy(here)
             column = WORD_IN_TAP if slots_per_token else WORD
             start = first[here] * WORDS_PER_SLOT + op[:, column]
@@ -194,7 +195,7 @@ def _write_back(
     """Write the finite rows that changed. Return bool [num_rows]: True for a row with a fault.
 
     Args:
-        told: False if nobody reads faults. Rows that are not finite are then written, too.
+        told: True if faults are read. If False, rows that are not finite are written too.
     """
     rounded = x.to(hidden.dtype)
     finite = rounded.isfinite().all(1) | (not told)
@@ -244,7 +245,7 @@ def _relative(change: Tensor, x: Tensor) -> NDArray[np.float32]:
 
 def _store(x: Tensor, words: np.ndarray, start: np.ndarray) -> None:
     if x.shape[1] * x.element_size() % 4:
-        x = torch.nn.functional.pad(x, (0, 1))  # fills the last word; no reader uses it
+        x = torch.nn.functional.pad(x, (0, 1))  # fills the last word of a row
     out = x.contiguous().view(torch.int32).numpy()
     for first, row in zip(start.tolist(), out, strict=True):
         words[first : first + len(row)] = row
@@ -259,8 +260,8 @@ def _number(op: np.ndarray, column: int) -> Tensor:
 
 
 def _dot(x: Tensor, v: Tensor) -> Tensor:
-    """The dot product of each row with its vector, or with the one vector, [num_rows]. A row's
-    result does not depend on the other rows. With torch's sums, its last bit would."""
+    """The dot product of each row with its vector, [num_rows]. A single vector is used for all
+    rows. The result of a row does not depend on the other rows. (In torch, the last bit does.)"""
     rows, vectors = x.detach().numpy(), v.numpy()
     if len(vectors) == 1:
         return torch.from_numpy(np.einsum("ij,j->i", rows, vectors[0]))
@@ -274,7 +275,7 @@ def _norm(x: Tensor) -> Tensor:
 def _condition(
     code: int, x: Tensor, op: np.ndarray, vectors: Tensor
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """The values and the scores of a condition, [num_rows] each."""
+    """The values of a condition, [num_rows], and the scores of the condition, [num_rows]."""
     v = vectors[_vectors_of(op)]
     a, b, c, d = (_number(op, n) for n in (NUMBER_A, NUMBER_B, NUMBER_C, NUMBER_D))
     along = _dot(x, v)
@@ -295,8 +296,8 @@ def _edited(
     """The rows after an edit, [num_rows, hidden_size].
 
     Args:
-        part: [num_rows], how much of the edit is done, 0 to 1.
-        source: [num_rows], the activation of the edit's feature; not used by an edit without one.
+        part: [num_rows], the share of the edit that is applied, 0 to 1.
+        source: [num_rows], the activation of the edit's feature, if the edit has a feature.
     """
     v, part = vectors[_vectors_of(op)], part[:, None]
     if code == OP_SET:

@@ -1,9 +1,9 @@
-"""Functions of CUDA graphs that torch lacks: a graph's nodes, and a graph without some nodes.
+"""Functions for CUDA graphs that torch does not have: list nodes, and leave nodes out.
 
 Owns:  the calls of the CUDA driver (libcuda, 12.3 or later).
 Runs:  in workers on NVIDIA GPUs, on the thread that captures and replays.
 
-Handles are addresses (int). An error of the driver is raised as a DriverError.
+Handles are addresses (int). If the driver returns an error, a DriverError is raised.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FREE_ON_LAUNCH = ctypes.c_ulonglong(1)
 
 
 class DriverError(RuntimeError):
-    """The driver refused a call, or has no such call."""
+    """The driver refused a call, or does not have the call."""
 
 
 class _EdgeData(ctypes.Structure):
@@ -29,7 +29,7 @@ class _EdgeData(ctypes.Structure):
 
 
 def is_there() -> bool:
-    """True if this machine has a driver with all the calls of this file."""
+    """True if this machine has a CUDA driver with all functions in _NAMES."""
     try:
         library = _library()
         return all(hasattr(library, name) for name in _NAMES)
@@ -63,8 +63,8 @@ def num_nodes(graph: int) -> int:
 
 
 def last_kernel(stream: int) -> int | None:
-    """The node of the kernel that was captured last on a stream. None if the stream's last
-    node is not a kernel, if there are several last nodes, or if the driver does not tell."""
+    """The node of the kernel that was captured last on a stream. None if the last node is not a
+    kernel, if there are several last nodes, or if the driver returns an error."""
     status, number, count = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_size_t()
     graph, nodes = _Handle(), ctypes.POINTER(_Handle)()
     kind = ctypes.c_int()
@@ -93,22 +93,22 @@ class Executable:
             raise DriverError(f"cuGraphLaunch returned CUDA error {code}.")
 
     def destroy(self) -> None:
-        """Free the graph. Call this once the graph does not run any more."""
+        """Free the graph. The caller must wait until the graph no longer runs."""
         handle, self._handle = self._handle, None
         if handle is not None:
             _call("cuGraphExecDestroy", handle)
 
     def __del__(self) -> None:
-        with suppress(DriverError):  # CUDA may be gone when the process ends
+        with suppress(DriverError):  # at the end of the process, CUDA can be closed already
             self.destroy()
 
 
 def without(graph: int, nodes: Sequence[int]) -> Executable:
     """Instantiate a graph without some of its nodes. The nodes after a removed node then wait for
-    the nodes before it.
+    the nodes before the removed node.
 
     Args:
-        graph: the graph, which is not changed.
+        graph: the captured graph. It is not changed.
         nodes: the nodes of `graph` to leave out.
 
     Returns:

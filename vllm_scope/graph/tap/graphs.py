@@ -1,12 +1,12 @@
 """CUDA graphs that are replayed without the taps that do nothing in a step.
 
-Owns:  TappedGraph; `captured` and `noted`, contexts in which graphs and taps are captured.
+Owns:  TappedGraph; `captured` and `noted`, the contexts for the capture of graphs and taps.
 Runs:  in workers on NVIDIA GPUs, on the main thread.
 From:  op.   To: driver.
 
-Promise: a replay computes the same with and without these taps, which would return at once. A GPU
-takes 1.0 to 1.7 us to begin each of them (measured on an H100), which is 0.4 ms or more of a step
-if all sites of 32 layers have taps.
+Promise: a replay without these taps computes the same as a replay with all taps. To start a tap
+that does nothing takes a GPU 1.0 to 1.7 us (measured on an H100). If all sites of 32 layers have
+taps, the taps take 0.4 ms or more of each step.
 """
 
 from __future__ import annotations
@@ -25,35 +25,34 @@ from vllm_scope.graph.tap import driver
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: A graph without some taps is made once replays have begun these taps in vain PAYS * num_nodes
-#: times, where num_nodes is the number of nodes of the captured graph. To make the graph takes
-#: about as long as these taps took: 12 to 20 us for each node (H100).
+#: After PAYS * num_nodes useless starts of taps, a graph without these taps is made. num_nodes is
+#: the number of nodes of the captured graph. To make the graph takes about as long as the useless
+#: starts: 12 to 20 us for each node (measured on an H100).
 PAYS = 12
-#: No such graph is made if the device has fewer free bytes. A graph takes 4 KiB for each node.
+#: If the device has fewer free bytes, no graph without taps is made. A graph takes 4 KiB per node.
 LEAST_FREE = 1 << 30
-#: The largest number of such graphs of one captured graph. Before another one is made, the least
-#: recently used one is dropped.
+#: The largest number of graphs without some taps, for one captured graph. Before another is made,
+#: the least recently used graph is dropped.
 MOST = 4
-#: A captured graph with fewer taps, such as a piece of a prefill's forward, is always replayed
-#: whole.
+#: A captured graph with fewer taps is always replayed whole, such as a piece of a prefill.
 LEAST_TAPS = 4
 
 
 class Route(Protocol):
-    """What a captured graph needs to know of a step."""
+    """The data of a step that a captured graph needs."""
 
     @property
     def acting(self) -> NDArray[np.bool_] | None:
-        """[num_taps], True for taps that do something for some row of the coming forward; None if
-        no tap does. Whenever the values change, the array is a new one."""
+        """bool [num_taps], True for taps that do something in the next forward. None if no tap does
+        anything. If the values change, the property returns a new array object."""
 
 
 class Kept(NamedTuple):
     """A graph without some taps.
 
     Attributes:
-        acting: [taps of the captured graph], True for taps that this graph has.
-        made: the graph, as `make` returned it.
+        acting: bool [number of taps of the captured graph], True for taps that this graph has.
+        made: the graph that `make` returned.
     """
 
     acting: NDArray[np.bool_]
@@ -61,10 +60,10 @@ class Kept(NamedTuple):
 
 
 class Variants:
-    """Chooses the graph of a replay: one without the taps that do nothing, once that pays.
+    """Chooses the graph of a replay: the whole graph, or a graph without taps that do nothing.
 
     Args:
-        taps: numbers of the captured graph's taps.
+        taps: the numbers of the captured graph's taps.
         num_nodes: the number of nodes of the captured graph.
         drop: frees a graph that `make` returned.
     """
@@ -76,20 +75,19 @@ class Variants:
         self._kept: dict[bytes, Kept] = {}
         self._in_vain: dict[bytes, int] = {}
         self._none = np.zeros(len(taps), bool)
-        #: The array of acting taps for which the result of `of` is known, and the result.
+        #: The array of acting taps from the last call of `of`, and the result of this call.
         self._last: NDArray[np.bool_] | None = self._none
         self._found: Any = None
 
     def of(
         self, acting: NDArray[np.bool_] | None, make: Callable[[NDArray[np.bool_]], Any | None]
     ) -> Any:
-        """The graph to replay for the taps of a step, as `make` returned it; None for the whole
-        graph.
+        """The graph to replay for a step: a graph from `make`, or None for the whole graph.
 
         Args:
             acting: as Route.acting.
-            make: makes a graph that has only some taps, given as [len(taps)] bools; returns None if
-                it cannot.
+            make: makes a graph that has only some taps. The argument is bool [len(taps)]. Returns
+                None on failure.
         """
         if acting is self._last:
             return self._found
@@ -100,7 +98,7 @@ class Variants:
         key = here.tobytes()
         kept = self._kept.pop(key, None) or self._paid(key, here, make)
         if kept is not None:
-            self._kept[key] = kept  # at the end: it was used last
+            self._kept[key] = kept  # the last entry is the most recently used graph
             self._last, self._found = acting, kept.made
             return kept.made
         self._last = self._none
@@ -110,8 +108,7 @@ class Variants:
         self, key: bytes, here: NDArray[np.bool_],
         make: Callable[[NDArray[np.bool_]], Any | None],
     ) -> Kept | None:  # fmt: skip
-        """Make a graph with these taps if that pays by now. None if it does not pay, or if `make`
-        fails."""
+        """Make a graph with only these taps if this saves time. None if no graph is made."""
         in_vain = self._in_vain.pop(key, 0) + len(here) - int(here.sum())
         if in_vain < self._pays:
             if len(self._in_vain) >= 16 * MOST:
@@ -126,8 +123,7 @@ class Variants:
         return Kept(here, made)
 
     def _least(self, here: NDArray[np.bool_]) -> Any:
-        """Of the kept graphs with at least these taps, the one with the fewest taps; None for the
-        whole graph."""
+        """The kept graph with all of these taps and the fewest others. None for the whole graph."""
         fit = [kept for kept in self._kept.values() if not (here & ~kept.acting).any()]
         return min(fit, key=lambda kept: int(kept.acting.sum())).made if fit else None
 
@@ -141,9 +137,9 @@ class Variants:
 class TappedGraph(torch.cuda.CUDAGraph):
     """A captured CUDA graph that is replayed without the taps that do nothing in the step."""
 
-    #: The graph that is captured now. vLLM captures one at a time.
+    #: The graph that vLLM captures now. vLLM captures only one graph at a time.
     capturing: TappedGraph | None = None
-    #: Tap's number -> its node; None if a tap is not one kernel of its own.
+    #: A tap's number -> the node of its kernel. None if a tap does not have exactly one kernel.
     _nodes: dict[int, int] | None = None
     _route: Route | None = None
     _variants: Variants | None = None
@@ -162,14 +158,14 @@ class TappedGraph(torch.cuda.CUDAGraph):
         super().capture_end()
         self.instantiate()
         if self._nodes and len(self._nodes) >= LEAST_TAPS:
-            with suppress(driver.DriverError):  # then the graph is always replayed whole
+            with suppress(driver.DriverError):  # on an error the graph is always replayed whole
                 num_nodes = driver.num_nodes(self.raw_cuda_graph())
-                # Variants gets no reference to this graph: a cycle would delay its freeing.
+                # Variants gets no reference to this graph: a cycle would delay the deletion.
                 self._variants = Variants(list(self._nodes), num_nodes, _drop)
 
     @contextmanager
     def noted(self, route: Route, tap: int) -> Iterator[None]:
-        """A context. The kernel that is captured in it is noted as the kernel of this tap."""
+        """A context that notes the kernel captured inside it as the kernel of this tap."""
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         before = driver.last_kernel(stream)
         yield
@@ -190,12 +186,13 @@ class TappedGraph(torch.cuda.CUDAGraph):
         if found is None:
             super().replay()
         else:
-            # The same stream as `torch.cuda.current_stream`, which takes 3 us.
+            # The current stream. `torch.cuda.current_stream` would take 3 us.
             found.launch(torch._C._cuda_getCurrentRawStream(self._device))
 
     def _replay_first(self) -> None:
-        """Replay the whole graph, and find out whether it draws random numbers. If it does, torch
-        writes their offset before each replay, but not for a graph without some taps."""
+        """Replay the whole graph, and find out whether it draws random numbers. For such a graph,
+        torch writes the generator's offset before each replay. A graph without some taps would not
+        get this offset."""
         generator = torch.cuda.default_generators[self._device]
         before = generator.get_offset()
         super().replay()
@@ -224,22 +221,21 @@ class TappedGraph(torch.cuda.CUDAGraph):
 
 
 def _drop(executable: driver.Executable) -> None:
-    torch.cuda.synchronize()  # the graph may still run
+    torch.cuda.synchronize()  # because the graph can still run
     executable.destroy()
 
 
 def noted(route: Route, tap: int) -> AbstractContextManager[None]:
-    """A context in which a tap's kernel is captured: the TappedGraph, if there is one, notes it."""
+    """A context for the capture of a tap's kernel. The TappedGraph, if any, notes the kernel."""
     graph = TappedGraph.capturing
     return nullcontext() if graph is None else graph.noted(route, tap)
 
 
 class _Made(type):
-    """The metaclass of a class whose calls make TappedGraphs."""
+    """The metaclass of a class whose constructor returns TappedGraphs."""
 
     def __call__(cls, keep_graph: bool = True) -> TappedGraph:
-        # The captured graph is kept beside its executable form, because graphs without some taps
-        # are made from the captured graph.
+        # keep_graph: graphs without some taps are made from the captured graph.
         return TappedGraph(keep_graph=True)
 
     def __instancecheck__(cls, one: object) -> bool:
@@ -250,14 +246,14 @@ class _Made(type):
 
 
 class _Captured(metaclass=_Made):
-    """Stands in for torch.cuda.CUDAGraph. It is a class, because modules that are imported
-    inside `captured` may use that name in type hints."""
+    """Replaces torch.cuda.CUDAGraph. It must be a class: modules that are imported inside
+    `captured` can use the name in type hints."""
 
 
 @contextmanager
 def captured() -> Iterator[None]:
-    """A context. Graphs that are captured in it are TappedGraphs, if this machine's driver has the
-    calls that a TappedGraph needs."""
+    """A context. If the CUDA driver has the calls that a TappedGraph needs, graphs that are
+    captured inside the context are TappedGraphs."""
     if torch.version.cuda is None or not torch.cuda.is_available() or not driver.is_there():
         yield
         return

@@ -1,9 +1,9 @@
-"""The tap in Triton: one instance per token row, which returns at once for a row without a program.
+"""The tap in Triton: one program instance per token row. Without a program, it returns immediately.
 
 Owns:  the kernel, its launcher, and `load_variants`.
-Runs:  on the GPU, inside captured CUDA graphs: no host sync, no allocation,
-       shapes fixed per graph; only the contents of the tables change.
-Must equal: tap/definition.py, on random programs (a property test).
+Runs:  on the GPU, inside captured CUDA graphs. No host sync, no allocation. Shapes are fixed per
+       graph. Only the contents of the tables change.
+Must equal: tap/definition.py. A property test compares both on random programs.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ CHECKED = tl.constexpr(1 << 30)
 
 @triton.jit
 def _tanh(x):
-    # For small numbers the series is used: the quotient would lose digits.
+    # For small numbers the series is used, because the quotient would lose digits.
     found = 1 - 2 / (tl.exp(2 * x) + 1)
     return tl.where(tl.abs(x) < 0.02, x - x * x * x / 3, found)
 
 
 @triton.jit
 def _next_state(code, op, score, begun, one, two):
-    """The state one token later, as in graph.tap.states: value, and two numbers."""
+    """The state one token later, as in graph.tap.states: the gate's value, and two numbers."""
     a = tl.load(op + 4).to(tl.float32, bitcast=True)
     b = tl.load(op + 5).to(tl.float32, bitcast=True)
     c = tl.load(op + 9).to(tl.float32, bitcast=True)
@@ -86,7 +86,7 @@ def _next_state(code, op, score, begun, one, two):
     return value, one, two
 
 
-# One variant serves all taps: a second one would be compiled during a graph's capture.
+# All taps use the same variant. A second variant would be compiled during a graph's capture.
 @triton.jit(
     do_not_specialize=[
         "hidden_row_stride", "residual_row_stride", "vector_stride", "num_taps", "slot_base",
@@ -114,8 +114,7 @@ def _tap_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    # The three loads do not wait for each other. Without `acts`, each row with a program would look
-    # it up at every tap.
+    # The three loads do not wait for each other. Without `acts`, each row would load its program.
     token = tokens_ptr + row * TOKEN_COLUMNS
     program = tl.load(token)
     tap = tl.load(tap_ptr)
@@ -134,7 +133,7 @@ def _tap_kernel(
     if HAS_RESIDUAL:
         x += tl.load(residual, keep, 0.0).to(tl.float32)
     slot = tl.load(token + TOKEN_SLOT).to(tl.int64)
-    # These loads wait for each other, but for no load of the program below.
+    # These loads wait for each other, but not for the loads of the program below.
     positions = tl.load(host_ptr + 5).to(tl.pointer_type(tl.int64))
     stride = tl.load(token + TOKEN_STRIDE).to(tl.int64)
     steps = tl.load(positions + row, stride > 0, 0) - tl.load(token + TOKEN_SINCE)
@@ -149,8 +148,8 @@ def _tap_kernel(
     words = base.to(tl.pointer_type(tl.float32), bitcast=True) + slot * 4
     edited = 0
     fault = 0
-    # An operation that advances a state is repeated for each row of its walk. A loop inside this
-    # loop would move the row out of the GPU's registers.
+    # An operation that advances a state is repeated for each row of the walk. An inner loop would
+    # move the row out of the GPU's registers.
     walked, one, two = 0, 0.0, 0.0
     while at >= 0:
         op = ops_ptr + at.to(tl.int64) * COLUMNS
@@ -206,7 +205,7 @@ def _tap_kernel(
                         tl.store(record + 2, two)
             if walked == 0:
                 tl.store(held + register, value)
-                # As after a condition, below.
+                # The same barrier as after a condition, see below.
                 tl.debug_barrier()
                 if offset >= 0:
                     tl.store(out, value)
@@ -241,7 +240,7 @@ def _tap_kernel(
                 elif tl.load(op + 8) >= 0:
                     tl.store(held + tl.load(op + 8), score)
                 tl.store(held + register, value)
-                # One thread stores the value, and all threads load it in the next operation.
+                # One thread stores the value. All threads load the value in the next operation.
                 tl.debug_barrier()
                 if offset >= 0:
                     tl.store(out, value)
@@ -299,7 +298,7 @@ def _tap_kernel(
             else:
                 tl.store(hidden, rounded, keep)
     if fault != 0:
-        # The faults are in host memory: to report one costs a write across PCIe.
+        # The faults are in host memory. A report costs a write across PCIe.
         faults = tl.load(host_ptr + 1)
         if faults != 0:
             owner = tl.load(token + TOKEN_OWNER)
@@ -307,16 +306,16 @@ def _tap_kernel(
 
 
 def tap_rows(hidden: Tensor, residual: Tensor | None, *others: Any) -> None:
-    """Launch the kernel; arguments as in `definition.tap_rows`.
+    """Launch the kernel. Arguments as in `definition.tap_rows`.
 
-    Columns must be contiguous; rows of `hidden` and `residual` may be strided.
+    Columns must be contiguous. Rows of `hidden` and `residual` can be strided.
     """
     num_rows, hidden_size = hidden.shape
     if num_rows == 0:
         return
     *tables, slot_base, slots_per_token = others
     programs, vectors = tables[2], tables[4]
-    # The whole row is in the GPU's registers: a program reads and changes it several times.
+    # The whole row is in the GPU's registers, because a program uses the row several times.
     block = triton.next_power_of_2(hidden_size)
     stream = hidden if residual is None else residual
     _tap_kernel[(num_rows,)](
@@ -327,16 +326,17 @@ def tap_rows(hidden: Tensor, residual: Tensor | None, *others: Any) -> None:
 
 
 def load_variants(arena: Tensor, tables: Tables, row_sizes: tuple[int, ...]) -> None:
-    """Launch every variant of the kernel that taps will need, on rows that do nothing.
+    """Launch each variant of the kernel that taps need, on rows that do nothing. This compiles the
+    variants before a graph is captured.
 
     Args:
-        row_sizes: kind of site (sites.KINDS) -> how many numbers a row has.
+        row_sizes: kind of site (sites.KINDS) -> the number of elements of a row.
     """
     row = arena.new_zeros((1, max(row_sizes) + 1))
     stream = row[:, : row_sizes[STREAM]]
     launches: list[tuple[Tensor, Tensor | None]] = [(stream, None), (stream, stream)]
     for size in {size for size in row_sizes[STREAM + 1 :] if size}:
-        # A slice of a wider projection may be unaligned, which needs another variant.
+        # A slice of a wider projection can be unaligned. Unaligned rows need another variant.
         launches += [(row[:, :size], None), (row[:, 1 : size + 1], None)]
     for hidden, residual in launches:
         tap_rows(

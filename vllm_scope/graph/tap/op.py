@@ -1,14 +1,14 @@
 """`torch.ops.vllm_scope.tap`: the op that is traced into the model's graph.
 
-Owns:  the registration, and the route from a tap to the worker's state of the step.
-Runs:  traced at load; on the GPU mostly replayed inside CUDA graphs, where this Python does
-       not run (graphs.py leaves out the taps that do nothing). Where it runs (eager pieces, the
-       CPU), it may skip the launch in an idle step and drain tap by tap.
+Owns:  the registration of the op, and the route from a tap to the worker's state of the step.
+Runs:  in the model's forward. Inside a replayed CUDA graph this Python code does not run. Where it
+       runs (eager pieces, the CPU), idle taps skip the launch, and steps can drain tap by tap.
 
-`tap` mutates the arena and the rows. The schema says so, and the compiler therefore makes no
-copies. Without the op, traced tensor code (index_copy_) made three arena-sized temporaries a step
-(measured, torch 2.13). The tap's number is a tensor: with a constant, each layer's graph would be
-compiled separately (26 s instead of 4 s for 32 layers, measured on an H200).
+`tap` mutates the arena and the rows. The schema declares these mutations. Therefore the compiler
+makes no copies. Traced tensor code (index_copy_) instead of the op made three temporaries of the
+arena's size in each step (measured, torch 2.13). The tap's number is a tensor. With a constant,
+each layer's graph would be compiled separately: 26 s instead of 4 s for 32 layers (measured on an
+H200).
 """
 
 from __future__ import annotations
@@ -29,22 +29,21 @@ class StepRoute(graphs.Route, Protocol):
     active: bool
 
     def begin_tap(self, tap: int) -> tuple[int, int] | None:
-        """(slot_base, slots_per_token) of this tap in this step; None if this tap does nothing
-        for any row."""
+        """(slot_base, slots_per_token) of this tap in this step. None if the tap does nothing."""
 
     def end_tap(self, tap: int) -> None:
-        """Called once the tap's rows are written (on a GPU: enqueued)."""
+        """The op calls this after it has written the tap's rows (on a GPU: enqueued the write)."""
 
 
-#: Address of a tap's row of Tables.taps -> (the worker's state, the tap's number).
+#: Address of a tap's row in Tables.taps -> (the worker's state, the tap's number).
 _routes: dict[int, tuple[StepRoute, int]] = {}
 
 
 def connect(taps: Tensor, route: StepRoute) -> None:
-    """Route the taps with these rows of Tables.taps to the worker's state.
+    """Route the taps of a table to the worker's state.
 
     Args:
-        taps: Tables.taps. It must keep its address until `disconnect`.
+        taps: Tables.taps. The tensor must keep its address until `disconnect`.
     """
     for tap in range(taps.shape[0]):
         _routes[taps[tap].data_ptr()] = (route, tap)
@@ -55,7 +54,7 @@ def disconnect(taps: Tensor) -> None:
         _routes.pop(taps[tap].data_ptr(), None)
 
 
-# The contract of the arguments: definition.tap_rows.
+# definition.tap_rows documents the arguments.
 _TABLES = (
     "Tensor tokens, Tensor programs, Tensor ops, Tensor vectors, Tensor tap, Tensor host) -> ()"
 )
@@ -66,7 +65,7 @@ def _tap(hidden: Tensor, residual: Tensor | None, arena: Tensor, *tables: Tensor
     found = _routes.get(tap.data_ptr())
     capturing = hidden.is_cuda and torch.cuda.is_current_stream_capturing()
     if found is None or capturing:
-        # A captured graph has the plain layout. At replay the tables say which rows act.
+        # A captured graph is never drained tap by tap. At replay the tables say what each row does.
         with graphs.noted(*found) if found is not None and capturing else nullcontext():
             _launch(hidden, residual, arena, *tables, 0, 0)
         return
@@ -77,7 +76,7 @@ def _tap(hidden: Tensor, residual: Tensor | None, arena: Tensor, *tables: Tensor
 
 
 def _launch(hidden: Tensor, residual: Tensor | None, *arguments: Any) -> None:
-    # Some models carry a batch dimension of one (Transformers backend).
+    # In vLLM's Transformers backend, rows have a batch dimension of size 1.
     hidden = hidden.view(-1, hidden.shape[-1])
     if residual is not None:
         residual = residual.view(-1, residual.shape[-1])
@@ -90,14 +89,14 @@ def _launch(hidden: Tensor, residual: Tensor | None, *arguments: Any) -> None:
 
 
 def _fake(*_: object) -> None:
-    """Stands in for the op while a graph is traced. Returns nothing, as the op does."""
+    """Replaces the op while a graph is traced. Like the op, it returns nothing."""
 
 
 _library = torch.library.Library("vllm_scope", "FRAGMENT")
 
 
 def register() -> None:
-    """Define the op, once per process."""
+    """Define the op. Later calls in the same process do nothing."""
     if hasattr(torch.ops.vllm_scope, "tap"):
         return
     stream = "Tensor(a0!) hidden, Tensor(a1!)? residual, Tensor(a2!) arena, "

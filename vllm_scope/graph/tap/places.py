@@ -1,7 +1,7 @@
-"""Which content each row of a device table has.
+"""Keeps the table row of each content, for the tables on the device.
 
-Owns:  Places, and FreePlaces (for contents that are not looked up).
-Runs:  in every worker, on its main thread; writes nothing to the device.
+Owns:  Places; FreePlaces, for contents that the host never looks up.
+Runs:  in every worker, on the main thread. Does not write to the device.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Content = TypeVar("Content", bound=Hashable)
 
 
 class Places(Generic[Content]):
-    """Numbered places for contents. A content keeps its place while it is held, and then until the
-    place is needed for another content. The place that was idle longest is taken first."""
+    """Numbered places for contents. A content keeps its place while it is held. After that, the
+    place is idle, and another content can replace it. The longest idle place is replaced first."""
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count - 1, -1, -1))
@@ -41,7 +41,7 @@ class Places(Generic[Content]):
         return self._contents[number]
 
     def take(self, count: int) -> list[int]:
-        """Take free places, until `give_back`, for contents that `find` need not find."""
+        """Allocate free places until `give_back`. `find` does not find contents at these places."""
         first = len(self._free) - count
         taken, self._free[first:] = self._free[first:], []
         return taken[::-1]
@@ -61,12 +61,10 @@ class Places(Generic[Content]):
         self._idle.pop(number, None)
 
     def hold_all(self, contents: Sequence[Content]) -> tuple[list[int], list[int]] | None:
-        """Hold contents, each of which is given once. If the new ones need room, other contents in
-        idle places are dropped.
+        """Hold different contents. If new contents need room, contents in idle places are dropped.
 
         Returns:
-            The place of each content, and the indices of the contents that are new here; None if
-            there is no room.
+            The place of each content, and the indices of new contents. None if there is no room.
         """
         numbers, new, known = self._numbers, [], []
         for i, content in enumerate(contents):
@@ -99,7 +97,7 @@ class Places(Generic[Content]):
             self.release(number)
 
     def idle(self) -> Iterator[int]:
-        """The places that nobody holds, the longest unused first."""
+        """The places that no request holds, the longest idle place first."""
         return iter(self._idle)
 
     def drop(self, number: int) -> None:
@@ -109,10 +107,10 @@ class Places(Generic[Content]):
 
 
 class FreePlaces:
-    """The places that are free. They are an array, because one request takes thousands.
+    """The free places as an array, because one request allocates thousands of places.
 
     Attributes:
-        count: how many places are free.
+        count: the number of free places.
     """
 
     def __init__(self, count: int) -> None:
@@ -120,7 +118,7 @@ class FreePlaces:
         self.count = count
 
     def take(self, count: int) -> NDArray[np.int32]:
-        """Take some free places, [count]. The caller has checked that enough places are free."""
+        """Allocate free places, int32 [count]. The caller must check `count` first."""
         self.count -= count
         return self._free[self.count : self.count + count].copy()
 

@@ -1,11 +1,10 @@
-"""The programs and vectors of requests on the device, and the places that they take there.
+"""The programs and vectors of requests on the device.
 
-Owns:  ProgramTables: the ids of programs, the tables of operations and vectors, and `capacity`.
+Owns:  ProgramTables: the ids of programs, the tables of operations and vectors; `capacity`.
 Runs:  in every worker. The host writes; taps read.
-From:  worker.plan (what requests hold).   To: tables (which adds what the rows of a step do).
+From:  worker.plan (the held programs of requests). To: tables.
 
-Promise: a place may get a new content while earlier steps still run: writes reach the device in
-stream order.
+Promise: writes reach the device in stream order. Earlier steps never see a place's new content.
 """
 
 from __future__ import annotations
@@ -46,35 +45,33 @@ from vllm_scope.program.table_rows import TableRows
 from vllm_scope.request.heads import Head
 from vllm_scope.request.sites import STREAM, boundary_of_point
 
-#: Places for programs with vectors, which requests hold, and for programs that only read.
+#: Number of places for programs that requests hold, and for programs that only read.
 HELD_PROGRAMS, FREE_PROGRAMS = 8192, 4096
-#: Up to MOST_IDLE_SETS sets of programs stay on the device when no request holds them. The next
-#: request with the same monitor then uploads nothing. A set with more than MOST_IDLE_BYTES of
-#: vectors does not stay; the bytes of a set of few operations are not counted.
+#: Up to MOST_IDLE_SETS sets of programs stay on the device after their last request has ended. Then
+#: the next request with the same monitor uploads nothing. A set with more than MOST_IDLE_BYTES of
+#: vectors does not stay. The bytes of a set with few operations are not counted.
 MOST_IDLE_SETS, MOST_IDLE_BYTES = 16, 1 << 20
-#: Places for the ops of held programs. For each program that only reads, there is one more place
-#: per tap.
+#: Number of places for the ops of held programs. A program that only reads adds one per tap.
 HELD_OPS = 1 << 17
 
 
 def capacity(vector_size: int, vectors_mib: float) -> Cost:
-    """How many places of the tables all requests together may hold.
+    """The number of places that all requests together can hold.
 
     Args:
-        vector_size: how many numbers a vector has, as in Sites.
+        vector_size: the number of elements of a vector, as in Sites.
     """
     return Cost(max(1, int(vectors_mib * 2**20) // (4 * vector_size)), HELD_PROGRAMS, HELD_OPS)
 
 
 class _Words(NamedTuple):
-    """Where the operations of a layout store, in words of 4 bytes.
+    """The addresses to which the operations of a layout store, in words of 4 bytes.
 
     Attributes:
-        rows: for each point of the arena's layout, the word of its row among the token's slots, and
-            among the token's slots at one tap.
-        told: (bank, its point in the layout) -> the same two words, for the first of the bank's
-            numbers that taps tell.
-        num_slots, num_delivered: slots of a token, in the arena and encoded.
+        rows: for each point of the arena's layout, two words of the point's row: its word among all
+            slots of the token, and its word among the token's slots at one tap.
+        told: (bank, point in the layout) -> the two words of the bank's first stored number.
+        num_slots, num_delivered: slots of a token in the arena, and slots of an encoded token.
     """
 
     rows: list[tuple[int, int]]
@@ -83,18 +80,18 @@ class _Words(NamedTuple):
     num_delivered: int
 
     def of(self, op: Op, layout: Layout) -> tuple[int, int]:
-        """The two words at which an operation stores; (-1, -1) if it stores nothing."""
+        """The two words to which an operation stores. (-1, -1) if the operation stores nothing."""
         if op.code == OP_READ:
             return self.rows[op.at]
         if op.told is None:
             return (-1, -1)
         place, bank, index = op.told
-        # A rank that delivers nothing has no room for the number.
+        # A rank that delivers nothing has no slot for the number.
         first = self.told.get((bank, layout.row_of(place.point())))
         return (-1, -1) if first is None else (first[0] + index, first[1] + index)
 
 
-@lru_cache(maxsize=4096)  # many requests have the same layouts
+@lru_cache(maxsize=4096)  # many requests have equal layouts
 def _words_of(layout: Layout, widths: Widths) -> _Words:
     arena = layout.arena
     slots = arena.row_slots(widths)
@@ -124,17 +121,17 @@ def _numbers_of(op: Op) -> tuple[int, ...]:
     return _AS_INTS.unpack(_FLOATS.pack(op.a, op.b, op.c, op.d, op.e))
 
 
-#: The columns of TableRows.fixed.
+#: The columns of the op table that TableRows.fixed fills.
 _FIXED = [CODE, REGISTER, SOURCE, NUMBER_A, NUMBER_B, NUMBER_C, NUMBER_D, NUMBER_E]
 
 
 @dataclass
 class _HeldSet:
-    """Programs of a request, on the device.
+    """The programs of a request on the device.
 
     Attributes:
-        ids: as `Tables.hold` returns them.
-        numbers, ops, vectors: the places that these programs take in the tables.
+        ids: the ids that `Tables.hold` returns.
+        numbers, ops, vectors: the places of these programs in the tables.
         single: ids of programs that are held one by one.
     """
 
@@ -147,7 +144,7 @@ class _HeldSet:
 
 
 class ProgramTables:
-    """What requests hold on the device: programs, their operations, and vectors.
+    """The programs, operations and vectors that requests hold on the device.
 
     Attributes:
         boundaries: the boundaries of the taps, in the order of the taps.
@@ -155,7 +152,7 @@ class ProgramTables:
         ops: [num_ops, NUM_COLUMNS] int32: tap.definition's columns.
         vectors: [num_vectors, numbers of the widest row] float32.
         num_slots: program id -> the number of arena slots of a token.
-        num_delivered: program id -> the number of slots of a token once its rows are encoded.
+        num_delivered: program id -> the number of slots of a token after its rows are encoded.
         num_uploads: the number of copies to the device so far.
     """
 
@@ -189,9 +186,9 @@ class ProgramTables:
         #: Vectors by Array.digest, or by the keys of TableRows.
         self._vector_places = Places[bytes](num_vectors)
         self._sets: dict[Held, _HeldSet] = {}
-        #: Sets that nobody holds. The set that was held longest ago comes first.
+        #: Sets that no request holds. The set that has been idle longest comes first.
         self._idle_sets: dict[Held, None] = {}
-        #: Program id -> the set that the program belongs to, and its index there.
+        #: Program id -> the set of the program, and the program's index in the set.
         self._set_at: dict[int, tuple[Held, int]] = {}
         self._free_ops = FreePlaces(num_ops)
         self._ops_of: dict[int, NDArray[np.int32]] = {}
@@ -199,30 +196,29 @@ class ProgramTables:
         self._step = 0
         self.num_slots = np.zeros(num_programs, np.int64)
         self.num_delivered = np.zeros(num_programs, np.int64)
-        #: The host's copies of `programs` and `ops`, and the places whose content is not yet on the
-        #: device.
+        #: The host's copies of `programs` and `ops`, and the places to copy to the device.
         self._host_programs = np.full((num_programs, num_taps), -1, np.int32)
         self._host_ops = np.zeros((num_ops, NUM_COLUMNS), np.int32)
         self._stale_programs = np.zeros(num_programs, bool)
         self._stale_ops = np.zeros(num_ops, bool)
         self._is_stale = False
         self._pending_vectors: dict[int, NDArray[np.float32]] = {}
-        #: Ops by place that are not yet in `_host_ops`.
+        #: Place -> the op that must be written to `_host_ops`.
         self._pending_ops: dict[int, tuple[int, ...]] = {}
 
     def begin_step(self) -> None:
-        """Begin a step: programs that are used from now on count as used in this step."""
+        """Begin a step. A program that is used from now on counts as used in this step."""
         self._step += 1
 
     def program_id(self, program: Program, hold: bool = False) -> int:
         """The id of a program. The next `load_step` writes a new program to the device.
 
         Args:
-            hold: keep the id and the program's vectors until `release`; else the id is
-                valid in this step only. A program with vectors must be held.
+            hold: True: the id and the program's vectors are kept until `release`. False: the id is
+                valid only in this step. A program with vectors must be held.
 
         Raises:
-            CapacityError: a table is full of contents that are held or used in this step.
+            CapacityError: every place of a table is held or is used in this step.
         """
         found = self._programs.find(program)
         if found is None and hold:
@@ -247,10 +243,10 @@ class ProgramTables:
         """Hold all programs of a request until `release_set`.
 
         Returns:
-            int32 [len(held)], their ids; NO_PROGRAM for a column without a program.
+            int32 [len(held)], the ids of the programs. NO_PROGRAM for a column without a program.
 
         Raises:
-            CapacityError: a table is full of contents that are held or used in this step.
+            CapacityError: every place of a table is held or is used in this step.
         """
         known = self._sets.get(held)
         if known is None:
@@ -261,7 +257,7 @@ class ProgramTables:
         return known.ids
 
     def _hold_few(self, held: Held) -> _HeldSet:
-        """Hold one program after the other: for few operations this takes half as long as
+        """Hold the programs one by one. For few operations this takes half as long as
         `_hold_new_set`."""
         single: list[int] = []
         ids = [NO_PROGRAM] * len(held)
@@ -289,7 +285,7 @@ class ProgramTables:
         ids = np.full(len(rows.exists), NO_PROGRAM, np.int32)
         ids[exists] = numbers
         of_columns = ids[rows.index]
-        # Equal programs have equal layouts, so the last of their columns stands for all.
+        # Equal programs have equal layouts. Therefore any of their columns gives the right layout.
         self._set_at.update((number, (held, i)) for i, number in enumerate(of_columns.tolist()))
         self._set_at.pop(NO_PROGRAM, None)
         self._write_rows(rows, ids, numbers, ops, vectors)
@@ -317,8 +313,8 @@ class ProgramTables:
         self.num_delivered[numbers] = rows.num_delivered[rows.exists]
 
     def release_set(self, held: Held) -> None:
-        """Undo one `hold`. A small set that no request holds any more stays for the next request,
-        until its places are needed, or until MOST_IDLE_SETS other sets have become idle since."""
+        """Undo one `hold`. A small set that no request holds stays for the next request. It is
+        dropped when its places are needed, or after MOST_IDLE_SETS other sets have become idle."""
         known = self._sets[held]
         known.holders -= 1
         if not known.holders:
@@ -329,7 +325,7 @@ class ProgramTables:
                 self._drop_set(next(iter(self._idle_sets)))
 
     def _drop_idle_sets(self) -> bool:
-        """Drop all sets that nobody holds. Returns False if there are none."""
+        """Drop all sets that no request holds. Returns False if there is no such set."""
         found = list(self._idle_sets)
         for held in found:
             self._drop_set(held)
@@ -348,8 +344,7 @@ class ProgramTables:
         self._vector_places.release_all(known.vectors)
 
     def release(self, program_id: int) -> None:
-        """Undo one hold. A program with vectors that nobody holds any more is dropped at once, to
-        free its vectors."""
+        """Undo one hold. After the last hold, a program with vectors is dropped."""
         if self._programs.release(program_id) == 0:
             vectors = self._programs.content(program_id).vectors
             if vectors:
@@ -387,7 +382,7 @@ class ProgramTables:
         return np.pad(vector, (0, missing)) if missing else vector
 
     def _make_room(self, num_programs: int, num_ops: int) -> None:
-        """Drop programs that nobody holds and that this step does not use, until there is room."""
+        """Drop programs until there is room. Programs that are held or used in this step stay."""
         programs = self._programs
         while programs.num_free < num_programs or self._free_ops.count < num_ops:
             idle = next((i for i in programs.idle() if self._last_used[i] != self._step), None)
@@ -402,7 +397,7 @@ class ProgramTables:
 
     def _place(self, program: Program) -> int:
         self._make_room(1, program.num_ops)
-        # First, because this may raise: then no part of the program may be in the tables.
+        # This can raise. Therefore it runs before any part of the program is in the tables.
         numbers = [[_numbers_of(op) for op in ops] for _, ops in program.taps]
         found = self._programs.put(program)
         self._write(found, program, numbers)
@@ -438,7 +433,7 @@ class ProgramTables:
 
     def _settle_ops(self) -> None:
         """Write the ops of all programs that were added since the last call. One write for all
-        programs takes half as long as one write for each program."""
+        programs takes half as long as one write per program."""
         if self._pending_ops:
             places = np.fromiter(self._pending_ops, np.int64, len(self._pending_ops))
             self._host_ops[places] = np.array(list(self._pending_ops.values()), np.int32)
@@ -466,7 +461,7 @@ class ProgramTables:
         self, table: Tensor, places: NDArray[np.int64], rows: np.ndarray | list[np.ndarray]
     ) -> None:
         self.num_uploads += 1
-        # With numpy: torch's threads would take longer to start than these copies take.
+        # numpy is used, because torch's threads take longer to start than these copies take.
         if not table.is_cuda:
             _put(table.numpy(), places, rows)
             return
@@ -480,7 +475,7 @@ class ProgramTables:
 
 
 def _put(table: np.ndarray, places: NDArray[np.int64], rows: np.ndarray | list[np.ndarray]) -> None:
-    """Write rows to their places. Rows of a list are copied one by one, not joined first."""
+    """Write rows to places of a table. The rows of a list are copied one by one."""
     if isinstance(rows, np.ndarray):
         table[places] = rows
         return

@@ -1,4 +1,4 @@
-"""Host memory from which a step's token table is uploaded.
+"""Host memory for the uploads of a step's tables.
 
 Owns:  Buffer, Staging.
 Runs:  in every worker, on its main thread.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_scope.program.operations import NO_PROGRAM
 
-#: How many steps can be in flight before a buffer is written again.
+#: Number of steps that can be in flight before a buffer is written again.
 UPLOADS_IN_FLIGHT = 8
 
 
@@ -25,12 +25,12 @@ class Buffer:
 
     Attributes:
         tensor, array: the same memory, int32 [max_rows, number of columns].
-        holds: the program ids that were last written to the buffer; compared by identity.
-        to_host: the value of the TO_HOST column in its rows.
-        rows: the indices of its rows with a program.
-        num_rows: rows with this index or a larger one have no program.
-        first: a slice of `tensor`: as many of its first rows as the last upload had.
-        num_first: the number of these rows. torch takes longer to tell it.
+        holds: the program ids that were last written to the buffer. Compared by object identity.
+        to_host: the value of the TO_HOST column in the buffer's rows.
+        rows: the indices of the buffer's rows with a program.
+        num_rows: rows from this index on have no program.
+        first: a slice of `tensor` with the rows of the last upload.
+        num_first: the number of rows of `first`, stored because `len(first)` takes longer.
     """
 
     tensor: Tensor
@@ -44,11 +44,11 @@ class Buffer:
 
 
 class Staging:
-    """A ring of host buffers for uploads; for a GPU pinned, and fenced by events.
+    """A ring of host buffers for uploads. For a GPU, the memory is pinned and guarded by events.
 
-    Under async scheduling several steps are in flight. A buffer written again before its copy
-    ran would change the plan of an earlier step. Each half of the ring has one event, recorded
-    when the half is used up.
+    Under async scheduling several steps are in flight. If a buffer were written again before its
+    copy ran, the plan of an earlier step would change. Each half of the ring has one event. It is
+    recorded after the half's last upload.
     """
 
     def __init__(self, to: Tensor) -> None:
@@ -60,7 +60,7 @@ class Staging:
             self._buffers.append(Buffer(tensor, tensor.numpy()))
         self._events = [torch.cuda.Event() for _ in range(2)] if self._cuda else []
         self._at = -1
-        #: The target, and a slice of it: as many of its first rows as the last upload had.
+        #: The target, and a slice of the target with the rows of the last upload.
         self._to, self._to_first, self._num_first = to, to, len(to)
 
     def next(self) -> Buffer:
@@ -72,9 +72,9 @@ class Staging:
         return self._buffers[self._at]
 
     def upload(self, buffer: Buffer, num_rows: int) -> None:
-        """Enqueue the copy of the first `num_rows` rows. The slices are kept for the next upload:
-        decode steps mostly have one size, and to slice a tensor takes a third as long as to enqueue
-        the copy."""
+        """Enqueue the copy of the first `num_rows` rows. The slices are kept for the next upload,
+        because most decode steps have the same size. To slice a tensor takes a third of the time
+        that the enqueue takes."""
         if buffer.first is None or buffer.num_first != num_rows:
             buffer.first, buffer.num_first = buffer.tensor[:num_rows], num_rows
         if self._num_first != num_rows:

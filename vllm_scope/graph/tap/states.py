@@ -1,19 +1,19 @@
-"""The states of gates in plain numpy: how a tap advances them, and where they are kept.
+"""The states of gates in plain numpy: how a tap advances and stores the states.
 
 Owns:  the meaning of the operations in ADVANCING, and the columns of walks and of the log.
-Runs:  on the CPU, and in tests as the kernel's twin.
+Runs:  on the CPU; tests compare the kernel with this code.
 From:  program.operations.   To: definition, worker.walks.
 
-The log is float32 [num_places, STATE_NUMBERS]: a gate's value and its state at one position of one
-request. For each generated token, a request has one place for each gate with a state. The place of
-a gate is the first of its token's places plus the gate's register.
+The log is float32 [num_places, STATE_NUMBERS]. A place has the value and the state of one gate at
+one position of one request. For each generated token, a request has one place for each gate with a
+state. The place's index is the index of the token's first place plus the gate's register.
 
-A walk says for one row where its request's states are, and which tokens have states already. Each
-row advances the state by itself: it starts from the state of the last token that has one, and
-applies the scores of its request's rows in this step, up to its own score. An earlier tap has set
-these scores, so no row waits for another. A step of one row and a step of several rows give the
-same bits. The position of a row is read on the device: while drafts are in flight, the host may not
-know the true position.
+The walk of a row says where the request's states are, and which tokens have a state already. Each
+row advances the state alone. A row starts from the state of the last token that has a state. Then
+the row applies the scores of its request's rows in this step, up to the row's own score. An earlier
+tap has set these scores. Therefore no row waits for another row. A step of one row and a step of
+several rows give the same bits. The tap reads the position of a row on the device, because the host
+does not know the true position during speculative decoding.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from vllm_scope.program.operations import OP_EMA, OP_HYSTERESIS, STATE_NUMBERS
 
 Floats = NDArray[np.float32]
 
-#: Columns of the walks. START: the request's first place in the log. WIDTH: how many places one of
-#: its tokens has. TOKENS: how many of its tokens have places. BEGIN: the position of its first
-#: generated token. KNOWN: the position below which tokens have states, even if this step computes
-#: them again. INDEX: the row's index among the request's rows in this step. Two columns are empty.
+#: Columns of the walks. START: the request's first place in the log. WIDTH: the number of places of
+#: one token. TOKENS: the number of the request's tokens with places. BEGIN: the position of the
+#: first generated token. KNOWN: tokens below this position have states, even if this step computes
+#: these tokens again. INDEX: the row's index among the request's rows in this step. Two columns are
+#: not used.
 START, WIDTH, TOKENS, BEGIN, KNOWN, INDEX = range(6)
 NUM_WALK_COLUMNS = 8
-#: In the op table: definition's columns REGISTER, SOURCE, and those of the numbers a to e.
+#: Columns of the op table, as in `definition`: REGISTER, SOURCE, and the numbers a to e.
 _REGISTER, _SOURCE, _NUMBERS = 7, 8, [4, 5, 9, 10, 11]
 
 
 def compared(score: Floats, threshold: Floats, sharpness: Floats, sign: Floats) -> Floats:
-    """A gate's value by its score and threshold, [num_rows]: 0 or 1; if `sharpness` is above 0, a
-    sigmoid."""
+    """A gate's value by its score and threshold, [num_rows]. If `sharpness` is above 0, the value
+    is a sigmoid; else the value is 0 or 1."""
     beyond = sign * (score - threshold)
-    with np.errstate(over="ignore"):  # numpy: torch's sigmoid depends on the batch
+    with np.errstate(over="ignore"):  # torch's sigmoid would depend on the batch
         smooth = 1 / (1 + np.exp(-sharpness * beyond))
     found: Floats = np.where(sharpness > 0, smooth, beyond > 0).astype(np.float32)
     return found
@@ -52,7 +53,7 @@ def compared(score: Floats, threshold: Floats, sharpness: Floats, sign: Floats) 
 def advance(
     code: int, rows: NDArray[Any], op: NDArray[Any], registers: Floats, host: Tensor
 ) -> Floats:
-    """Advance the states of some rows, log them, and set the gates' registers.
+    """Advance the states of some rows, write the states to the log, and set the gates' registers.
 
     Args:
         rows: [num_rows], indices of the rows in the batch.
@@ -99,10 +100,10 @@ def advance(
 def _advanced(
     code: int, state: Floats, score: Floats, begun: NDArray[np.bool_], numbers: Floats
 ) -> Floats:
-    """The states one token later: value, and two numbers. [num_rows, STATE_NUMBERS]
+    """The states one token later, [num_rows, STATE_NUMBERS]: the gate's value, and two numbers.
 
     Args:
-        begun: False for the state's first token.
+        begun: [num_rows], False at the first token of a state.
     """
     a, b, c, d, e = numbers.T
     one, two = state[:, 1], state[:, 2]
@@ -121,13 +122,13 @@ def _advanced(
 
 
 def positions_of(rows: NDArray[np.int64], host: Tensor) -> NDArray[np.int64]:
-    """The positions of these rows. `host` is as in definition.tap_rows."""
+    """The positions of these rows. `host` as in definition.tap_rows."""
     last = int(rows.max())
     found: NDArray[np.int64] = array_at(ctypes.c_int64, int(host[5]), (last + 1, 1))[rows, 0]
     return found
 
 
 def array_at(kind: Any, address: int, shape: tuple[int, int]) -> NDArray[Any]:
-    """The host's memory at an address, as an array [shape] of a ctypes type."""
+    """The host memory at an address, as an array with this shape and ctypes type."""
     memory = (kind * (shape[0] * shape[1])).from_address(address)
     return np.frombuffer(memory, kind).reshape(shape)  # np.ctypeslib.as_array takes longer

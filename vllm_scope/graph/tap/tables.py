@@ -1,11 +1,11 @@
-"""The tables that tell every tap what to do, and how they are refilled.
+"""The device tables that say what each tap does, and their updates before each step.
 
-Owns:  Tables: device tensors of fixed size and address, with what the rows of a step do.
+Owns:  Tables: device tensors of fixed size and address, with the program of each row of a step.
 Runs:  in every worker. The host writes; taps read.
 From:  plan, program_tables.   To: op.
 
-Promise: in a forward that was not planned, every token's program is -1. Dummy runs, graph captures
-and idle steps therefore do nothing.
+Promise: in a forward without a plan, every token's program is -1. Therefore taps do nothing in
+dummy runs, graph captures and idle steps.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from vllm_scope.graph.tap.states import NUM_WALK_COLUMNS
 from vllm_scope.program.layout import Widths
 from vllm_scope.program.operations import NO_PROGRAM, REGISTERS, STATE_NUMBERS
 
-#: Number of owners. Each owner has one word, for a fault of its request.
+#: Number of owners. Each owner has one word for a fault of the owner's request.
 MOST_OWNERS = 1 << 16
 
 
 def log_places(states_mib: float) -> int:
-    """How many places the log of states has."""
+    """The number of places in the log of states."""
     return int(states_mib * 2**20) // (4 * STATE_NUMBERS)
 
 
 class Repeat(NamedTuple):
-    """How a step may be repeated without an upload: with the same rows, each one position later.
+    """How a step is repeated without an upload: with the same rows, each row one position later.
 
     Attributes:
-        since: int64 [num_rows], the position of each row; any number for a row without slots.
-        stride: slots between a token's places at two adjacent positions.
-        steps: how many times at most, before the arena or the ring ends.
+        since: int64 [num_rows], the position of each row. Any number for a row without slots.
+        stride: the number of slots between the tokens of two adjacent positions.
+        steps: the largest number of repeats before the end of the arena or the ring.
     """
 
     since: NDArray[np.int64]
@@ -61,22 +61,20 @@ class Repeat(NamedTuple):
 
 
 class Tables(ProgramTables):
-    """Persistent device tables: the program tables, and what each row of a step does.
+    """Persistent device tables: the program tables, and the tables of the current step.
 
     Attributes:
-        tokens: [max_rows, 8] int32, columns as in tap.definition: what each row of the step does.
-        taps: [num_taps, 4] int32. Column 0 is the tap's number. Column 1 is 1, or 0 if no row does
-            anything at the tap in this step. Two columns are not used. A tap gets a view of its
-            row.
-        registers: [max_rows, REGISTERS] float32: numbers of each row that one operation sets and
-            another one uses in the same forward.
-        walks: [max_rows, 8] int32: tap.states' columns, for rows whose gates have states.
+        tokens: [max_rows, 8] int32: what each row of the step does. Columns as in tap.definition.
+        taps: [num_taps, 4] int32. Column 0 is the tap's number. Column 1 is 0 if the tap does
+            nothing in this step, else 1. Two columns are not used. Each tap gets a view of its row.
+        registers: [max_rows, REGISTERS] float32: the registers of each row.
+        walks: [max_rows, 8] int32, for rows whose gates have states. Columns as in tap.states.
         log: [num_places, STATE_NUMBERS] float32: the states of gates.
-        host: [6] int64, addresses. In host memory: the ring's slots, 0 if taps write none there;
-            `faults`, 0 if nobody reads them. On the device: `registers`, `walks`, `log`; the rows'
-            positions, 0 before the first `point_at`.
-        faults: int32 [MOST_OWNERS], host: owner -> 0, or a fault for `definition.fault_at`.
-            Taps write; any thread may read and clear.
+        host: [6] int64, addresses. In host memory: the ring's slots (0 if taps do not write to the
+            ring), and `faults` (0 if faults are not read). On the device: `registers`, `walks`,
+            `log`, and the rows' positions (0 before the first `point_at`).
+        faults: int32 [MOST_OWNERS], host: owner -> 0, or a fault for `definition.fault_at`. Taps
+            write faults. Any thread is allowed to read and clear them.
     """
 
     def __init__(
@@ -118,15 +116,15 @@ class Tables(ProgramTables):
         self._staging, self._walk_staging = Staging(self.tokens), Staging(self.walks)
         self._tap_staging = Staging(self.taps)
         self._rows_written = 0
-        #: The walks that `load_walks` loaded last, and the address of the rows' positions.
+        #: The walks from the last `load_walks`, and the address of the rows' positions.
         self._walks: NDArray[np.int32] | None = None
         self._positions = 0
         #: The program ids of the last `load_step`; None after `clear_step`.
         self._loaded: NDArray[np.int32] | None = None
-        #: Of the last `load_step`: True if its slots are in host memory; its stride. Then the first
-        #: slot that `move_on` expects in the next step.
+        #: True if the slots of the last `load_step` are in host memory; the stride of the last
+        #: `load_step`; the first slot that `move_on` expects in the next step.
         self._to_host, self._stride, self._next_slot = False, 0, 0
-        #: [num_taps], the ACTS column of `taps`.
+        #: bool [num_taps], the ACTS column of `taps`.
         self._acts = np.ones(num_taps, bool)
 
     def load_step(
@@ -138,18 +136,18 @@ class Tables(ProgramTables):
         to_host: bool = False,
         repeat: Repeat | None = None,
     ) -> None:
-        """Give each of these rows of the next forward its program, and all other rows none.
+        """Set the programs of these rows for the next forward. Other rows have no program.
 
         The table keeps the programs until the next `load_step` or `clear_step`.
 
         Args:
             rows: indices of the rows, ascending.
-            program_ids, owners: the program and the owner of each row; owner 0 for none.
-            slots: the first slot of each row's token; if the step is drained tap by tap, the
+            program_ids, owners: the program and the owner of each row. 0 means no owner.
+            slots: the first slot of each row's token. If the step is drained tap by tap, the
                 token's index among the tokens that deliver.
             to_host: True if the slots are in host memory, not in the arena.
-            repeat: how the step may be repeated (`move_on`); None if it may not. Call `point_at`
-                before: taps then read the rows' positions.
+            repeat: how `move_on` can repeat the step. None if a repeat is not possible. The caller
+                must call `point_at` before, because the taps then read the rows' positions.
         """
         if self._is_stale:
             self._flush()
@@ -176,11 +174,11 @@ class Tables(ProgramTables):
         self.num_uploads += 1
 
     def move_on(self, program_ids: NDArray[np.int32], slot: int, to_host: bool) -> bool:
-        """If the table is right for the next forward too, note that it is used again, and return
-        True. The caller makes sure that the rows are those of the last forward, one position later.
+        """Return True if the next forward can use the table unchanged, and count this use. The
+        caller guarantees that the rows are those of the last forward, one position later.
 
         Args:
-            program_ids: as in `load_step`; the same array in each such step.
+            program_ids: as in `load_step`. Each repeated step must pass the same array object.
             slot: the first slot of the step.
         """
         if (
@@ -195,11 +193,11 @@ class Tables(ProgramTables):
         return True
 
     def point_at(self, positions: Tensor) -> bool:
-        """Have taps read the rows' positions from this tensor. Returns False if they cannot.
+        """Let taps read the rows' positions from this tensor. Returns False if taps cannot read it.
 
         Args:
-            positions: [num_rows or more], device: the true positions by batch row. Taps need a
-                contiguous int64 tensor. Its memory is read during the forward.
+            positions: [num_rows or more], device: the true position of each batch row. Taps need a
+                contiguous int64 tensor, and read its memory during the forward.
         """
         if positions.data_ptr() == self._positions:
             return True
@@ -212,8 +210,8 @@ class Tables(ProgramTables):
     def load_walks(
         self, rows: NDArray[np.int64], walks: NDArray[np.int32], positions: Tensor
     ) -> None:
-        """Write the walks of these rows for the next forward. The table keeps the walks until this
-        is called with other walks.
+        """Write the walks of these rows for the next forward. The table keeps the walks until the
+        next call with other walks.
 
         Args:
             rows: indices of the rows, ascending.
@@ -237,14 +235,13 @@ class Tables(ProgramTables):
         self.num_uploads += 1
 
     def has_loaded(self, program_ids: NDArray[np.int32]) -> bool:
-        """True if the table still has these ids (the same array) from the last `load_step`."""
+        """True if the last `load_step` had this array of ids, and the table still has the ids."""
         return self._loaded is program_ids
 
     def _load_acts(self, program_ids: NDArray[np.int32]) -> None:
-        """Write for each tap whether any of these programs does something there. If every tap
-        acted, each row would look up its program at each tap, and an idle tap would take a GPU
-        twice as long."""
-        alike = bool((program_ids == program_ids[0]).all())  # the usual case, and a fast one
+        """Write for each tap whether any of these programs does something at the tap. Without this
+        table, each row looks up its program at each tap: idle taps take twice as long on a GPU."""
+        alike = bool((program_ids == program_ids[0]).all())  # the usual case, which is fast
         used = program_ids[:1] if alike else np.unique(program_ids)
         acts = (self._host_programs[used[used != NO_PROGRAM]] >= 0).any(axis=0)
         if np.array_equal(acts, self._acts):
@@ -258,13 +255,12 @@ class Tables(ProgramTables):
 
     @property
     def acting(self) -> NDArray[np.bool_] | None:
-        """[num_taps], True for taps that do something for some row of the step that was loaded
-        last; None if no step is loaded. Whenever the values change, the array is a new one."""
+        """bool [num_taps], True for taps that do something in the step that was loaded last. None
+        if no step is loaded. If the values change, the property returns a new array object."""
         return None if self._loaded is None else self._acts
 
     def clear_step(self) -> None:
-        """Take the programs away from all rows. `acting` is then None, and `move_on` returns
-        False."""
+        """Remove the programs of all rows. Then `acting` is None, and `move_on` returns False."""
         self._loaded = None
         if self._rows_written:
             self.tokens[: self._rows_written].fill_(NO_PROGRAM)
@@ -272,6 +268,6 @@ class Tables(ProgramTables):
 
 
 def _as_slice(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
-    """The rows as a slice if they are consecutive, else the rows as they are."""
+    """If the rows are consecutive, the rows as a slice; else `rows` unchanged."""
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if last - first == len(rows) - 1 else rows

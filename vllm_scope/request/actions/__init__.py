@@ -1,32 +1,32 @@
-"""What one request may ask of a tap: reads, probes, features, lenses, sums of rows and edits.
+"""The actions of a request: reads, probes, features, lenses, sums of rows, and edits.
 
 Owns:  Read, Probe, Features, LensTopK, Moments, Gate, Policy, and the edits.
-Runs:  everywhere. numpy, no torch.
-To:    spec (all actions of a request), resolve (what they mean on one engine).
+Runs:  in every process. numpy, no torch.
+To:    spec (all actions of a request), resolve (resolves actions for one engine).
 
 base.py         the fields that all actions share, and their JSON
 delivering.py   Read
 probing.py      Probe
 gates.py        Gate, a condition on an edit
-states.py       Ema, Latch, Hysteresis, Pid: what a gate remembers
+states.py       Ema, Latch, Hysteresis, Pid: the states of gates
 edits.py        Add, Ablate, Clamp, Replace
 features.py     SetFeature, ScaleFeature
 sparse.py       Features
 lens.py         LensTopK
 summing.py      Moments
-policy.py       Policy, an operator's code that acts between tokens while the request runs
+policy.py       Policy, the name of an operator's code that acts between tokens
 
-Every edit is one update of a token's row x:
+Every edit is an update of a token's row x (`.` is the dot product):
 
     Add       x + scale * v            norm_match: x + scale * ||x|| * v / ||v||
     Ablate    x - (x.d) * d            d: the vector at length 1
     Clamp     x + strength * (clip(x.d, lo, hi) - x.d) * d
-    Replace   v                        a row for each position
-    SetFeature, ScaleFeature           an SAE's feature in x is set or scaled
+    Replace   v                        v: the given row for this position
+    SetFeature, ScaleFeature           set or scale an SAE's feature in x
 
-With a gate of value g the change is g times as large. Edits of one site apply in the order given. A
-read or probe sees the row after the edits of its own site. A read with `when="before"`, and a gate,
-see the row before these edits.
+If the edit has a gate with the value g, the change of x is multiplied by g. Edits of one site apply
+in the order of the request. A read or probe gets the row after the edits of its own site. A read
+with `when="before"` gets the row before these edits. A gate also gets the row before these edits.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ EDITS = {kind: action for kind, action in KINDS.items() if issubclass(action, Ed
 
 
 def action_from_json(cls: type[Any], body: object, where: str) -> Any:
-    """One action from its JSON form.
+    """Parse one action from its JSON form.
 
     Raises:
-        SpecError: names `where` and the field, what came and what is allowed.
+        SpecError: names `where` and the field, the given value and the allowed values.
     """
     if not isinstance(body, dict):
         raise SpecError(f"{where} is {shown(body)}; it must be an object.")
@@ -96,7 +96,7 @@ def action_from_json(cls: type[Any], body: object, where: str) -> Any:
         raise SpecError(
             f"{where} has {shown(unknown[0])}; the fields are {', '.join(sorted(known))}."
         )
-    if cls is Read and "site" not in body:  # the other actions default to resid_post
+    if cls is Read and "site" not in body:  # the other actions have a default site
         raise SpecError(f"{where} has no 'site'; sites are {', '.join(SITES)}.")
     try:
         return cls(**body)

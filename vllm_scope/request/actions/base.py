@@ -1,6 +1,6 @@
 """The fields that all actions share (site, layers, tokens), and their JSON.
 
-Owns:  Action, Module (a steering module by its name), and checks of single values.
+Owns:  Action, Module (the name of a steering module), and checks of single values.
 To:    the other modules of this folder.
 """
 
@@ -21,19 +21,19 @@ Layers = Sequence[int] | str | int | None
 
 MAX_NAME = 200
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
-#: The default destination: rows and scores come back with the request's result.
+#: The default destination: the request's result contains the rows and scores.
 MEMORY = "memory"
 
 
 @dataclass(frozen=True)
 class Module:
-    """The name of a steering module that the engine holds."""
+    """The name of a steering module that is registered in the engine."""
 
     name: str
 
 
 def number(value: object, where: str) -> float:
-    """The value as a float. Raises SpecError unless it is a number that float32 can hold."""
+    """Convert a value to a float. Raises SpecError if the value is not a finite float32 number."""
     if getattr(value, "shape", None) == ():  # a scalar of numpy or torch
         value = value.tolist()  # type: ignore[attr-defined]
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
@@ -45,14 +45,15 @@ def number(value: object, where: str) -> float:
 
 
 def without(cls: type[Any], given: Mapping[str, object], where: str) -> SpecError:
-    """The error for a JSON object in which required arguments of a class are missing."""
+    """Make the error for a JSON object without required arguments of a class."""
     needed = [one for one in fields(cls) if one.default is one.default_factory is MISSING]
     missing = [one.name for one in needed if one.name not in given]
     return SpecError(f"{where} has no {' and no '.join(missing)}.")
 
 
 def checked_name(value: object, where: str) -> str:
-    """The name itself. Raises SpecError unless it is 1 to MAX_NAME characters of UTF-8."""
+    """Check a name, and return the name. Raises SpecError if `value` is not a string of 1 to
+    MAX_NAME characters, or cannot be encoded in UTF-8."""
     if not isinstance(value, str) or not value or len(value) > MAX_NAME:
         raise SpecError(
             f"{where} is {shown(value)}; a name is a string of 1 to {MAX_NAME} characters."
@@ -67,7 +68,7 @@ def checked_name(value: object, where: str) -> str:
 
 
 def vector_or_module(value: object, where: str) -> Array | Module:
-    """An Array of numbers, or the Module that a string or `{"module": name}` names."""
+    """Parse a vector. A string or `{"module": name}` gives a Module, other values an Array."""
     if isinstance(value, Module):
         return value
     if isinstance(value, str):
@@ -78,7 +79,7 @@ def vector_or_module(value: object, where: str) -> Array | Module:
 
 
 def held_sae(name: str, saes: Mapping[str, Any], where: str) -> Any:
-    """The held SAE of this name. Raises SpecError if the engine holds no such SAE."""
+    """The engine's SAE with this name. Raises SpecError if the engine has no such SAE."""
     if name not in saes:
         known = ", ".join(sorted(saes)[:8]) or "none"
         raise SpecError(
@@ -92,15 +93,15 @@ def held_sae(name: str, saes: Mapping[str, Any], where: str) -> Any:
 class Action:
     """Base of all actions.
 
-    `layer` and `layers` are the same argument: a number, a list of numbers, or "all" for every
-    tapped layer. Layers count from 0. After construction `layers` is a tuple or "all"; `layer` is
-    the number if there is one layer, and equal to `layers` otherwise. Both are None if a named
-    SAE gives the place.
+    `layer` and `layers` are two names of one argument: a number, a list of numbers, or "all" for
+    every tapped layer. Layers count from 0. After construction, `layers` is a tuple or "all". If
+    there is one layer, `layer` is its number. Otherwise `layer` equals `layers`. If a named SAE
+    determines the `Place`, `layer` and `layers` are None.
     """
 
     kind: ClassVar[str]
-    #: Fields of the JSON form besides site, layers and tokens. The first field of an edit is its
-    #: vector, its direction, its rows or its SAE.
+    #: Fields of the JSON form, without site, layers and tokens. The first field of an edit is the
+    #: edit's vector, direction, rows or SAE.
     fields: ClassVar[tuple[str, ...]] = ()
     #: The argument `embedding` of `parse_layers`.
     embedding: ClassVar[str] = EMBEDDING
@@ -129,19 +130,19 @@ class Action:
         layer, layers = self.layer, self.layers
         if layer is None or layers is None:
             return layers if layer is None else layer
-        # dataclasses.replace passes layer and layers as _place set them.
+        # dataclasses.replace passes the values of layer and layers that _place has set.
         if isinstance(layers, str | tuple) and layers in (layer, (layer,)):
             return layers
         raise SpecError(f"{type(self).__name__} has layer and layers; give one of them.")
 
     @property
     def layer_numbers(self) -> tuple[int, ...] | None:
-        """The layers as a tuple; None for every tapped layer."""
+        """The layers as a tuple. None means every tapped layer."""
         return self.layers if isinstance(self.layers, tuple) else None
 
     def to_json(self) -> dict[str, object]:
         body: dict[str, object] = {}
-        # An action that names an SAE may leave out site and layers: the SAE's are then used.
+        # If an action names an SAE, the action can leave out site and layers.
         if self.site:
             body["site"] = self.site
         if self.site not in MODEL_SITES and self.layers is not None:

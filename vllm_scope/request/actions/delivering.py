@@ -1,4 +1,4 @@
-"""The action that delivers rows, and leaves them as they are.
+"""The action that delivers rows.
 
 Owns:  Read.
 """
@@ -24,30 +24,29 @@ class Read(Action):
     """Return the rows of a site, at some layers, of some tokens.
 
     Args:
-        site: `resid_pre`, `resid_mid`, `resid_post` (aliases `pre_attn`, `post_attn`,
-            `post_block`) or `embed`. `resid_post` at layer k is Hugging Face's
-            `hidden_states[k + 1]`; at the last layer it is the stream before the final norm.
-            Also, if the engine taps them: per head `q`, `k` (both after norms and rotary
-            embedding), `v`, and `z` (the attention's output before its projection);
-            `attn_in` and `mlp_in`, the inputs of the attention and of the MLP, after their norms;
-            `attn_out` and `mlp_out`, which the attention and the MLP add to the stream;
-            `mlp_post`, the input of the MLP's down projection; `router_logits`, the output of the
-            router's gate in layers with experts; and `ln_final`, the output of the final norm.
+        site: a site that the engine taps.
+            The residual stream: `resid_pre`, `resid_mid`, `resid_post` (aliases `pre_attn`,
+            `post_attn`, `post_block`) and `embed`. `resid_post` at layer k is Hugging Face's
+            `hidden_states[k + 1]`. At the last layer, `resid_post` is before the final norm.
+            For each head: `q` and `k` (after norms and rotary embedding), `v`, and `z` (the
+            attention's output before its projection).
+            `attn_in` and `mlp_in`: the inputs of the attention and of the MLP, after the norms.
+            `attn_out` and `mlp_out`: the outputs that the layer adds to the stream.
+            `mlp_post`: the input of the MLP's down projection. `ln_final`: the output of the
+            final norm. `router_logits`: the output of the router's gate, in layers with experts.
         layer, layers: one argument: a number, a list of numbers from 0, or "all" (the default)
-            for every tapped layer. `embed` and `ln_final` take no layer.
-        tokens: which tokens, see `vllm_scope.request.selectors`. "all" by default.
-        when: "after" the edits of the same site, or "before" them.
-        to: "memory" (the rows come back with the request's result), or a sink that the
-            engine was started with: "filesystem", or a plugin's name.
-        tag, name: for sinks: a folder for requests that belong together, and the request's
-            own name. Not for "memory".
-        codec: how the rows are encoded on the device, before they are copied anywhere:
-            a name, or an object such as {"name": "rp8", "k": 128, "seed": 3}. The result
-            decodes them; docs/codecs.md says what each codec loses.
+            for every tapped layer. `embed` and `ln_final` have no layer.
+        tokens: a selector (`vllm_scope.request.selectors`). "all" by default.
+        when: "after" or "before": the row after or before the edits of the same site.
+        to: "memory" (the request's result has the rows), or a sink of the engine:
+            "filesystem", or a plugin's name.
+        tag, name: for sinks only: a folder for a group of requests, and a name of this request.
+        codec: the encoding of the rows on the device, before the rows are copied: a name, or
+            an object such as {"name": "rp8", "k": 128, "seed": 3}. The result decodes the rows.
+            docs/codecs.md describes the loss of each codec.
 
     Raises:
-        SpecError: a wrong type, an unknown site, an empty or negative layer list, an
-            unknown codec or option.
+        SpecError: a wrong type, an unknown site, codec or option, no layer, or a negative layer.
     """
 
     kind: ClassVar[str] = "read"

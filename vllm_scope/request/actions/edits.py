@@ -29,34 +29,34 @@ COMMON = ("gate", "dose")
 
 @dataclass(frozen=True, kw_only=True)
 class Edit(Action):
-    """Base of the actions that change a row. `fields[0]` names the argument with the vector."""
+    """Base of the actions that change a row. `fields[0]` names the field with the vector."""
 
     gate: Any = None
     dose: str | None = None
 
     @property
     def needs_direction(self) -> bool:
-        """True if the vector is used as a direction, so that it may not be zero."""
+        """True if the vector is used as a direction. A direction must not be zero."""
         return self.fields[0] == "direction"
 
     @property
     def num_named(self) -> int:
-        """How many features of a named SAE the edit names. The engine adds their rows."""
+        """The number of features of a named SAE that the edit names."""
         return 0
 
     def of_engine(self, saes: Mapping[str, Any]) -> Edit:
-        """This edit with the rows of an SAE in place of the SAE's name; itself if it names no SAE.
+        """This edit with the rows of an SAE in place of the SAE's name, if the edit names an SAE.
 
         Args:
-            saes: name -> Sae, for the SAEs that the engine holds.
+            saes: name -> Sae, for the SAEs that the engine has loaded.
 
         Raises:
-            SpecError: the engine does not hold the SAE, or the edit cannot use it.
+            SpecError: the engine has not loaded the SAE, or the edit cannot use the SAE.
         """
         return self
 
     def _place_edit(self) -> None:
-        """Check and set the gate, the site and the layers; check the dose."""
+        """Check and set the gate, the site and the layers. Check the dose."""
         kind, module = type(self).__name__, isinstance(getattr(self, self.fields[0]), Module)
         self._set(gate=Gate.parse(self.gate, f"{kind}.gate"))
         if not module and self.site not in MODEL_SITES and self._given_layers() is None:
@@ -74,8 +74,8 @@ class Edit(Action):
             if module or len(self.layer_numbers or ()) != 1:
                 layers = "those of a module" if module else shown(self.layers)
                 raise SpecError(
-                    f"{kind}.dose is {shown(self.dose)}, and the layers are {layers}; a dose is of "
-                    "one layer that is named. Leave it out, or send one edit for each layer."
+                    f"{kind}.dose is {shown(self.dose)}, and the layers are {layers}; a dose needs "
+                    "one named layer. Leave it out, or send one edit for each layer."
                 )
         if module and self.gate is not None and self.gate.name is not None:
             raise SpecError(
@@ -87,9 +87,9 @@ class Edit(Action):
         """Set the vector, site and layers.
 
         Args:
-            value: one vector for all layers, [hidden_size], or one for each layer, [num_layers,
-                hidden_size]. If `most_dims` is 3, a block of n rows takes the place of a vector:
-                [n, hidden_size] for all layers, or [num_layers, n, hidden_size].
+            value: one vector for all layers, [hidden_size], or one vector for each layer,
+                [num_layers, hidden_size]. If `most_dims` is 3: one block of n rows for all layers,
+                [n, hidden_size], or one block for each layer, [num_layers, n, hidden_size].
         """
         name, kind = self.fields[0], type(self).__name__
         self._set(**{name: value})
@@ -101,7 +101,7 @@ class Edit(Action):
 
 
 def _check_rows(value: Array, layers: tuple[int, ...] | None, where: str, most_dims: int) -> None:
-    """Raise SpecError unless there is one row (or block) for all layers, or one for each layer."""
+    """Raise SpecError if there is not one row (or block) for all layers, or one for each layer."""
     if len(value.shape) < most_dims:
         return
     if len(value.shape) > most_dims:
@@ -120,22 +120,22 @@ class Add(Edit):
     """Add a vector: `x + scale * v`.
 
     Args:
-        vector: [hidden_size], the same for every layer; [num_layers, hidden_size], one for each
-            layer; or the name of a steering module that the engine holds.
-        site, layer: where. If no layer is given, a module applies wherever it has vectors.
-        scale: a number; the vector is not normalised.
-        tokens: which tokens; "generated" for the tokens that the model samples.
-        norm_match: add `scale * ||x||` times the vector's direction instead.
-        max_relative_norm: the added vector is at most this number times `||x||` long. None for no
-            bound.
-        name: the name by which the request's `Policy` sets `scale`. None: no policy can set it.
-        gate: a condition on the token's own rows. Its value, from 0 to 1, multiplies the change.
-        dose: the name under which the result has each token's realised `||change|| / ||x||`, as
-            scores. None: the dose is not delivered.
+        vector: [hidden_size]: the same vector for every layer. [num_layers, hidden_size]: one
+            vector for each layer. Or the name of a registered steering module.
+        site, layer: the `Place` of the edit. If no layer is given, a module applies at every
+            `Place` for which the module has a vector.
+        scale: a number. The vector is not normalised.
+        tokens: a selector of the tokens. "generated": the tokens that the model has sampled.
+        norm_match: True: the edit adds `scale * ||x|| * v / ||v||`.
+        max_relative_norm: upper bound of `||change|| / ||x||`. None: no bound.
+        name: the name by which the request's `Policy` sets `scale`. None: `scale` is fixed.
+        gate: a condition on the token's rows. The change is multiplied by the gate's value, 0 to 1.
+        dose: a name for scores in the result. The score of a token is the actual
+            `||change|| / ||x||`. None: the dose is not delivered.
 
     Raises:
-        SpecError: wrong types or shapes, numbers that are not finite, a zero vector
-            with norm_match, or no layer.
+        SpecError: a wrong type or shape, a number that is not finite, no layer, or a zero vector
+            with norm_match.
     """
 
     kind: ClassVar[str] = "add"
@@ -175,7 +175,7 @@ class Ablate(Edit):
     """Remove a direction: `x - (x.d) * d`, with d of length 1.
 
     Args:
-        direction: as `Add.vector`; normalised here.
+        direction: as `Add.vector`. This action normalises the direction to length 1.
         site, layer, tokens, gate, dose: as for `Add`.
     """
 
@@ -190,14 +190,13 @@ class Ablate(Edit):
 
 @dataclass(frozen=True)
 class Clamp(Edit):
-    """Hold the component along a direction between two bounds, or on one side of one bound.
+    """Keep the component along a direction between two bounds, or on one side of one bound.
 
     Args:
-        direction: as `Add.vector`; normalised here.
-        lo, hi: bounds of `x.d`, lo <= hi. None, or an infinite number, for no bound. At least
-            one must be given.
+        direction: as `Add.vector`. This action normalises the direction to length 1.
+        lo, hi: bounds of `x.d`, lo <= hi. None or infinite: no bound. One of the two must be given.
         site, layer, tokens, gate, dose: as for `Add`.
-        strength: 0 to 1: the fraction of the way to the bound by which the component is moved.
+        strength: 0 to 1. At 1, the component moves to the bound. At 0.5, it moves half of the way.
     """
 
     kind: ClassVar[str] = "clamp"
@@ -230,17 +229,16 @@ class Replace(Edit):
     """Replace (patch) the rows at some positions with given rows.
 
     Args:
-        values: the same rows for every layer, [num_positions, hidden_size] (or [hidden_size] for
-            one position), or different rows for each layer,
-            [num_layers, num_positions, hidden_size].
-        positions: absolute positions, distinct, one for each row; negative ones count from the
-            prompt's end.
-        site, layer: where.
-        gate, dose: as for `Add`. If the gate's value is 0.5, the result is halfway between the
-            old row and the given one.
+        values: [num_positions, hidden_size]: the same rows for every layer. [hidden_size]: one
+            position. [num_layers, num_positions, hidden_size]: different rows for each layer.
+        positions: distinct positions, one for each row. Negative positions count from the prompt's
+            end.
+        site, layer: the `Place` of the edit.
+        gate, dose: as for `Add`. At a gate's value of 0.5, the new row is the mean of the old and
+            the given row.
 
     Raises:
-        SpecError: wrong types or shapes, repeated positions, or no layer.
+        SpecError: a wrong type or shape, a repeated position, or no layer.
     """
 
     kind: ClassVar[str] = "replace"

@@ -3,13 +3,13 @@
 Owns:  SetFeature, ScaleFeature, FeatureRows (the rows of an SAE that these edits need).
 To:    resolve_edits.
 
-With f the feature's activation in the row x, and D the feature's row of the decoder:
+Let f be the feature's activation in the row x, and D the feature's row of the decoder:
 
     SetFeature    x + (value - f) * D, or x + value * D with `add`
     ScaleFeature  x + (factor - 1) * f * D
 
-With `only_if_active`, SetFeature changes nothing where f is 0. The part of the row that the SAE
-does not explain stays as it is. All features of one action see the same row.
+With `only_if_active`, SetFeature does not change a row in which f is 0. The part of the row that
+the SAE does not explain stays the same. All features of one action use the same row x.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ MAX_FEATURES = 16
 
 @dataclass(frozen=True)
 class FeatureRows:
-    """The features of one action: f = s if s > threshold, else 0, with s = x . encoder + bias.
+    """The features of one action: f = s if s > threshold, else 0, where s = x . encoder + bias.
 
     Args:
         encoder, decoder: [num_features, width of a row].
-        bias: the bias of each feature, with all constants of the SAE folded in.
+        bias: the bias of each feature. All constants of the SAE are already added to the bias.
         threshold: the threshold of each feature, 0 or above.
 
     Raises:
-        SpecError: shapes that do not fit, or numbers that are not finite.
+        SpecError: the shapes do not fit together, or a number is not finite.
     """
 
     encoder: Any
@@ -77,8 +77,8 @@ class FeatureRows:
         """The encoder and decoder rows of some features of a loaded Sae.
 
         Raises:
-            SpecError: an index that the SAE does not have, or a TopK SAE, whose features cannot be
-                computed one by one.
+            SpecError: the SAE does not have an index, or the SAE is a TopK SAE. Single features of
+                a TopK SAE cannot be computed.
         """
         indices = _indices(index, where)
         some = [sae.feature(i) for i in indices]
@@ -95,8 +95,7 @@ class FeatureRows:
 
     @staticmethod
     def parse(value: object, where: str) -> FeatureRows:
-        """The FeatureRows of a JSON object with the four fields. A FeatureRows is returned as it
-        is."""
+        """Parse a JSON object with the four fields. A FeatureRows is returned as it is."""
         if isinstance(value, FeatureRows):
             return value
         names = ("encoder", "decoder", "bias", "threshold")
@@ -131,7 +130,7 @@ def _indices(index: object, where: str) -> tuple[int, ...]:
 
 
 def _numbers(value: object, count: int, where: str) -> tuple[float, ...]:
-    """One number for each feature; a single number stands for all features."""
+    """One number for each feature. A single number is used for all features."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     given = list(value) if isinstance(value, list | tuple) else [value] * count
@@ -141,7 +140,7 @@ def _numbers(value: object, count: int, where: str) -> tuple[float, ...]:
 
 
 def _flags(value: object, count: int, where: str) -> tuple[bool, ...]:
-    """True or false for each feature; a single value stands for all features."""
+    """True or false for each feature. A single value is used for all features."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     given = list(value) if isinstance(value, list | tuple) else [value] * count
@@ -158,8 +157,8 @@ def _flags(value: object, count: int, where: str) -> tuple[bool, ...]:
 class _FeatureEdit(Edit):
     """Base of SetFeature and ScaleFeature. `fields[2]` names the field with the features' numbers.
 
-    If `sae` is a name, the checks that need the SAE are made in `of_engine`, which makes the edit
-    again with the SAE.
+    If `sae` is a name, `of_engine` makes a new edit with the rows of the SAE. The checks that need
+    the SAE are made at that time.
     """
 
     sae: Any
@@ -192,7 +191,7 @@ class _FeatureEdit(Edit):
         if self.dose is not None and rows.count > 1:
             raise SpecError(
                 f"{kind}.dose is {shown(self.dose)}, and there are {rows.count} features; a dose "
-                "is of one. Leave it out, or send one edit for each feature."
+                "needs one feature. Leave it out, or send one edit for each feature."
             )
 
     def _place_named(self) -> None:
@@ -203,7 +202,7 @@ class _FeatureEdit(Edit):
         numbers = _numbers(getattr(self, name), len(indices), f"{kind}.{name}")
         self._set(index=indices, **{name: numbers})
         self._set_flags(len(indices))
-        # The checks of the other fields need a place; any place does.
+        # The checks of the other fields need a site and a layer. Any layer is good.
         self._set(site=canonical_site(site or "resid_post", f"{kind}.site"))
         if given is None and self.site not in MODEL_SITES:
             self._set(layer=0)
@@ -226,8 +225,8 @@ class _FeatureEdit(Edit):
 
     @property
     def changes(self) -> tuple[tuple[float, float, bool], ...]:
-        """(a, d, active) of each feature: the edit adds (a + d * f) times the decoder's row; if
-        `active`, only where f is above 0."""
+        """(a, d, active) of each feature. The edit adds (a + d * f) times the decoder's row. If
+        `active` is True, the edit does not change a row in which f is 0."""
         raise NotImplementedError
 
 
@@ -236,18 +235,17 @@ class SetFeature(_FeatureEdit):
     """Set features of an SAE in the row: `x + (value - f) * decoder`.
 
     Args:
-        sae: a `vllm_scope.saes.sae.Sae`, or the name of one that the engine holds; not a TopK SAE.
-        index: the feature's number, or a list of at most 16.
-        value: the activation that the feature gets, or a list with one for each feature.
-        add: True if `value` is added to the activation instead, or a list with one for each
-            feature.
-        only_if_active: True to leave rows in which the activation is 0 as they are, or a list with
+        sae: a `vllm_scope.saes.sae.Sae`, or the name of an SAE of the engine, but not a TopK SAE.
+        index: the feature's number, or a list of at most 16 numbers.
+        value: the new activation of the feature, or a list of activations, one for each feature.
+        add: True: `value` is added to the activation. Or a list of bools, one for each feature.
+        only_if_active: True: rows in which the activation is 0 are not changed. Or a list of bools,
             one for each feature.
-        site, layer: where; by default the SAE's own place.
+        site, layer: the `Place` of the edit. By default the SAE's own `Place`.
         tokens, gate, dose: as for `Add`. An edit with a dose has one feature.
 
     Raises:
-        SpecError: wrong types or shapes, or a feature that the SAE does not have.
+        SpecError: a wrong type or shape, or a feature that the SAE does not have.
     """
 
     kind: ClassVar[str] = "set_feature"
@@ -275,8 +273,7 @@ class ScaleFeature(_FeatureEdit):
     """Scale features of an SAE in the row: `x + (factor - 1) * f * decoder`.
 
     Args:
-        factor: 0 removes the feature, 1 changes nothing; or a list with one factor for each
-            feature.
+        factor: a number, or a list with one factor for each feature. 0 removes the feature.
         sae, index, site, layer, tokens, gate, dose: as for `SetFeature`.
     """
 

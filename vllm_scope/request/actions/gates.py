@@ -1,18 +1,18 @@
-"""Conditions on an edit, computed from rows of the same forward.
+"""Conditions on an edit. A condition is computed from rows of the same forward.
 
-Owns:  Gate, and its JSON.
-To:    edits (each may have one), resolve.
+Owns:  Gate, and the JSON of a gate.
+To:    edits (an edit can have a gate), resolve.
 
-The value g of a gate is from 0 to 1, and multiplies the edit's change of the row. With x the row at
-the gate's place, and s = x . v + bias, g is:
+The value g of a gate is from 0 to 1. The edit's change of the row is multiplied by g. Let x be the
+row at the gate's `Place`, v the gate's vector, and s = x . v + bias. Then g is:
 
     step      1 if s > threshold, else 0
     sigmoid   1 / (1 + exp(-sharpness * (s - threshold)))
-    cosine    1 if c > threshold, else 0, with c the cosine between x and v
-    cast      as cosine, with c the cosine between x and tanh((x . d) d), d being v at length 1
+    cosine    1 if c > threshold, else 0; c is the cosine between x and v
+    cast      as cosine, but c is the cosine between x and tanh((x . d) d), where d = v / ||v||
 
-`above=False` reverses the comparison: `threshold - s` takes the place of `s - threshold`. With a
-`state`, g also depends on earlier generated tokens; module `states` has the formulas.
+`above=False` reverses the comparison: `threshold - s` takes the place of `s - threshold`. If the
+gate has a `state`, g also depends on earlier generated tokens. Module `states` has the formulas.
 """
 
 from __future__ import annotations
@@ -40,26 +40,24 @@ class Gate:
     """A condition on an edit, computed for each token from the model's own rows.
 
     Args:
-        vector: [hidden_size], a direction; or a linear `Probe` of one layer, whose weight, bias,
-            site, layer and threshold are taken. The probe's `name` and its action "flag" are not
-            used.
-        layer, site: where the row is read: on the residual stream, at or before the edit's place.
-            A gate sees its row before the edits of its own site.
+        vector: a direction, [hidden_size], or a linear `Probe` of one layer. From a probe, the gate
+            takes only the weight, bias, site, layer and threshold.
+        layer, site: the `Place` of the row, on the residual stream, at or before the `Place` of the
+            edit. A gate gets the row before the edits of the gate's site.
         threshold: the number with which `x . vector + bias`, or the cosine, is compared. None: the
-            probe's threshold, or 0 if there is none. After construction it is a number.
-        kind: "step", "sigmoid", "cosine", or "cast" (conditional activation steering: the cosine
-            between the row and its squashed projection on the vector).
-        sharpness: the slope of "sigmoid", above 0; not for other kinds.
-        bias: added to the score; not for cosines.
-        above: False if the edit applies below the threshold.
-        state: what the gate remembers of earlier generated tokens: `Ema`, `Latch`, `Hysteresis` or
-            `Pid`. The gate must then read a place before the edit's. None: nothing is remembered.
-        name: the result has the gate's values as scores of this name. None: the values are not
-            delivered.
+            probe's threshold, or 0. After construction, `threshold` is a number.
+        kind: "step", "sigmoid", "cosine", or "cast" (conditional activation steering). For "cast",
+            the cosine is between the row and the tanh of the row's projection on the vector.
+        sharpness: the slope of "sigmoid", above 0. Other kinds have no sharpness.
+        bias: a number that is added to the score. "cosine" and "cast" have no bias.
+        above: False: the edit applies if the score is below the threshold.
+        state: `Ema`, `Latch`, `Hysteresis` or `Pid`: the gate's value then also depends on earlier
+            generated tokens. A gate with a state must read a `Place` before the edit's `Place`.
+        name: the name of the gate's values in the result. None: the values are not delivered.
 
     Raises:
-        SpecError: wrong types or shapes, a vector of zeros, numbers that are not finite, or an
-            option that the kind or the probe rules out.
+        SpecError: a wrong type or shape, a vector of zeros, a number that is not finite, or an
+            option that the kind or the probe does not allow.
     """
 
     vector: Any
@@ -85,7 +83,7 @@ class Gate:
                     "the probe are taken. Leave them out, or give the probe's weight."
                 )
             given = _of_probe(self.vector, self.kind, self.threshold)
-            # Not a field, because gates from JSON have no probe.
+            # This value is not a field, because gates from JSON have no probe.
             self._set(_tokens_of_probe=self.vector.tokens)
         else:
             given["vector"] = Array.parse(self.vector, "Gate.vector")
@@ -137,10 +135,10 @@ class Gate:
 
     @staticmethod
     def parse(value: object, where: str) -> Gate | None:
-        """`value` as a Gate. A Gate is returned as it is, JSON is parsed, and None gives None.
+        """Convert `value` or its JSON to a Gate. None gives None.
 
         Raises:
-            SpecError: `value` is neither a Gate nor its JSON.
+            SpecError: `value` is not a Gate and not the JSON of a Gate.
         """
         if value is None or isinstance(value, Gate):
             return value
@@ -158,7 +156,7 @@ class Gate:
             raise SpecError(str(error).replace("Gate.", f"{where}.", 1)) from None
 
     def check_tokens(self, tokens: Selector, kind: str) -> None:
-        """Raises SpecError for an edit whose tokens do not fit the gate's options or its probe.
+        """Raises SpecError if an edit's tokens do not fit the gate's options or the gate's probe.
 
         Args:
             tokens: the edit's tokens.
@@ -198,7 +196,7 @@ def _of_probe(probe: Probe, kind: object, threshold: object) -> dict[str, Any]:
         kind, threshold: the gate's own arguments.
 
     Raises:
-        SpecError: the probe has something that a gate cannot do.
+        SpecError: the probe has an option that a gate cannot have.
     """
     weight = probe.weight
     plain = isinstance(weight, Array) and len(weight.shape) == 1 and probe.activation is None
@@ -222,7 +220,7 @@ def _of_probe(probe: Probe, kind: object, threshold: object) -> dict[str, Any]:
 
 
 def _check_alone(probe: Probe) -> None:
-    """Raises SpecError for a probe that does more than score each token by itself."""
+    """Raises SpecError if a probe does more than compute one score for each token."""
     if probe.aggregate is not None:
         raise SpecError(
             f"Gate.vector is a probe with the aggregate {shown(probe.aggregate)}; a gate takes a "
@@ -237,5 +235,5 @@ def _check_alone(probe: Probe) -> None:
         if value is not None:
             raise SpecError(
                 f"Gate.vector is a probe with {name}={value!r}, which a gate cannot do; leave it "
-                "out of the gate's probe, and send the probe beside the edit."
+                "out of the gate's probe, and send the probe as another action."
             )

@@ -1,5 +1,4 @@
-"""The action that delivers the likeliest tokens at any layer: the logit lens, and lenses that map
-the row first.
+"""The action that delivers the likeliest next tokens at any layer, by a lens.
 
 Owns:  LensTopK.
 To:    resolve.
@@ -19,25 +18,25 @@ from vllm_scope.request.sites import LENS_SITES, Place
 
 @dataclass(frozen=True)
 class LensTopK(Action):
-    """Deliver the likeliest next tokens as computed from the row of each token, at some layers.
+    """Deliver the likeliest next tokens, computed from the row of each token, at some layers.
 
-    The model's own final norm and unembedding are applied to the row on the device, with the
-    model's soft cap and scale of logits. Log-softmax over the whole vocabulary follows, in float32.
-    At `resid_post` of the last layer the values are the model's own log-probabilities.
+    The device applies the model's own final norm and unembedding to the row, with the model's soft
+    cap and scale of logits. Then the device computes the log-softmax over the whole vocabulary, in
+    float32. At `resid_post` of the last layer the values are the model's own log-probabilities.
 
     Args:
-        layer, layers: one argument: a number, a list of numbers from 0, or "all" (the default)
-            for every tapped layer; with a named lens, for every tapped layer that the lens maps.
-        lens: the name of a lens that the engine holds: a tuned lens or a Jacobian lens, whose
-            affine map of the layer is applied to the row first. None: the row is not mapped.
-        top_k: how many tokens for each row and layer, at most 1,024.
+        layer, layers: one argument: a number, a list of numbers from 0, or "all" (the default).
+            "all": every tapped layer (with a named lens, every tapped layer that the lens maps).
+        lens: the name of a tuned lens or a Jacobian lens of the engine. The lens's affine map of
+            the layer is applied to the row first. None: the row is not mapped.
+        top_k: number of tokens for each row and layer, at most 1,024.
         site: "resid_post" (the default), "resid_mid" or "resid_pre".
-        tokens: which tokens.
-        name: the name of these tokens in the result.
-        to: "memory", or a sink that takes scores.
+        tokens: a selector of the tokens.
+        name: the name in the result.
+        to: "memory", or a sink that accepts scores.
 
     Raises:
-        SpecError: wrong types, or another site.
+        SpecError: a wrong type, or a site that is not in this list.
     """
 
     kind: ClassVar[str] = "lens"
@@ -70,14 +69,14 @@ class LensTopK(Action):
             self._set(layer=layers[0] if len(layers) == 1 else layers, layers=layers)
 
     def of_engine(self, lenses: Mapping[str, Collection[Place]]) -> LensTopK:
-        """This action with all layers that its named lens maps. An action that names no lens, or
-        that names its layers, is returned as it is.
+        """This action with all layers that its named lens maps. If the action names no lens, or
+        names its layers, returns the action itself.
 
         Args:
-            lenses: name -> the places that the lens maps and that have a tap.
+            lenses: name -> each `Place` that has a tap and that the lens maps.
 
         Raises:
-            SpecError: an unknown name, or a layer that the lens does not map.
+            SpecError: the name is unknown, or the lens does not map a layer.
         """
         if self.lens is None:
             return self

@@ -1,4 +1,4 @@
-"""The name of an operator's policy, which decides about a request while the request runs.
+"""The name of an operator's policy. The policy makes decisions about a running request.
 
 Owns:  Policy.
 To:    spec (a request has at most one policy), control.policy (RunningPolicy).
@@ -14,19 +14,19 @@ from typing import Any
 from vllm_scope.errors import SpecError, shown
 from vllm_scope.request.actions.base import checked_name
 
-#: Characters of a policy's options in JSON.
+#: The largest number of characters of a policy's options in JSON.
 MAX_OPTIONS = 4096
 
 
 @dataclass(frozen=True)
 class Policy:
-    """An operator's policy, which sees the request's scores token by token.
+    """An operator's policy. The policy gets the request's scores for each token.
 
-    The policy may set the `scale` of a named `Add` for later tokens, end the request, or flag it.
+    The policy can set the `scale` of a named `Add` for later tokens, end the request, or flag it.
 
     Args:
-        name: a policy that the engine was started with (`additional_config["scope"].policies`).
-        options: a JSON object, which the policy itself checks.
+        name: the name of a policy of the engine (`additional_config["scope"].policies`).
+        options: a JSON object. The policy checks the options.
 
     Raises:
         SpecError: no name, or options that are not a JSON object of at most 4,096 characters.
@@ -53,8 +53,7 @@ class Policy:
 
     @staticmethod
     def from_json(body: object) -> Policy:
-        """The Policy of an object with `name` and maybe `options`. Raises SpecError for any other
-        value."""
+        """Parse an object with `name` and optional `options`. Other values raise SpecError."""
         if not isinstance(body, dict) or not {"name"} <= set(body) <= {"name", "options"}:
             raise SpecError(f"policy is {shown(body)}; it has a name, and may have options.")
         try:

@@ -22,13 +22,13 @@ from vllm_scope.request.nets import AttentionPool, Mlp, parse_aggregate, shaped_
 from vllm_scope.request.selectors import Word
 
 ACTIVATIONS = (None, "sigmoid")
-#: The names of an operator's monitors begin with this (engine.monitors).
+#: The names of an operator's monitors begin with this text (engine.monitors).
 MONITOR = "monitor/"
 PROBE_ACTIONS = ("flag", "stop")
 
 
 def is_monitor(name: str) -> bool:
-    """True if a probe of this name is an operator's monitor, which no caller asked for."""
+    """True if the probe with this name is an operator's monitor, and not the caller's."""
     return name.startswith(MONITOR)
 
 
@@ -37,35 +37,32 @@ class Probe(Action):
     """Score each token's row on the device: `x . weight + bias`, float32.
 
     Args:
-        weight: one of
-            [width of a row], for one layer; [num_layers, width of a row], one weight for each of
-            `layers` (the scores of the layers are added);
-            an `Mlp`, or an `AttentionPool` (over the positions so far); for several layers a list
-            of them, one for each layer;
-            the name of a steering module that the engine holds, which has a vector at this site
-            and each layer.
-        bias: added to each score.
-        site: any tapped site. A row of `q`, `k`, `v` or `z` has its heads one after another.
-        layer, layers: one argument: the number of a layer, or a list.
-        name: the scores' name in the result.
-        tokens: which tokens.
-        to: as for `Read`. Not all sinks take scores; "filesystem" does not. A sink takes scores of
-            one layer, without an AttentionPool or an aggregate.
-        activation: None, or "sigmoid" of the score with its bias.
-        aggregate: a second value at each position, made of all scores up to that position: "max",
-            "mean", `Ema(decay)` or `RollingMean(window, then="max")`. None for no such value.
-        threshold: the request gets a verdict at the first position where the aggregate (or the
-            score, without an aggregate) is above this number. None for no verdict.
-        action: "flag" (the result has the verdict) or "stop" (the verdict also ends the request:
-            the next token is its last one). A probe with "stop" needs `tokens` that are "all",
-            "prompt" or "generated".
-        after: the name of another probe of the request, the first stage of this one. This probe
-            then scores generated tokens only, and only after the first stage's verdict
-            (`cascade`). None to score `tokens` without waiting.
+        weight: [width of a row], for one layer. [num_layers, width of a row]: one weight for each
+            layer. The layers' scores are added. An `Mlp` or an `AttentionPool`. For several layers,
+            a list with one for each layer. The name of a registered steering module that has a
+            vector at this site for each layer.
+        bias: a number that is added to each score.
+        site: any tapped site. A row of `q`, `k`, `v` or `z` contains all heads, one after another.
+        layer, layers: one argument: the number of a layer, or a list of numbers.
+        name: the name of the scores in the result.
+        tokens: a selector of the tokens.
+        to: as for `Read`. Not all sinks accept scores. "filesystem" does not. A sink accepts only
+            scores of one layer, without an AttentionPool or an aggregate.
+        activation: None, or "sigmoid". The sigmoid is applied after the bias is added.
+        aggregate: a second value at each position, computed from all scores up to the position:
+            "max", "mean", `Ema(decay)` or `RollingMean(window, then="max")`. None: no second value.
+        threshold: the request gets a verdict at the first position at which the aggregate is above
+            this number. If there is no aggregate, the score is compared. None: no verdict.
+        action: "flag": the result has the verdict. "stop": the verdict also ends the request, and
+            the next token is the request's last token. "stop" needs a threshold, and `tokens` must
+            be "all", "prompt" or "generated".
+        after: the name of another probe of the request: the first stage. This probe then scores
+            only generated tokens, and only after the first stage's verdict (`cascade`). None: this
+            probe scores `tokens` without a first stage.
 
     Raises:
-        SpecError: a wrong type or shape, no name, no layer, more or fewer weights than layers, or
-            the action "stop" without a threshold.
+        SpecError: a wrong type or shape, no name, no layer, a number of weights that differs from
+            the number of layers, or the action "stop" without a threshold.
     """
 
     kind: ClassVar[str] = "probe"
@@ -120,7 +117,7 @@ class Probe(Action):
         if self.to != MEMORY:
             raise SpecError(
                 f"Probe.threshold is {self.threshold}, and the scores go to {shown(self.to)}; "
-                "verdicts are told of scores that go to memory."
+                "a threshold needs scores that go to memory."
             )
         if self.action == "stop" and not self.tokens.uniform:
             raise SpecError(
@@ -155,11 +152,11 @@ class Probe(Action):
 
     @property
     def pools(self) -> bool:
-        """True if the weight is an AttentionPool: the scores depend on earlier positions too."""
+        """True if the weight is an AttentionPool: scores then depend on earlier positions."""
         return isinstance(self.weight, tuple) and isinstance(self.weight[0], AttentionPool)
 
     def weights(self) -> list[Array | Mlp | AttentionPool]:
-        """The weights, one for each layer. Not for a probe that names a Module."""
+        """The weights, one for each layer. Only for a probe whose weight is not a Module."""
         if isinstance(self.weight, tuple):
             return list(self.weight)
         assert isinstance(self.weight, Array)

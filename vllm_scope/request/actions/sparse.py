@@ -1,7 +1,6 @@
 """The action that delivers features of a sparse autoencoder (SAE): their indices and values.
 
-Owns:  Features; EncoderRows (features that travel with a request) and HeldSae (an SAE that the
-       workers hold).
+Owns:  Features, EncoderRows (rows that the request sends) and HeldSae (an SAE of the engine).
 To:    resolve.
 """
 
@@ -19,19 +18,18 @@ from vllm_scope.request.arrays import Array
 from vllm_scope.request.sites import MODEL_SITES, canonical_site
 
 DEFAULT_TOP_K, MAX_TOP_K = 32, 1024
-#: The largest number of features that one request names by their numbers: 1 KiB of JSON can ask for
-#: 4 MiB of rows.
+#: The largest number of `indices` of one request. 1 KiB of JSON can request 4 MiB of rows.
 MAX_INDICES = 256
 
 
 @dataclass(frozen=True)
 class HeldSae:
-    """An SAE that the workers hold.
+    """An SAE whose encoder the workers have loaded.
 
     Attributes:
-        num_features: how many features it has.
-        width: how many numbers a row has.
-        k: how many features of each row are active, if it is a TopK SAE; None otherwise.
+        num_features: number of features of the SAE.
+        width: number of elements of a row.
+        k: for a TopK SAE, the number of active features of each row. None for any other SAE.
     """
 
     name: str
@@ -42,15 +40,15 @@ class HeldSae:
 
 @dataclass(frozen=True)
 class EncoderRows:
-    """Features of one action: f = s if s > threshold, else 0, with s = x . encoder + bias.
+    """Features of one action: f = s if s > threshold, else 0, where s = x . encoder + bias.
 
     Args:
         encoder: [num_features, width of a row].
-        bias: the bias of each feature, with all constants of the SAE folded in.
+        bias: the bias of each feature. All constants of the SAE are already added to the bias.
         threshold: the threshold of each feature, 0 or above.
 
     Raises:
-        SpecError: shapes that do not fit, or numbers that are not finite.
+        SpecError: the shapes do not fit together, or a number is not finite.
     """
 
     encoder: Any
@@ -81,7 +79,7 @@ class EncoderRows:
         """The encoder rows of some features of a loaded Sae.
 
         Raises:
-            SpecError: an index that the SAE does not have, or a TopK SAE.
+            SpecError: the SAE does not have an index, or the SAE is a TopK SAE.
         """
         if sae.k is not None:
             raise SpecError(
@@ -99,8 +97,7 @@ class EncoderRows:
 
     @staticmethod
     def parse(value: object, where: str) -> EncoderRows:
-        """The EncoderRows of a JSON object with the three fields. An EncoderRows is returned as it
-        is."""
+        """Parse a JSON object with the three fields. An EncoderRows is returned as it is."""
         if isinstance(value, EncoderRows):
             return value
         names = ("encoder", "bias", "threshold")
@@ -121,25 +118,25 @@ class EncoderRows:
 
 @dataclass(frozen=True)
 class Features(Action):
-    """Deliver the features that an SAE makes of each token's row, computed on the device.
+    """Deliver the features that an SAE computes from each token's row, on the device.
 
     Args:
-        sae: the name of an SAE that the engine holds; with `indices` also a
-            `vllm_scope.saes.sae.Sae`, whose rows of these features travel with the request.
-        top_k: how many features of each token are delivered: the strongest ones, at most 1,024.
-            The default is 32 if there are no `indices`.
-        indices: the features to deliver, by their numbers, in place of `top_k`; at most 256 in all
-            Features of a request together.
-        threshold: values below it are left out. Features that are not active are always left out.
-        name: the features' name in the result; by default the SAE's name.
-        site, layer: where the rows are read; by default the SAE's own place. A named SAE takes no
-            other place.
-        tokens: which tokens.
-        to: "memory", or a sink that takes scores.
+        sae: the name of an SAE of the engine. If `indices` is given, also a
+            `vllm_scope.saes.sae.Sae`. The request then sends the encoder rows of these features.
+        top_k: the number of strongest features to deliver for each token, at most 1,024. The
+            default is 32 if `indices` is None.
+        indices: the numbers of the features to deliver, in place of `top_k`. All Features of a
+            request have at most 256 indices together.
+        threshold: values below this number are left out. Inactive features are always left out.
+        name: the name of the features in the result. By default the SAE's name.
+        site, layer: the `Place` of the rows. A named SAE accepts only its own `Place`, which is the
+            default.
+        tokens: a selector of the tokens.
+        to: "memory", or a sink that accepts scores.
 
     Raises:
-        SpecError: wrong types, several layers, both `top_k` and `indices`, or `top_k` for an SAE
-            that is passed as an object.
+        SpecError: a wrong type, several layers, both `top_k` and `indices`, or `top_k` for an SAE
+            that is not given by its name.
     """
 
     kind: ClassVar[str] = "features"
@@ -171,7 +168,7 @@ class Features(Action):
             self._place_one()
 
     def _check_choice(self) -> None:
-        """Set `top_k` or `indices`."""
+        """Check and set `top_k` or `indices`."""
         if self.indices is None:
             top_k = DEFAULT_TOP_K if self.top_k is None else self.top_k
             if type(top_k) is not int or not 1 <= top_k <= MAX_TOP_K:
@@ -197,7 +194,7 @@ class Features(Action):
         self._set(indices=indices)
 
     def _take_rows(self) -> None:
-        """Replace a loaded SAE by the rows of `indices`."""
+        """Replace an Sae object by the rows of `indices`."""
         if self.indices is None:
             raise SpecError(
                 f"Features.sae is {shown(self.sae)}, and top_k needs a whole encoder on the "
@@ -219,7 +216,8 @@ class Features(Action):
         self._set(sae=rows, site=self.site or "resid_post")
 
     def _place_named(self) -> None:
-        """Check the place. If none is given, leave it empty: the SAE's place is then used."""
+        """Check the site and the layer. If the caller gave no site or layer, leave the fields
+        empty. The SAE's `Place` is then used."""
         site, given = self.site, self._given_layers()
         self._set(site=canonical_site(site or "resid_post", "Features.site"))
         if given is None and self.site not in MODEL_SITES:
@@ -239,14 +237,14 @@ class Features(Action):
             )
 
     def of_engine(self, saes: Mapping[str, Any]) -> Features:
-        """This action with the rows or sizes of the SAE in place of the SAE's name. An action that
-        names no SAE is returned as it is.
+        """This action, with the rows or sizes of the SAE in place of the SAE's name. If the action
+        names no SAE, returns the action itself.
 
         Args:
-            saes: name -> Sae, for the SAEs that the engine holds.
+            saes: name -> Sae, for the SAEs that the engine has loaded.
 
         Raises:
-            SpecError: an unknown name, another place, or features that the SAE does not have.
+            SpecError: an unknown name or feature, or a site or layer that is not the SAE's.
         """
         if not isinstance(self.sae, str):
             return self

@@ -1,21 +1,21 @@
-"""The state of a gate: what the gate remembers of a request's earlier tokens.
+"""The state of a gate: values from a request's earlier tokens.
 
-Owns:  State (Ema, Latch, Hysteresis, Pid), and its JSON.
+Owns:  State (Ema, Latch, Hysteresis, Pid), and the JSON of a state.
 To:    gates.
 
 s_p is the gate's score at position p: x . v + bias, or a cosine. d is 1, or -1 for a gate with
-`above=False`. The state begins with the request's first generated token: no token before it counts.
-The gate's value g at position p is, in float32:
+`above=False`. The state begins with the request's first generated token. Tokens of the prompt do
+not change the state. The gate's value g at position p is, in float32:
 
-    Ema         m_p = decay * m_(p-1) + (1 - decay) * s_p, at the first token m_p = s_p;
-                g is the gate's own comparison with m_p in place of s_p
-    Latch       g = 1 if d * (s_p - threshold) > 0, or if g was 1 at p-1; else 0
-    Hysteresis  g = 1 if d * (s_p - threshold) > 0, else 0 if d * (s_p - low) < 0, else as at p-1;
-                before the first token 0
+    Ema         m_p = decay * m_(p-1) + (1 - decay) * s_p; at the first token, m_p = s_p
+                g: the formula of the gate's kind, with m_p in place of s_p
+    Latch       g = 1 if d * (s_p - threshold) > 0, or if g was 1 at p-1; else g = 0
+    Hysteresis  g = 1 if d * (s_p - threshold) > 0; else g = 0 if d * (s_p - low) < 0;
+                else the value at p-1 (0 at the first token)
     Pid         e_p = d * (s_p - setpoint)
-                i_p = clip(i_(p-1) + e_p, -most_sum, most_sum), before the first token 0
-                g = clip(kp * e_p + ki * i_p + kd * (e_p - e_(p-1)), 0, 1); at the first token
-                the last term is 0
+                i_p = clip(i_(p-1) + e_p, -most_sum, most_sum); i_(p-1) = 0 at the first token
+                g = clip(kp * e_p + ki * i_p + kd * (e_p - e_(p-1)), 0, 1); at the first token,
+                the term with kd is 0
 
 At positions of the prompt the gate has the same value as without a state.
 """
@@ -34,7 +34,7 @@ from vllm_scope.request.nets import Ema
 
 @dataclass(frozen=True)
 class Latch:
-    """The state of a gate that stays open once it has opened."""
+    """The state of a gate that stays open after the gate has opened for the first time."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Hysteresis:
     """The state of a gate that opens beyond its threshold, and closes only beyond `low`.
 
     Args:
-        low: at most the gate's threshold; with `above=False`, at least the threshold.
+        low: at most the gate's threshold. With `above=False`, at least the threshold.
     """
 
     low: float
@@ -53,17 +53,17 @@ class Hysteresis:
 
 @dataclass(frozen=True)
 class Pid:
-    """A PID controller: sets the gate's value by the distance of the score beyond a setpoint.
+    """A PID controller: sets the gate's value by the distance of the score from a setpoint.
 
-    This distance is the error. The value is computed from three numbers: the error of this token,
-    the sum of the errors of all generated tokens so far, and the change of the error since the
-    token before.
+    The distance beyond the setpoint is the error. The gate's value is computed from three numbers.
+    `kp` multiplies the error of this token. `ki` multiplies the sum of the errors of all generated
+    tokens up to this token. `kd` multiplies the error minus the error of the previous token.
 
     Args:
         setpoint: the score at which the error is 0.
-        kp, ki, kd: the gains of the error, of the sum and of the difference.
-        most_sum: bound of the sum of the errors, 0 or more. None: 1 / |ki|, so that the sum alone
-            can open the gate fully, and does not grow further.
+        kp, ki, kd: the factors of these three numbers.
+        most_sum: bound of the absolute value of the sum, 0 or more. None: 1 / |ki|. With this
+            bound, the sum alone can open the gate fully.
     """
 
     setpoint: float
@@ -85,7 +85,7 @@ class Pid:
 
     @property
     def bound(self) -> float:
-        """`most_sum`, as a finite number."""
+        """`most_sum` as a finite number. If `most_sum` is None, the default bound."""
         if self.most_sum is not None:
             return self.most_sum
         return min(1 / abs(self.ki), MAX_FLOAT32) if self.ki else 0.0
@@ -97,11 +97,10 @@ STATES: dict[str, type[State]] = {cls.__name__.lower(): cls for cls in get_args(
 
 
 def parse_state(value: object, where: str) -> State | None:
-    """`value` as a State. A state is returned as it is, JSON such as `{"kind": "latch"}` is parsed,
-    and None gives None.
+    """Convert `value` or its JSON, such as `{"kind": "latch"}`, to a State. None gives None.
 
     Raises:
-        SpecError: `value` is neither a state nor its JSON.
+        SpecError: `value` is not a state and not the JSON of a state.
     """
     if value is None or isinstance(value, State):
         return value
@@ -135,7 +134,7 @@ def state_to_json(state: State) -> dict[str, Any]:
 
 
 def check_state(state: State, kind: str, threshold: float, above: bool) -> None:
-    """Raises SpecError for a state that a gate of this kind cannot have."""
+    """Raises SpecError if a gate of this kind cannot have this state."""
     if isinstance(state, Latch | Hysteresis) and kind == "sigmoid":
         raise SpecError(
             f"Gate.kind is 'sigmoid', and Gate.state is {type(state).__name__}, which takes an "
@@ -145,12 +144,12 @@ def check_state(state: State, kind: str, threshold: float, above: bool) -> None:
     if isinstance(state, Hysteresis) and sign * state.low > sign * threshold:
         raise SpecError(
             f"Gate.state.low is {state.low:g}; with a threshold of {threshold:g} and above="
-            f"{above} it is {side} that."
+            f"{above} it must be {side} the threshold."
         )
 
 
 def hysteresis_low(state: Latch | Hysteresis, above: bool) -> float:
-    """The score beyond which an open gate closes; infinite for a latch, which never closes."""
+    """The score beyond which an open gate closes. Infinite for a latch: it never closes."""
     if isinstance(state, Hysteresis):
         return state.low
     return -math.inf if above else math.inf

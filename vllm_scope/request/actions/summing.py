@@ -1,4 +1,4 @@
-"""The action that adds rows to sums which the worker keeps: Moments.
+"""The action that adds rows to sums on the device.
 
 Owns:  Moments.
 To:    resolve.
@@ -15,26 +15,26 @@ from vllm_scope.request.actions.base import Action, checked_name, number
 
 @dataclass(frozen=True)
 class Moments(Action):
-    """Add the rows of the request's tokens to sums on the device; no row leaves it.
+    """Add the rows of the request's tokens to sums on the device. The rows do not leave the device.
 
-    The worker keeps one set of sums for each name, site, layer and label: the number of rows and
-    the sum of x; with `covariance` also the sum of x x^T; with a target y also the sum of x y. Each
-    accepted token counts once. `vllm_scope.moments(llm, name)` returns the sums, and
-    `vllm_scope.drop_moments(llm, name)` drops them. The tokens are computed anew, not taken from
-    the prefix cache.
+    The worker has one set of sums for each name, site, layer and label. A set has the number of
+    rows and the sum of x. With `covariance`, a set also has the sum of x x^T. With a target y, a
+    set also has the sum of x y. Each accepted token counts one time.
+    `vllm_scope.moments(llm, name)` returns the sums, and `vllm_scope.drop_moments(llm, name)` drops
+    the sums. The request does not use the prefix cache for its tokens.
 
     Args:
-        site: such as "resid_post".
-        layer, layers: a number, several, or "all" (the default).
-        tokens: which tokens, see `vllm_scope.request.selectors`. "all" by default.
-        by: the label under which the request's rows are added.
-        target: a number y for all of the request's rows. None: no sum of x y.
-        covariance: True if the sums of x x^T are kept too, each 8 bytes * width^2.
-        name: the name of the sums. Either all requests of one name have a target, or none of them
-            has; all have the same `covariance`.
+        site: the name of a site, such as "resid_post".
+        layer, layers: a number, a list of numbers, or "all" (the default).
+        tokens: a selector (`vllm_scope.request.selectors`). "all" by default.
+        by: the label of the sums to which the request's rows are added.
+        target: a number y, the same for all rows of the request. None: no sum of x y.
+        covariance: True: the sets also have the sum of x x^T, of 8 bytes * width^2.
+        name: the name of the sums. All requests with one name must have the same `covariance`. All
+            of them must have a target, or all of them must have no target.
 
     Raises:
-        SpecError: a wrong type, an unknown site, an empty or negative layer list.
+        SpecError: a wrong type, an unknown site, an empty layer list, or a negative layer.
     """
 
     kind: ClassVar[str] = "moments"

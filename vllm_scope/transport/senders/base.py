@@ -32,11 +32,11 @@ class Sender(ABC):
     @property
     @abstractmethod
     def dead(self) -> bool:
-        """True if the front-end has closed or is gone. Messages to it are dropped."""
+        """True if the front-end has closed or ended. Messages to this front-end are dropped."""
 
     @abstractmethod
     def send_rows(self, batch: RowBatch) -> None:
-        """Send rows. Their lease is held until the front-end has read them."""
+        """Send rows. The lease of the rows is retained until the front-end has read the rows."""
 
     def send_finish(
         self, key: int, stage: int, error: str | None, manifests: Mapping[str, Manifest] = {}
@@ -44,7 +44,7 @@ class Sender(ABC):
         self._send(FinishHeader(key, stage, error, dict(manifests)))
 
     def send_ends(self, ends: Sequence[tuple[int, str | None]], stage: int) -> None:
-        """`send_finish` for several requests in one message; `ends` has (key, error) of each."""
+        """Send the ends of several requests in one message; `ends` has (key, error) for each."""
         self._send(EndsHeader([FinishHeader(key, stage, error) for key, error in ends]))
 
     def send_decided(self, key: int, decided: Decided) -> None:
@@ -57,12 +57,12 @@ class Sender(ABC):
     def _send(self, header: FinishHeader | EndsHeader | DecidedHeader | CountersHeader) -> None: ...
 
     def reclaim(self) -> None:  # noqa: B027
-        """Release the leases whose rows the front-end has read; if it is dead, all its leases."""
+        """Release the leases of read rows. If the front-end is dead, release all leases."""
 
     @property
     @abstractmethod
     def num_read(self) -> int:
-        """Messages that the front-end has read."""
+        """How many messages the front-end has read."""
 
     @abstractmethod
     def holds(self, lease: Lease) -> bool:
@@ -70,7 +70,7 @@ class Sender(ABC):
 
     @abstractmethod
     def give_up(self) -> None:
-        """Drop the messages that the front-end has not read, and treat it as dead from now on."""
+        """Drop the unread messages, and treat the front-end as dead from now on."""
 
     @abstractmethod
     def close(self) -> None: ...

@@ -1,7 +1,7 @@
 """A sender to a front-end that maps this worker's ring: only headers are sent.
 
 Owns:  SharedSender.
-Runs:  on the caller's thread: the drain thread, and the main thread that waits for room.
+Runs:  on the caller's thread: the drain thread, or the main thread while it waits for the ring.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_scope.transport.messages import (
 from vllm_scope.transport.ring import CLOSED, HostRing, Lease
 from vllm_scope.transport.senders.base import ANSWER_S, Sender
 
-#: The least time between two checks that the process of a slow front-end still runs.
+#: The shortest time between two checks whether the process of a slow front-end still runs.
 LOOK_S = 0.05
 
 
@@ -35,8 +35,8 @@ class SharedSender(Sender):
     """Sends headers to a front-end that maps this worker's ring.
 
     Raises:
-        CompatError: the front-end cannot map the ring; the text says why.
-        CapacityError: the ring has no counter left.
+        CompatError: the front-end cannot map the ring. The error text contains the reason.
+        CapacityError: all counters of the ring are in use.
     """
 
     road = "shared"
@@ -48,12 +48,12 @@ class SharedSender(Sender):
         self._num_sent = 0
         self._gone = False
         self._look_at = 0.0
-        #: (number of a message with rows, its lease) of the messages not yet read, in order.
+        #: (message number, lease) of each unread message with rows, in order.
         self._unread: deque[tuple[int, Lease]] = deque()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        # Unbounded: headers are small, and the ring bounds their rows.
+        # Unbounded: headers are small, and the ring limits the number of rows.
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        # A dead front-end must not delay the worker's end.
+        # A dead front-end must not delay the exit of the worker.
         self._socket.setsockopt(zmq.LINGER, 0)
         self._reader = ring.add_reader()
         try:
@@ -104,7 +104,7 @@ class SharedSender(Sender):
         self._release(read)
 
     def _release(self, read: int) -> None:
-        """Release the leases of messages up to number `read`; CLOSED: of all messages."""
+        """Release the leases of messages up to number `read`. CLOSED releases all leases."""
         while self._unread and self._unread[0][0] <= read:
             self._unread.popleft()[1].release()
 
@@ -124,16 +124,15 @@ class SharedSender(Sender):
         self._release(CLOSED)
 
     def _is_dead_by_now(self) -> bool:
-        """True if the front-end's process is gone. Checks at most every LOOK_S; returns False in
-        between."""
+        """True if the front-end's process has ended; False within LOOK_S of the last check."""
         if time.monotonic() < self._look_at:
             return False
         self._look_at = time.monotonic() + LOOK_S
         return not self._address.alive
 
     def close(self) -> None:
-        """Deliver the messages that wait. The counter of a dead front-end is reused once that
-        front-end can no longer write to it."""
+        """Deliver the messages that wait. If the front-end is dead, free its counter as soon as the
+        front-end cannot write to the counter any more."""
         if self.dead:
             self._release(CLOSED)
             self._ring.free_reader_later(self._reader, self._has_left)

@@ -1,4 +1,4 @@
-"""A sender to a front-end that cannot map the ring: rows follow their header.
+"""A sender to a front-end that cannot map the ring: rows follow their header over TCP.
 
 Owns:  TcpSender, which has a thread for its socket.
 """
@@ -41,26 +41,27 @@ from vllm_scope.transport.senders.base import ANSWER_S, Sender
 
 logger = logging.getLogger("vllm.vllm_scope")
 
-#: A lost connection is dialled again at once, then MOST_DIALS times after a pause of DIAL_S.
-#: The front-end has DIAL_S to answer each time. If it answers none, it counts as dead.
+#: After a lost connection, the thread connects again at once, then MOST_DIALS times after a pause
+#: of DIAL_S. Each time, the thread waits DIAL_S for an answer. Without any answer, the front-end
+#: counts as dead.
 MOST_DIALS = 3
 DIAL_S = 2.0
-#: How long a closing worker waits for a front-end to read the messages that were sent.
+#: How long a closing worker waits until a front-end has read the messages that were sent.
 CLOSE_S = 5.0
-#: Batches are sent in pieces of about this size: the front-end copies one piece while the next
-#: one travels, and neither end holds a large batch twice.
+#: A batch is sent in pieces of about this size. The front-end copies one piece while the next piece
+#: travels. Both ends then need little extra memory for a large batch.
 PIECE_BYTES = 8 << 20
 PIECE_TOKENS = 1 << 16
 
 
 @dataclass
 class _Sent:
-    """A message, kept until the front-end has read it.
+    """A message that the front-end has not read.
 
     Attributes:
         frames: the header, and a view of the rows in the ring.
         lease: the lease of the rows.
-        tracker: its `done` is True once zmq no longer reads `frames`.
+        tracker: zmq sets the tracker's `done` to True when zmq does not read `frames` any more.
     """
 
     number: int
@@ -74,10 +75,10 @@ class _Sent:
 
 
 class TcpSender(Sender):
-    """Sends headers and rows. Its thread releases leases when answers come.
+    """Sends headers and rows. The sender's thread releases leases when answers arrive.
 
-    zmq sends the rows straight from the ring. A lost connection is dialled again, and the messages
-    that the front-end has not read are sent again, in order.
+    zmq sends the rows directly from the ring. After a lost connection, the thread connects again,
+    and sends the unread messages again, in order.
 
     Raises:
         CompatError: the front-end does not answer at the address, or zmq cannot encrypt.
@@ -90,9 +91,9 @@ class TcpSender(Sender):
         self._address, self._ring = address, ring
         self._session = secrets.randbits(62)
         self._num_sent = self._num_confirmed = 0
-        #: Messages to send: appended by the caller, taken by the thread.
+        #: Messages to send. The caller appends messages, and the thread removes them.
         self._outgoing: deque[_Sent] = deque()
-        #: Messages that were sent and not read. Only the thread changes this queue.
+        #: Messages that were sent, and that the front-end has not read. Only the thread uses this.
         self._unread: deque[_Sent] = deque()
         self._num_dials = 0
         self._dead = False
@@ -107,7 +108,7 @@ class TcpSender(Sender):
             raise CompatError(
                 f"this worker cannot reach the front-end at {address.endpoint}. Open the port "
                 "between the hosts, or set additional_config['scope'].road_host to an address "
-                "of the front-end's host that workers reach"
+                "of the front-end's host that workers can reach"
             )
 
     @property
@@ -119,7 +120,7 @@ class TcpSender(Sender):
         for labels, first, last in _pieces(batch):
             data = batch.slots[first:last].numpy().reshape(-1).data
             if data.nbytes > MOST_FRAME_BYTES:
-                raise ValueError(f"one token has {data.nbytes >> 20} MiB of rows; read less of it")
+                raise ValueError(f"a token has {data.nbytes >> 20} MiB of rows; read fewer rows")
             span = (start + first, start + last)
             header = RowsHeader.of(labels, batch.boundary, batch.widths, self._ring.ref, span)
             self._put([encode(header), data], batch.lease)
@@ -151,7 +152,7 @@ class TcpSender(Sender):
         self._wake_thread()
 
     def close(self, patience_s: float = CLOSE_S) -> None:
-        """Deliver the messages that wait, if the front-end reads them within `patience_s`."""
+        """Wait at most `patience_s` until the front-end has read all messages, then stop."""
         self._close_at = time.monotonic() + patience_s
         self._wake_thread()
         self._thread.join()
@@ -180,7 +181,7 @@ class TcpSender(Sender):
         return closing and (idle or time.monotonic() > self._close_at)
 
     def _serve_connection(self) -> None:
-        """Dial, then send and receive until the connection is lost."""
+        """Connect, then send and receive until the connection is lost."""
         if self._num_dials:
             time.sleep(DIAL_S)
         self._num_dials += 1
@@ -188,7 +189,7 @@ class TcpSender(Sender):
         socket.curve_serverkey = self._address.server_key.encode()
         socket.curve_publickey = self._address.client_key.encode()
         socket.curve_secretkey = self._address.client_secret.encode()
-        # Unbounded: the ring bounds the rows of the messages that wait.
+        # Unbounded: the ring limits the number of rows that wait.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, 1 << 16)
         keep_alive(socket)
@@ -255,8 +256,8 @@ class TcpSender(Sender):
                 self._address.endpoint, len(dropped),
             )  # fmt: skip
         for sent in dropped:
-            # The socket is closed, but zmq's thread may still read the rows. If the front-end is
-            # alive after all, it must not get rows that were overwritten.
+            # The socket is closed, but zmq's thread may still send the rows. The front-end may
+            # still run, and must not get overwritten rows.
             if sent.tracker is not None:
                 sent.tracker.wait()
             sent.release()
